@@ -1,4 +1,4 @@
-"""Derives the settings of each process of a run: its config sections, and next to them names, devices and sizes."""
+"""Derives the settings from which each process of a run builds itself: its config sections, name, device and sizes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ..config.config import Config
 
 
 def transport(config: Config, *, one_host: bool) -> str:
-    """Return the kind of weight transport that the run uses; `auto` is resolved by whether all processes are on one
-    host."""
+    """Return the kind of weight transport that the run uses. `auto` is resolved according to `one_host`: whether all
+    processes of the run are on one host."""
     return resolve_kind(config.sync.transport, one_host=one_host)
 
 
@@ -46,11 +46,11 @@ def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
 TASK = "train"
 """Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
 SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
-"""Value of `algorithm.mode` -> the sampler that `algorithm.sampler: auto` stands for."""
+"""Sampler that `algorithm.sampler: auto` selects for each `algorithm.mode`, in runs that are not deterministic."""
 
 
 def sampler(config: Config) -> str:
-    """Return the name of the sampler, which decides which ready groups are trained on first."""
+    """Return the name of the run's sampler, which decides in what order groups that are ready are trained on."""
     algorithm = config.algorithm
     if algorithm.sampler != "auto":
         return algorithm.sampler
@@ -58,7 +58,7 @@ def sampler(config: Config) -> str:
 
 
 def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
-    """Return the settings of the train task, through which the driver claims rows.
+    """Return the settings of the train task, the data plane's consumer through which the driver claims rows.
 
     next_prompt: position in the prompt stream of the first prompt that was never issued. outstanding: earlier positions
     whose groups were not trained on yet.
@@ -115,7 +115,7 @@ def validation_sampling(config: Config) -> SamplingParams:
 
 
 def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:
-    """Return the configuration of the engine of actor `name`. model: local folder or hub id."""
+    """Return the configuration of the engine that runs in actor `name`. model: local folder or hub id."""
     changes: dict[str, Any] = {}
     if config.run.replay:
         changes["engine"] = "scripted"  # asked for nothing
@@ -141,7 +141,7 @@ def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle
 def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
     """Return the settings from which rollout actor `index` builds itself.
 
-    device: device of its embedded engine; None when engines are actors of their own.
+    device: device of the engine that it embeds; None if engines run in actors of their own.
     """
     name = f"rollout {index}"
     return RolloutSetup(
@@ -164,8 +164,8 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
 
 
 def journal(config: Config) -> JournalConfig | None:
-    """Return the settings of the journal that finished groups are written to or read from; None for a run without a
-    journal."""
+    """Return the settings of the journal, the files to which rollout actors write finished groups or from which they
+    read them. None for a run without a journal."""
     run = config.run
     if not (run.record or run.replay or (run.journal and run.saves_checkpoints)):
         return None
@@ -175,9 +175,9 @@ def journal(config: Config) -> JournalConfig | None:
 
 
 def _fingerprint(config: Config) -> str:
-    """Return a text, in JSON, with all settings that decide what the rollouts generate.
+    """Return a JSON text with all settings that determine what the rollouts generate.
 
-    Journals of older runs hold it, so the text for a given configuration must never change.
+    The text is stored in the journals of earlier runs, so it must never change for a given configuration.
     """
     rollout, data, seed = config.rollout, config.data, config.run.seed
     read = data.model_dump(include={"split", "prompt_field", "answer_field", "template", "options"})
@@ -203,13 +203,13 @@ def _fingerprint(config: Config) -> str:
 
 
 def reward_weights(config: Config) -> dict[str, float]:
-    """Return reward name -> its weight in the rubric, the weighted sum of all rewards."""
+    """Return the weight of each reward in the rubric, which is the weighted sum of all rewards: name -> weight."""
     return {function.label: function.weight for function in config.reward.functions}
 
 
 def tagged_rewards(config: Config) -> frozenset[str]:
-    """Return the names of the rewards that the advantage estimator or dynamic sampling reads one by one. Each row then
-    carries them as tags."""
+    """Return the names of the rewards that the advantage estimator or dynamic sampling needs one by one. Each row then
+    carries each of them as a tag (a number that can be read without the row's content)."""
     one_by_one = set(build_advantages(config.advantage, reward_weights(config)).components)
     if config.algorithm.dynamic_sampling.enabled:
         one_by_one |= {name for name, _ in signal_terms(config)}
@@ -219,7 +219,8 @@ def tagged_rewards(config: Config) -> frozenset[str]:
 def worker_setup(
     config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
 ) -> WorkerSetup:
-    """Return the settings from which train worker `rank` builds itself. host: address at which engines reach it."""
+    """Return the settings from which train worker `rank` builds itself. host: address at which engines reach the
+    worker."""
     sync, kind = config.sync, transport(config, one_host=one_host)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device)
@@ -240,7 +241,8 @@ def worker_setup(
 
 
 def bucket_mib(config: Config, kind: str, device: str) -> int:
-    """Return the bucket size in MiB for weights that a trainer on `device` sends by transport `kind`."""
+    """Return the size in MiB of the buckets, the messages in which a trainer on `device` sends weights by transport
+    `kind`."""
     if config.sync.bucket_mib is not None:
         return config.sync.bucket_mib
     return 512 if device.startswith("cuda") and kind in ("ipc", "collective") else 64
@@ -263,7 +265,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
 
 
 def budget(config: Config) -> Budget:
-    """Return the limit on a microbatch's tokens, and the cost of a row by its length.
+    """Return the limit on a microbatch's tokens, and the coefficients that give a row's compute cost from its length.
 
     For a row of L tokens, attention takes 4·h·L FLOPs per token and layer, and the matrix products 24·h², where h is
     the hidden size; so attention costs L / (6·h) of what the matrix products cost.

@@ -30,15 +30,16 @@ RESULT_TIMEOUT_S = 60.0
 
 
 class ActorFailed(RuntimeError):
-    """An actor died, raised an exception, or did not answer in time. The message names the actor, the stage and the
-    seconds."""
+    """An actor died, raised an exception, or did not answer in time. The message names the actor, the stage and how
+    long the call had been in flight."""
 
     def __init__(self, message: str, cause: BaseException | None = None, *, died: bool = False) -> None:
         super().__init__(message)
         self.cause = cause
         """The exception that the actor raised; None when it died or did not answer in time."""
         self.died = died or isinstance(cause, EngineDied)
-        """Whether the actor's process died, or that of the engine that it hosts, without which the actor is useless."""
+        """Whether the actor's process died, or the process of the engine that it hosts, without which the actor is
+        useless."""
 
 
 @dataclass(slots=True)
@@ -46,21 +47,21 @@ class DriverMeter:
     """Counts the bytes of all messages between the driver and its actors."""
 
     num_bytes: int = 0
-    """Number of bytes since the last `take`."""
+    """Number of message bytes sent and received since the last `take`."""
 
     def take(self) -> int:
-        """Return the number of bytes since the last `take`, and count from 0 again."""
+        """Return the number of message bytes since the last `take`, and restart the count at 0."""
         taken, self.num_bytes = self.num_bytes, 0
         return taken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call(Generic[T_co]):
-    """One call of an actor's method that was sent; `gather` waits for its result."""
+    """A method call that was sent to an actor; `gather` waits for its result."""
 
     actor: ActorHandle
     method: Callable[..., Any]
-    """Method that is called, unbound, of the class that the actor hosts, such as `TrainWorker.begin`."""
+    """Unbound method that is called, of the class that the actor hosts, such as `TrainWorker.begin`."""
     message: bytes
     """The encoded arguments."""
     actors: Sequence[Any]
@@ -70,10 +71,10 @@ class Call(Generic[T_co]):
     started: float
     """`time.monotonic` time at which the call was sent."""
     pid: int
-    """Id of the process that was called; another process may have replaced it since."""
+    """Id of the process that was called; another process may have replaced that one since."""
 
     def again(self) -> Call[T_co]:
-        """Send the same call once more, to the process that the actor has now."""
+        """Send the same call once more, to the actor's present process."""
         return self.actor.send(self.method, self.message, self.actors)
 
 
@@ -82,17 +83,17 @@ class ActorHandle:
     the same."""
 
     def __init__(self, start: Callable[[], Any], name: str, meter: DriverMeter) -> None:
-        """Starts the actor's process without waiting for it. start: function that starts a process and returns Ray's
+        """Start the actor's process without waiting for it. start: function that starts a process and returns Ray's
         handle of it."""
         self._start = start
         self._meter = meter
         self.info = ActorInfo(name, 0, "not up yet")
-        """Name, process id and host of the actor, from the last `ping` whose answer was stored here."""
+        """Name, process id and host of the actor, as its process last reported them."""
         self.ray_actor = start()
         """Ray's own handle of the actor's current process."""
 
     def restart(self) -> None:
-        """Start a new process for the actor, without waiting for it. Its `build` must then be called."""
+        """Start a new process for the actor, without waiting for it. The caller must then call the actor's `build`."""
         self.ray_actor = self._start()
 
     def kill(self) -> None:
@@ -100,8 +101,8 @@ class ActorHandle:
         ray.kill(self.ray_actor, no_restart=True)
 
     def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the actor's process call `function` with the actor and the arguments, between two other calls. Does not
-        wait for it."""
+        """Have the actor's process run `function(actor, *args, **kwargs)` between two of its calls. Does not wait for
+        it."""
         self.ray_actor.__ray_call__.remote(function, *args, **kwargs)
 
     @overload
@@ -111,7 +112,7 @@ class ActorHandle:
     @overload
     def _call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[T]: ...
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
-        """Call a method of the actor's host class with all its arguments, by position.
+        """Call a method of the actor's host class without waiting for the result. All arguments are passed by position.
 
         Raises TypeError for an argument that may not pass through the driver, such as a tensor.
         """
@@ -119,14 +120,15 @@ class ActorHandle:
         return self.send(method, encode_arguments(args))
 
     def send(self, method: Callable[..., Any], message: bytes, actors: Sequence[Any] = ()) -> Call[Any]:
-        """Send a call of `method` with encoded arguments. actors: Ray handles to pass after them, see
-        `remote_methods.submit`."""
+        """Send a call of `method`, whose encoded arguments are `message`. actors: Ray handles to pass after these
+        arguments, see `remote_methods.submit`."""
         self._meter.num_bytes += len(message)
         reference = submit(self.ray_actor, method, message, actors)
         return Call(self, method, message, actors, reference, time.monotonic(), self.info.pid)
 
     def receive(self, call: Call[T], stage: str) -> T:
-        """Return the result of a call that has ended. Raises ActorFailed."""
+        """Return the result of a call that has ended. Raises ActorFailed if the actor died, raised an exception, or its
+        answer was lost."""
         elapsed = time.monotonic() - call.started
         try:
             reply: Any = ray.get(call.reference, timeout=RESULT_TIMEOUT_S)
@@ -186,7 +188,7 @@ def ended(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[tuple[
 
 
 def settled(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> Iterator[tuple[Call[T], T | ActorFailed]]:
-    """Yield each call with its result or ActorFailed as soon as it ends, until all have ended or `timeout_s` has
+    """Yield each call with its result or ActorFailed as soon as it ends. Stops when all have ended or `timeout_s` has
     passed."""
     deadline = time.monotonic() + timeout_s
     pending = list(calls)
@@ -213,11 +215,12 @@ _DEATHS = (
     ("SIGKILL", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
     ("connection error", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
 )
-"""Text in Ray's message about a death -> what it means, in one sentence; the first text that is found counts."""
+"""Explanations of an actor's death: (text to look for in Ray's message, what it means). The first text that is found
+counts."""
 
 
 def death_in_words(account: str) -> str:
-    """Return Ray's message about an actor's death, which is a paragraph, as one sentence."""
+    """Summarize Ray's message about an actor's death, which is a paragraph, in one sentence."""
     for words, meaning in _DEATHS:
         if words in account:
             return meaning

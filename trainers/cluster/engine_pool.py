@@ -1,4 +1,4 @@
-"""Tracks the engines of a run: which version each serves, and which get no requests and why."""
+"""Tracks the engines of a run: which version of the weights each serves, and which get no requests and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class NoEngineLeft(RuntimeError):
-    """Every engine of the run is left out, so none can get requests. The message gives the reason for each."""
+    """No engine of the run can get requests any more. The message gives the reason for each engine."""
 
 
 @dataclass(slots=True)
@@ -32,20 +32,20 @@ class Engine:
     left_out: str = ""
     """Reason why the engine gets no requests; "" while it gets requests."""
     dead: bool = False
-    """Whether the actor's process died, or that of the engine within it."""
+    """Whether the actor's process died, or the process of the engine within it."""
     broken: bool = False
-    """Whether a failed commit has left the engine without a complete version; its requests then wait for the next
-    update."""
+    """Whether a failed weight update has left the engine without a complete version; its requests then wait for the
+    next update."""
     joins: bool | None = None
     """Whether the engine received its last update straight into its parameters, without staging it first; None before
     the first update."""
     renewed_s: float = 0.0
     """Time (`time.monotonic()`) at which a new process last replaced the engine's; 0.0 for the first process."""
     ping: Call[ActorInfo] | None = None
-    """The `ping` that the engine has not answered yet; None when no answer is outstanding."""
+    """Call of `ping` that the engine has not answered yet; None if there is no such call."""
 
     def renew(self) -> None:
-        """Record that a new process has replaced the engine's, with the run's first weights (version 0)."""
+        """Record that a new process with the run's first weights (version 0) has replaced the engine's process."""
         self.version, self.dead, self.broken, self.joins, self.ping = 0, False, False, None, None
         self.renewed_s = time.monotonic()
 
@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the `ping` that the engine has not answered was sent; 0.0 when no answer is outstanding."""
+        """Seconds for which a `ping` to the engine has been unanswered; 0.0 if no answer is outstanding."""
         return 0.0 if self.ping is None else time.monotonic() - self.ping.started
 
     @property
@@ -70,10 +70,10 @@ class EnginePool:
 
     engines: list[Engine]
     embedded: bool
-    """Whether each engine is embedded in a rollout actor of its own, so that leaving out the engine leaves out that
-    actor."""
+    """Whether each engine is embedded in a rollout actor of its own. An engine that gets no requests then leaves its
+    rollout actor idle, too."""
     on_change: list[Callable[[Engine], None]] = field(default_factory=list)
-    """Callbacks that receive an engine after it was left out or taken back."""
+    """Callbacks that receive an engine after it stopped getting requests or gets them again."""
 
     @property
     def active(self) -> list[Engine]:
@@ -85,8 +85,8 @@ class EnginePool:
         return found
 
     def ahead_of(self, version: int) -> bool:
-        """Return whether an engine serves a later version than `version`, as happens after the train workers went back
-        to a checkpoint."""
+        """Return whether an engine serves a later version than `version`. That happens after the train workers went
+        back to a checkpoint."""
         return any(engine.version > version for engine in self.engines)
 
     def named(self, name: str) -> Engine:
@@ -94,8 +94,8 @@ class EnginePool:
         return {engine.name: engine for engine in self.engines}[name]
 
     def leave_out(self, engine: Engine, reason: str) -> None:
-        """Send no more requests to `engine` until `take_back`. When it is left out already, this is a no-op and the
-        first reason stays."""
+        """Send no more requests to `engine` until `take_back`. reason: stored in `engine.left_out`. A no-op if the
+        engine is left out already; the first reason then stays."""
         if engine.left_out:
             return
         engine.left_out = reason

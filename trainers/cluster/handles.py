@@ -5,8 +5,8 @@
       EngineHandle       an actor with a generation engine (`EngineActor`, and what it shares with `RolloutActor`)
         RolloutHandle    a rollout actor (`RolloutActor` and the `RolloutWorker` that it hosts)
 
-Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. What a call
-does is documented at the method of the actor's class that its body names.
+Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. For what a
+call does, see the method of the actor's class that is named in the body of the handle's method.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TrainHandle(ActorHandle):
     methods with the decorator `in_thread_of`, which run in threads of their own."""
 
     def ping(self) -> Call[ActorInfo]:
-        """Ask who the actor is, which also shows that it answers."""
+        """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""
         return self._call(TrainActor.info)
 
     def progress(self) -> Call[int]:
@@ -95,7 +95,7 @@ class EngineHandle(ActorHandle):
     """Handle of an actor with a generation engine. Its calls run concurrently."""
 
     def ping(self) -> Call[ActorInfo]:
-        """Ask who the actor is, which also shows that it answers."""
+        """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""
         return self._call(EngineHost.info)
 
     def progress(self) -> Call[int]:

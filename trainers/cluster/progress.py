@@ -1,7 +1,7 @@
 """Tells slow actors from stuck ones: asks them about their progress while they work on long calls.
 
-`gather_moving` waits for calls of which some may fail, and returns each one's outcome. `gather_slow` waits for calls of
-train workers that are useful only together, and raises the first failure.
+`gather_moving` waits for calls that may fail independently of each other, and returns each one's outcome. `gather_slow`
+waits for calls of train workers that are useful only together, and raises the first failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ASK_EVERY_S = 1.0
 
 
 class ProgressWatch:
-    """Queries actors about their progress, one query at a time for each, and tracks for how long each has made none."""
+    """Queries actors about their progress, with at most one unanswered query to each, and tracks how long each has made
+    no progress."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class ProgressWatch:
         self._ask = ask
         self._ask_every_s = ask_every_s
         self._asked = dict[ActorHandle, Call[int]]()
-        """Actor -> the query that it has not answered yet."""
+        """Unanswered queries: actor -> call."""
         self._figures = dict[ActorHandle, int]()
         self._moved_s = dict.fromkeys(actors, now)
         self._answered_s = dict.fromkeys(self._moved_s, now)
@@ -47,8 +48,8 @@ class ProgressWatch:
     def look(self, only: Collection[ActorHandle] | None = None) -> tuple[bool, dict[ActorHandle, ActorFailed]]:
         """Collect the answers that have arrived and send new queries, without waiting for their answers.
 
-        only: actors to query again; None queries all that are watched. Returns whether any actor has made progress, and
-        actor -> failure for the queries that failed.
+        only: actors to query again; None queries all watched actors. Returns whether any actor has made progress, and
+        the queries that failed: actor -> failure.
         """
         moved, failed = False, dict[ActorHandle, ActorFailed]()
         by_call = {call: actor for actor, call in self._asked.items()}
@@ -71,7 +72,7 @@ class ProgressWatch:
         return moved, failed
 
     def still_s(self, actor: ActorHandle) -> float:
-        """Return the seconds for which `actor` has made no progress; 0.0 for an actor that is not watched."""
+        """Return for how many seconds `actor` has made no progress; 0.0 for an actor that is not watched."""
         return self._since(self._moved_s, actor)
 
     def silent_s(self, actor: ActorHandle) -> float:
@@ -87,8 +88,8 @@ def gather_moving(
 ) -> list[T | ActorFailed]:
     """Wait for all calls; returns, in order, each call's result or its ActorFailed.
 
-    The wait ends once the actors that have not answered make no progress for `timeout_s`, however long it has lasted
-    until then. ask: function that queries an actor for a number that changes whenever it makes progress.
+    The wait has no time limit while any actor that has not answered makes progress; it ends when none has made any for
+    `timeout_s` seconds. ask: function that queries an actor for a number that changes whenever it makes progress.
     """
     results: dict[Call[T], T | ActorFailed] = {}
     look_s, moved_s = min(ASK_EVERY_S, timeout_s / 4), time.monotonic()
@@ -115,14 +116,14 @@ def gather_slow(
     num_bytes: Callable[[], int] = lambda: 0,
     on_look: Callable[[], None] = lambda: None,
 ) -> list[T]:
-    """Wait for calls of train workers that may take hours, for as long as the workers make progress; returns their
-    results in order. The first failure of any call ends the wait at once.
+    """Wait for calls of train workers that may take hours, and return their results in order. The wait has no time
+    limit while the workers make progress; the first failure of any call ends it at once.
 
-    silence_s: seconds for which a worker may leave a progress query unanswered. stall_s: seconds within which some
-    worker's progress number must change, or `num_bytes`, which returns the number of bytes written so far. on_look:
-    callback after each check, about once a second, that found no worker stuck.
+    silence_s: seconds for which a worker may leave a progress query unanswered. stall_s: seconds within which the
+    progress number of some worker must change, or the number of bytes written so far, which `num_bytes` returns.
+    on_look: callback after each check, about once a second, that found no worker stuck.
 
-    Raises ActorFailed when a worker died, raised an exception (see its `cause`), or makes no progress.
+    Raises ActorFailed if a worker died, raised an exception (see its `cause`), or makes no progress.
     """
     watch = ProgressWatch(workers)
     results = dict[Call[T], T]()

@@ -1,4 +1,4 @@
-"""Connects a run to Ray: joins or starts a cluster, checks its CPUs, and finally ends everything that was started."""
+"""Connects a run to Ray: joins or starts a cluster, checks its CPUs, and at the end stops whatever was started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..errors import UserError
 
 _log = logging.getLogger(__name__)
 MIN_OBJECT_STORE_MIB = 128
-"""Size in MiB of the object store that Ray needs for itself."""
+"""Size in MiB of the object store that Ray needs for its own objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Demand:
 
 
 class Cluster:
-    """A connection to a Ray cluster, which is joined or started here. `close` disconnects; a Ray that was started here
-    is then ended, and `close` waits until its processes are gone."""
+    """A connection to a Ray cluster, which is either joined or started here. `close` disconnects; a cluster that was
+    started here is then stopped, and `close` waits until its processes have exited."""
 
     def __init__(
         self, *, address: str | None, num_cpus: int | None, demand: Demand, namespace: str, object_store_mib: int
@@ -94,8 +94,8 @@ class Cluster:
             )
 
     def close(self) -> None:
-        """Disconnect from Ray. When Ray was started here, its processes end with it, and those that still run after 10
-        seconds are killed. Idempotent."""
+        """Disconnect from Ray. If the cluster was started here, its processes are stopped, and those that still run
+        after 10 seconds are killed. Idempotent."""
         worker.print_to_stdstream = self._print
         if not ray.is_initialized():
             return
@@ -109,15 +109,16 @@ class Cluster:
 
 
 def _log_what_ray_says(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Log what Ray would print when a process dies. The run reports deaths itself, in one sentence each."""
+    """Replacement for Ray's printing of worker output, such as notes about dead processes: writes it to the log. The
+    run reports deaths itself, in one sentence each."""
     _log.info("Ray: %s", " ".join(data["lines"]))
 
 
 @contextmanager
 def any_agent_port() -> Iterator[None]:
-    """Context manager: a Ray that is started within it uses any free port for its dashboard agent.
+    """Context manager that lets a Ray cluster started within it use any free port for its dashboard agent.
 
-    Ray's default is port 52365. When another Ray on this host uses that port, the start waits 3 seconds for it.
+    Ray's default is port 52365. If another Ray cluster on this host uses that port, the start waits 3 seconds for it.
     `ray.init` has no argument for the port.
     """
     original = parameter.RayParams
@@ -132,8 +133,8 @@ def any_agent_port() -> Iterator[None]:
 def _own_signal_handlers() -> Iterator[None]:
     """Context manager that restores the handlers of SIGTERM and SIGINT at its end. A no-op outside the main thread.
 
-    Ray installs handlers of its own, in Python and in C++, where SIGTERM aborts the process, and removes them when it
-    shuts down.
+    Ray installs handlers of its own in Python and in C++, and removes them when it shuts down. With its C++ handler,
+    SIGTERM aborts the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

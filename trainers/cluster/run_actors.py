@@ -1,4 +1,4 @@
-"""Starts the actors of a run, builds them in parallel, connects engines with rollout actors, and replaces the dead."""
+"""Starts the actors of a run, builds them in parallel, connects engines with rollout actors, and replaces dead ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 BY_START_TIMEOUT = "resources.start_timeout_s"
-"""Config key that bounds every wait for an actor that starts; error messages about such a wait name it."""
+"""Config key that limits every wait for an actor to start; it is named in the error when that time is up."""
 ASK_AGAIN_S = 0.2
-"""Seconds between two queries to actors that may be dying."""
+"""Seconds between two queries to actors that may be about to die."""
 
 
 @dataclass(slots=True)
@@ -42,17 +42,17 @@ class RunActors:
 
     engines: EnginePool
     rollouts: list[RolloutHandle]
-    """The rollout actors. When engines are embedded, these actors are also the hosts of `engines`."""
+    """The rollout actors. If they embed the engines, they are also the actors behind `engines`."""
     workers: list[TrainHandle]
     """The train workers, in rank order."""
     host: str
     """Address at which train workers reach rank 0."""
     max_replaced: int
-    """Largest number of rollout actors and engines that may be replaced."""
+    """Largest number of rollout actors and engines that may be replaced, counted together."""
     data_notes: tuple[str, ...]
-    """Sentences for the user about the prompts: what was chosen or left out."""
+    """Sentences for the user about the prompts, such as what was chosen or left out."""
     start_timeout_s: float
-    """Seconds that each part of an actor's start may take (`resources.start_timeout_s`)."""
+    """Largest number of seconds for each part of an actor's start (`resources.start_timeout_s`)."""
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class RunActors:
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
-        """Handles of all actors, each once."""
+        """Handles of all actors, without duplicates."""
         hosts = [] if self.engines.embedded else [engine.handle for engine in self.engines.engines]
         return [*hosts, *self.rollouts, *self.workers]
 
@@ -81,9 +81,9 @@ class RunActors:
         """Start and build a new process for a rollout actor or engine that died; `handle` then stands for the new
         process.
 
-        The old actor is killed first, because it may still run when only its engine's process died. The new engine, if
-        there is one, serves version 0. Raises `failure` when no more actors may be replaced or all of Ray is gone, and
-        ActorFailed when the new process does not start.
+        The old actor is killed first, because it may still run if only its engine's process died. The new engine, if
+        there is one, serves version 0. Raises `failure` if no more actors may be replaced or no node of the Ray cluster
+        is alive, and ActorFailed if the new process does not start.
         """
         if not self.may_replace:
             raise failure
@@ -103,10 +103,10 @@ class RunActors:
         self._tell()
 
     def find_dead(self, wait_s: float, *, insist: bool) -> list[ActorInfo]:
-        """Return the actors, on any host, that Ray knows to be dead. Waits up to `wait_s` for the first death.
+        """Return the actors, on any host, that Ray reports as dead. Waits up to `wait_s` for the first death.
 
-        insist: whether to ask actors that have answered again until the time is over; otherwise one answer of each is
-        enough.
+        insist: whether to keep querying actors that have answered until the time is over; otherwise, one answer from
+        each ends the wait.
         """
         deadline = time.monotonic() + wait_s
         asked = {handle.progress(): handle for handle in self.handles}
@@ -122,10 +122,10 @@ class RunActors:
         return []
 
     def restart_workers(self) -> None:
-        """Kill all train workers and start and build new ones with the run's first weights; the handles then stand for
-        the new ones.
+        """Kill all train workers, then start and build new ones with the run's first weights. The handles in `workers`
+        then stand for the new ones.
 
-        Raises ActorFailed when they do not start.
+        Raises ActorFailed if the new workers do not start.
         """
         for worker in self.workers:
             worker.kill()
@@ -175,7 +175,7 @@ def start_actors(
 
 
 class _ActorStarter:
-    """Starts actors, one per call. The exit stack of the caller kills them when it is closed."""
+    """Starts actors, one per call. Closing the caller's exit stack kills them."""
 
     def __init__(
         self, config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
@@ -237,8 +237,8 @@ def host_address(cluster: Cluster) -> str:
 
 
 def _started(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
-    """Wait for calls that are part of the start of actors; returns their results in order. Raises ActorFailed, whose
-    message names `resources.start_timeout_s` when that time is up."""
+    """Wait for calls that are part of starting actors, and return their results in order. Raises ActorFailed if a call
+    fails, or after `timeout_s`; the message then names `resources.start_timeout_s`."""
     return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT)
 
 
@@ -263,8 +263,8 @@ def _build(host: str, generators: Sequence[EngineHandle], workers: Sequence[Trai
 
 
 def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:
-    """Pass the engines to the router of every rollout actor, and tell the routers from then on which engines are left
-    out or taken back."""
+    """Pass the engines to the request router of every rollout actor, and from then on tell the routers which engines
+    are left out or taken back."""
     handles = [engine.handle for engine in engines.engines]
     _started([rollout.set_engines(handles) for rollout in rollouts], "start", timeout_s)
 

@@ -16,9 +16,9 @@ float32."""
 WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
 """Values of `advantage.kind` that need all rows of a step at once (their estimators set `whole_step`)."""
 ROLLOUT_ROW_BYTES = 64
-"""Number of bytes of a row's version_spans: a few pairs (first token, version) of int32."""
+"""Number of bytes assumed for a row's version_spans: a few pairs (first token, version) of int32."""
 LOGPROB_BYTES = 4
-"""Number of bytes for each token of the column that the train workers write back, the reference log-probs in
+"""Number of bytes per token of the column that the train workers write back: the reference model's log-probs in
 float32."""
 
 
@@ -28,8 +28,7 @@ def contradictions(config: Config) -> list[str]:
 
 
 def cautions(config: Config) -> list[str]:
-    """Return one line for each choice that is allowed, but makes the run train on something else than a reader may
-    expect."""
+    """Return one line for each setting that is allowed but makes training differ from what the user may expect."""
     algorithm, loss = config.algorithm, config.loss
     stale = algorithm.mode == "async" and algorithm.max_staleness > 0 and config.trainer.backend != "scripted"
     if stale and loss.kind == "reinforce" and loss.correction == "none":
@@ -41,22 +40,23 @@ def cautions(config: Config) -> list[str]:
 
 
 def step_bytes(config: Config) -> int:
-    """Return the number of bytes that a step's rows take in the store when every row has its largest length."""
+    """Return the number of bytes that the rows of one step take in the data plane's store if every row has the maximum
+    length."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * config.with_reference) + ROLLOUT_ROW_BYTES
     return config.rows_per_step * row
 
 
 def steps_in_store(config: Config) -> float:
-    """Return the number of steps whose rows may be in the store at the same time, because rollouts may run ahead or
-    oversample. It may be a fraction."""
+    """Return the number of steps whose rows may be in the data plane's store at the same time. It is above 1 if
+    rollouts run ahead or oversample, and may be a fraction."""
     algorithm = config.algorithm
     return 1 + algorithm.max_staleness if algorithm.mode == "async" else algorithm.dynamic_sampling.oversample
 
 
 def capacity_problems(config: Config) -> list[str]:
-    """Return a sentence when the rows of the steps that are in the store at the same time may not fit into it, which
-    would stop the run; else []."""
+    """Return a list with one sentence if the data plane's store may be too small for the rows that it must hold at the
+    same time, which would stop the run; else an empty list."""
     capacity = config.dataplane.store.capacity_mib
     needed = math.ceil(step_bytes(config) * steps_in_store(config))
     if needed <= capacity << 20:
@@ -69,8 +69,8 @@ def capacity_problems(config: Config) -> list[str]:
 
 
 def size_problems(config: Config) -> list[str]:
-    """Return one sentence for each pair of sizes that do not fit each other: groups and replicas, groups and rollout
-    actors, rows and microbatches."""
+    """Return one sentence for each mismatch of sizes: between groups and replicas, groups and rollout actors, or rows
+    and microbatches."""
     problems = []
     prompts, dp = config.algorithm.prompts_per_step, config.trainer.dp
     if prompts % dp:
@@ -98,7 +98,7 @@ def size_problems(config: Config) -> list[str]:
 
 
 def meaning_problems(config: Config) -> list[str]:
-    """Return one sentence for each choice that makes no sense together with another, such as a delta without
+    """Return one sentence for each combination of settings that makes no sense, such as delta weight updates without
     staging."""
     problems = []
     rollout, data = config.rollout, config.data
@@ -148,8 +148,8 @@ def meaning_problems(config: Config) -> list[str]:
 
 
 def metric_problems(config: Config) -> list[str]:
-    """Return a sentence when `validation.metric` names no known figure, or one that needs answers which the data lacks;
-    else []."""
+    """Return a list with one sentence if `validation.metric` names an unknown metric, or one that needs reference
+    answers although the data has none; else an empty list."""
     metric, known, data = config.validation.metric, config.figures, config.data
     key = find_figure(metric, known)
     if key is None:
@@ -160,8 +160,8 @@ def metric_problems(config: Config) -> list[str]:
 
 
 def admission_problems(config: Config) -> list[str]:
-    """Return one sentence for each sampler or oversampling that conflicts with the order in which a step must take its
-    groups."""
+    """Return one sentence for each setting of the sampler or of oversampling that conflicts with the order in which a
+    step must take its groups."""
     problems = []
     algorithm = config.algorithm
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
@@ -210,7 +210,7 @@ def replay_problems(config: Config) -> list[str]:
 
 
 def objective_problems(config: Config) -> list[str]:
-    """Return one sentence for each contradiction between the keys of loss, advantages and rewards."""
+    """Return one sentence for each contradiction between the keys of losses, advantages and rewards."""
     problems = []
     loss, advantage = config.loss, config.advantage
     if loss.correction != "none":

@@ -73,8 +73,8 @@ class AlgorithmConfig(Section):
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Source of the old policy's log-probs in the probability ratio. `rollout` takes those that the engine reported, so
     that the ratio also reflects how the policy has changed since. `recompute` takes the trainer's own from before the
-    step. As a step updates the policy once, the ratio is then 1 at every token and nothing is clipped, and rows that an
-    older policy sampled need a `loss.correction`."""
+    step. Because a step updates the policy only once, the ratio is then 1 at every token and nothing is clipped, and
+    rows that an older policy sampled need a `loss.correction`."""
 
     @field_validator("group_size")
     @classmethod
@@ -85,7 +85,7 @@ class AlgorithmConfig(Section):
 
 
 class RunConfig(Section):
-    """Files, seed and restarts of a run."""
+    """Folder, seed, checkpoints and restarts of a run."""
 
     dir: str | None = None
     """Path of the run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` in the current folder."""
@@ -94,11 +94,11 @@ class RunConfig(Section):
     seed: CountOrZero = 0
     """Seed of the prompts, the sampling and the weights of the built-in model."""
     checkpoint_every: CountOrZero = 0
-    """Number of steps between checkpoints, which are written in addition to those of `run.checkpoint_minutes`; 0 writes
-    none by steps."""
+    """Number of steps between checkpoints, which are written in addition to those of `run.checkpoint_minutes`; 0
+    disables step-based checkpoints."""
     checkpoint_minutes: float = Field(default=15.0, ge=0.0)
-    """Minutes between checkpoints; 0 writes none by time. Unless both this and `run.checkpoint_every` are 0, a
-    checkpoint is also written at the end of the run and when the run is interrupted (Ctrl-C, SIGTERM)."""
+    """Minutes between checkpoints; 0 disables time-based checkpoints. Unless both this and `run.checkpoint_every` are
+    0, a checkpoint is also written at the end of the run and when the run is interrupted (Ctrl-C, SIGTERM)."""
     keep_checkpoints: CountOrZero = 3
     """Number of checkpoints to keep; older ones are removed once a newer one is complete. 0 keeps all."""
     journal: bool = True
@@ -113,17 +113,19 @@ class RunConfig(Section):
     may differ."""
     keep_best: bool = False
     """Whether the model with the best validation, judged by `validation.metric`, is exported to `best/` in the run
-    folder. The validation before the first step is what later ones must beat, and is never exported itself."""
+    folder. The validation before the first step sets the value that later ones must beat; the initial model is never
+    exported."""
     max_restarts: CountOrZero = 3
-    """Number of deaths of its own processes that a run survives. A rollout actor or engine that died is replaced. Train
-    workers return to the last checkpoint, and rollouts continue where a journal is kept. After any other death the
-    whole run returns to the last checkpoint. With 0 the first death ends the run."""
+    """Number of times that a run recovers from the death of one of its processes. A rollout actor or engine that died
+    is replaced. Train workers return to the last checkpoint, while rollouts continue if a journal is kept. After any
+    other death the whole run returns to the last checkpoint. With 0 the first death ends the run."""
     deterministic: bool = False
     """Whether a run with the same seed repeats exactly, including runs that were killed and resumed. Groups are then
     trained on in the order of their prompts, weights change only between rollouts, and engines generate each group by
     itself."""
     trace_step: CountOrZero = 5
-    """First step whose timeline is written to trace.json. A run with fewer steps writes its last one; 0 writes none."""
+    """First step in the timeline that is written to trace.json. A run with fewer steps records its last one; 0 disables
+    the timeline."""
     trace_num_steps: Count = 1
     """Number of steps in the timeline."""
 
@@ -138,7 +140,7 @@ class WarmupConfig(Section):
 
     corpus: Literal["none", "digit_skills"] = "none"
     """Texts that the model learns. `digit_skills` generates texts about digits, which are not the task that RL trains.
-    `none` leaves out the warm-up."""
+    `none` disables the warm-up."""
     steps: Count = 1000
     """Largest number of steps. The warm-up ends sooner when the model has learned the corpus."""
     target_loss: Positive = 0.12
@@ -165,7 +167,7 @@ class ValidationConfig(Section):
     """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` apply here,
     too."""
     metric: str = REWARD
-    """Figure that tells how good a policy is, the higher the better. `run.keep_best`, `validation.stop_at`, the report
+    """Metric that tells how good a policy is, the higher the better. `run.keep_best`, `validation.stop_at`, the report
     and Prometheus use it. It is `val/reward`, `val/exact_match`, the name of a reward function, or with `validation.n`
     above 1 one of `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
     max_new_tokens: Count | None = None
@@ -252,23 +254,24 @@ class Config(Section):
 
     @property
     def figures(self) -> list[str]:
-        """Keys of the metrics of a validation that `validation.metric` can name."""
+        """Keys of the validation metrics that `validation.metric` can name."""
         return figure_names([function.label for function in self.reward.functions], self.validation.n)
 
     @property
     def judged_figure(self) -> str:
-        """Key of the metric that `validation.metric` stands for; the value of `validation.metric` itself when there is
-        no such metric."""
+        """Full key of the metric that `validation.metric` names; if there is no such metric, `validation.metric`
+        itself."""
         return find_figure(self.validation.metric, self.figures) or self.validation.metric
 
     @property
     def traced_step(self) -> int:
-        """Number of the first step whose timeline is written; 0 when none is."""
+        """Number of the first step in the timeline; 0 if the run records no timeline."""
         return min(self.run.trace_step, self.algorithm.steps)
 
 
 def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
-    """Return `config` with `run.dir` set and `run.dir` and `run.replay` absolute; `now` defaults to the local time."""
+    """Return `config` with `run.dir` filled in and with absolute paths in `run.dir` and `run.replay`. now: time in the
+    default folder's name; None: the current local time."""
     folder = config.run.dir
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")

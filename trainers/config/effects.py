@@ -1,4 +1,4 @@
-"""Lists the conditions under which each key of the configuration has an effect, and finds keys set without one.
+"""Lists the conditions under which each key of the configuration has an effect, and finds keys that have none.
 
 A key that is not in `EFFECTS` has an effect in every run.
 """
@@ -23,9 +23,9 @@ class Need:
     """The condition in words, such as `algorithm.mode=async`."""
     holds: Callable[[Config], bool]
     values: tuple[Any, ...] = ()
-    """Values of `key` with which the condition holds; () when the condition is not a list of values."""
+    """Values of `key` with which the condition holds; () if the condition is not given as a list of values."""
     switch: bool = False
-    """Whether `key` turns a part of the run on and off, rather than choosing between two ways of doing it."""
+    """Whether `key` turns a part of the run on or off, rather than choosing between two ways of doing it."""
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -37,7 +37,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as error messages and tables show it."""
+    """Format a value for error messages and tables."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if type(value) is float else repr(value)
 
 
@@ -184,7 +184,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "scripted.train_row_s": (_is("trainer.backend", "scripted"),),
     "scripted.train_step_s": (_is("trainer.backend", "scripted"),),
 }  # fmt: skip
-"""Config key that has an effect only in some runs -> the conditions that must all hold."""
+"""Conditions of the keys that have an effect only in some runs: config key -> conditions, which must all hold."""
 
 _DEFAULTS = Config()
 
@@ -193,9 +193,9 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
     """Return one sentence for each key that is set where it has no effect.
 
     A key with its default value is never a problem, because a resolved configuration, which has all keys, must load
-    again. overridden: dotted keys given on the command line. There is no problem either when such an override is what
-    leaves a key of the file without effect, or when it turns off the part of the run that the key belongs to:
-    `validation.every=0` requires no other change.
+    again. overridden: dotted keys given on the command line. A key of the file is no problem either if one of these
+    overrides is the reason why it has no effect. The same holds for any key if an override turns off the part of the
+    run that the key belongs to: `validation.every=0` requires no other change.
     """
     problems = []
     problems += _doubtful(config, overridden)
@@ -216,7 +216,7 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
 
 
 def _doubtful(config: Config, overridden: Collection[str]) -> list[str]:
-    """Return one sentence for each setting that has an effect, but not the one that its name promises."""
+    """Return one sentence for each setting that has an effect, but not the one that its name suggests."""
     problems = []
     algorithm, loss, trainer = config.algorithm, config.loss, config.trainer
     # An override that shortens the run requires no other change.
@@ -242,7 +242,7 @@ def _doubtful(config: Config, overridden: Collection[str]) -> list[str]:
 
 
 def _among(key: str, overridden: Collection[str]) -> bool:
-    """Return whether `key` or a section that contains it is in `overridden`."""
+    """Return whether `overridden` contains `key` or a section that contains `key`."""
     parts = key.split(".")
     return any(".".join(parts[:depth]) in overridden for depth in range(1, len(parts) + 1))
 
@@ -250,12 +250,12 @@ def _among(key: str, overridden: Collection[str]) -> bool:
 # ---------------- The table for readers.
 
 COLUMNS = {"algorithm.mode": ("sync", "async", "streaming"), "trainer.backend": ("fsdp", "megatron", "scripted")}
-"""Config key -> its values, each of which gets a column in the table of effects."""
+"""Columns of the table of effects: config key -> its values, with one column for each value."""
 
 
 def effect_rows(keys: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row of the table of effects for each dotted key: the key, an `x` in each column with which it has an
-    effect, and the other conditions in words."""
+    """Yield, for each of `keys`, its row in the table of effects: the dotted key, an `x` in the columns of the values
+    with which it has an effect, and its other conditions in words."""
     for key in keys:
         needs = EFFECTS.get(key, ())
         marks = [

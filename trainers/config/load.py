@@ -30,8 +30,8 @@ RENAMED: Mapping[str, str] = {}
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, of_old_run: bool = False) -> Config:
-    """Return the configuration from the YAML file `path`, with `overrides` applied and everything checked. An override
-    is `key.sub=value`, where the value is YAML; later ones win.
+    """Load the configuration from the YAML file `path`, apply `overrides`, and check everything. An override is
+    `key.sub=value`, where the value is YAML; later overrides win.
 
     of_old_run: True for the configuration of an existing run. A key that it sets without effect is then only a warning,
     because the version that began the run may have accepted it. Raises ConfigError with one sentence for each problem.
@@ -53,14 +53,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 
 def build_config(data: Mapping[str, Any]) -> Config:
-    """Return a checked Config from nested dicts of plain values. Raises ConfigError with one sentence for each
+    """Build a checked Config from nested dicts of plain values. Raises ConfigError with one sentence for each
     problem."""
     return _checked(data)
 
 
 def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
-    """Return `data` as a section of the class `root`. Raises ConfigError with one sentence for each key that does not
-    fit its section."""
+    """Validate `data` as a section of the class `root`, and return the section. Raises ConfigError with one sentence
+    for each key that is unknown, missing or has a wrong value."""
     try:
         return root.model_validate(data)
     except ValidationError as error:
@@ -84,10 +84,10 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
 
 
 def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of `data` in which the values of keys with a former name stand under the present name, and warn
-    about each.
+    """Return a copy of `data` in which values under the former name of a key are moved to its present name. Warns about
+    each of them.
 
-    renamed: former dotted name -> present one. Raises ConfigError when both names are set.
+    renamed: former dotted name -> present one. Raises ConfigError if both names of a key are set.
     """
     moved = copy.deepcopy(dict(data))
     for old, new in renamed.items():
@@ -163,8 +163,8 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
-    """Apply the override `key.sub=value` to the nested data in place. A number as a key is the index of a list's entry.
-    Raises ConfigError."""
+    """Apply the override `key.sub=value` to the nested data in place. A number in the dotted key is an index into a
+    list. Raises ConfigError if the override is malformed or does not fit the data."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -235,7 +235,7 @@ _PLAIN_EXPECTATIONS = {
     "string_too_short": "text of at least {min_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-"""Type of a pydantic error -> what was expected, to be formatted with the error's context."""
+"""Type of a pydantic error -> text that says what was expected, with placeholders for the error's context."""
 
 
 def _expected(kind: str, value: Any, context: Mapping[str, Any], message: str) -> str:
@@ -255,8 +255,8 @@ def _shown(value: Any) -> str:
 
 
 SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.75
-"""Smallest similarity of two names (`difflib`, 0 to 1) at which an unknown name counts as a misspelling of a key: of a
-key in the same section, and of one in another section."""
+"""Smallest similarity of two names (`difflib`, 0 to 1) at which an unknown key counts as a misspelling: first for keys
+of the same section, then for keys of other sections."""
 
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "adv_estimator": ("advantage.kind",),
@@ -311,14 +311,14 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "val_files": ("data.validation",),
     "warmup_ratio": ("trainer.warmup_steps",),
 }
-"""Name of a setting in TRL or verl -> the keys here that do the same; () when nothing here does."""
+"""Name of a setting in TRL or verl -> the config keys that do the same; () if there is none."""
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return a hint for an unknown key: the key that was probably meant, or else the keys of the section.
 
-    Keys that do what this name means in other libraries come first, then the same name in another section, then the
-    most similar name in this section, then one elsewhere.
+    The candidates, in order of preference: keys that do what this name means in other libraries, the same name in
+    another section, the most similar name in this section, and the most similar name elsewhere.
     """
     *parents, name = (str(part) for part in location)
     model = _model_at(location[:-1], root)
@@ -343,7 +343,7 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
 
 
 def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, last part of its name) for every key that is not below a list."""
+    """Yield (dotted key, last part of its name) for every key of `model`, except for keys inside lists."""
     for name, field in model.model_fields.items():
         yield prefix + name, name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -365,7 +365,7 @@ def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[Base
 
 
 def _missing_paths(config: Config) -> list[str]:
-    """Return one sentence for each value that can only be a local path but does not exist."""
+    """Return one sentence for each setting whose value can only be a local path but does not exist."""
     problems = []
     model = config.model.path
     if _only_a_path(model) and not Path(model).expanduser().is_dir():

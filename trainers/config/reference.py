@@ -25,11 +25,11 @@ class Key:
     """One key of the configuration, or one section."""
 
     name: str
-    """Dotted name, in which `N` stands for the index of a list's entry."""
+    """Dotted name, in which `N` stands for an index into a list."""
     type: str
     """Type and bounds in words; empty for a section."""
     default: str
-    """Default as YAML shows it; empty for a section, or for a key that must be set."""
+    """Default as YAML shows it; empty for a section and for a key that must be set."""
     description: str
     """Docstring of the key or section, on one line."""
     effect: str
@@ -44,16 +44,17 @@ def walk_keys(sections: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
 
 
 def run_sections() -> dict[str, type[BaseModel]]:
-    """Return name -> class of each section of a run."""
+    """Return the sections of a run's configuration: name -> class."""
     fields = {name: _section_in(field.annotation) for name, field in Config.model_fields.items()}
     return {name: section for name, section in fields.items() if section is not None}
 
 
 def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:
-    """Return the reference as Markdown, with a table for each section and one of the keys that have no effect in some
-    runs.
+    """Return the configuration reference as Markdown: a table of keys for each section, and a table of the keys that
+    have no effect in some runs.
 
-    tools: further sections of the file, which only tools read, such as `{"simulation": SimulationConfig}`.
+    tools: further sections of the configuration file, which only tools read, such as `{"simulation":
+    SimulationConfig}`.
     """
     lines: list[str] = []
     for key in walk_keys({**run_sections(), **tools}):
@@ -66,7 +67,8 @@ def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxy
 
 
 def effect_markdown() -> str:
-    """Return the table of keys that have an effect only in some modes, with some backends or on other conditions."""
+    """Return, as Markdown, the table of keys that have an effect only in some modes, with some backends or under other
+    conditions."""
     columns = [value for values in COLUMNS.values() for value in values]
     lines = ["## Where keys have an effect", ""]
     lines += ["A key that is not listed has an effect in every run. Setting a listed key without effect is an error."]
@@ -100,7 +102,7 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that an annotation is or contains, or None."""
+    """Return the section class that a type annotation is or contains, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
@@ -108,7 +110,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 @functools.cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
-    """Return, for the keys of a section, key -> its docstring on one line."""
+    """Return the docstrings of a section's keys, each on one line: key -> docstring."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]).body
     found = {}
     for declared, text in zip(body, body[1:], strict=False):

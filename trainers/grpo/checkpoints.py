@@ -1,4 +1,4 @@
-"""Saves and loads whole checkpoints of a run: the train workers' sharded state and the driver's few numbers."""
+"""Saves and loads a run's checkpoints: the train workers' sharded state and the driver's progress (step, prompts)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ATTEMPTS = 2
 
 
 class Checkpoints:
-    """Writes, loads and prunes the checkpoints in one folder. Once a checkpoint is complete, it also trims the rollout
-    actors' journal, which keeps finished groups on disk, to the groups that the checkpoint does not cover.
+    """Writes, loads and prunes the checkpoints in one folder. Once a checkpoint is complete, the groups that it covers
+    are deleted from the journal, in which rollout actors keep finished groups on disk.
 
-    The checkpoint of step 100 consists of `step_000100.json`, the driver's numbers, and `step_000100/`, the train
+    The checkpoint of step 100 consists of `step_000100.json`, the driver's `State`, and `step_000100/`, the train
     workers' state. The workers write the folder in the background under another name and rename it once it is complete.
-    A checkpoint without this folder does not count.
+    A checkpoint without this folder is ignored.
     """
 
     def __init__(self, folder: Path, *, keep: int = 0, warn: Callable[[str], None] = _log.warning) -> None:
@@ -42,16 +42,17 @@ class Checkpoints:
         self._writing: State | None = None
         """State of the checkpoint that the train workers are writing; None when they write none."""
         self._failed = False
-        """Whether the last checkpoint could not be written, so that another attempt follows the next step."""
+        """Whether writing the last checkpoint failed; another attempt then follows after the next step."""
         self._begun_s = time.monotonic()
         """`time.monotonic` time at which the last checkpoint was begun or loaded."""
         self._trims: list[Call[None]] = []
-        """Pending calls to rollout actors that trim the journal. The next checkpoint, or `finish`, waits for their
+        """Pending calls that tell rollout actors to trim the journal. The next checkpoint, or `finish`, waits for their
         results."""
 
     def is_due(self, run: RunConfig, step: int) -> bool:
-        """Return whether a checkpoint must be written after `step`: because so many steps or minutes have passed, or
-        because the last checkpoint could not be written. Always False at step 0 and in runs without checkpoints."""
+        """Return whether a checkpoint is due after `step`: the step is a multiple of `run.checkpoint_every`,
+        `run.checkpoint_minutes` minutes have passed since the last checkpoint began, or the last one could not be
+        written. Always False at step 0 and in runs without checkpoints."""
         if not run.saves_checkpoints or not step:
             return False
         by_step = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
@@ -83,9 +84,9 @@ class Checkpoints:
         self._writing = replace(state, outstanding=list(state.outstanding))
 
     def settle(self, run: Run) -> None:
-        """Wait until the checkpoint that was begun last is complete, for as long as the train workers make progress;
-        then trim the journal and delete old checkpoints. Returns at once when no checkpoint is being written. Raises
-        ActorFailed as `save` does."""
+        """Wait until the checkpoint that is being written is complete; then delete the groups that it covers from the
+        journal, and delete old checkpoints. Returns at once if no checkpoint is being written. The wait has no time
+        limit while the train workers make progress. Raises ActorFailed as `save` does."""
         state, self._writing = self._writing, None
         if state is None:
             return
@@ -101,9 +102,9 @@ class Checkpoints:
             self._prune()
 
     def finish(self, run: Run, state: State) -> None:
-        """Make sure that a complete checkpoint of `state` exists, with at most two attempts, and wait for it. A run
-        that writes no checkpoints (run.checkpoint_every and run.checkpoint_minutes are 0) gets none. Raises ActorFailed
-        as `save` does."""
+        """Save a checkpoint of `state`, unless one exists already, and wait until it is complete. A failed attempt is
+        repeated once. A run that writes no checkpoints (run.checkpoint_every and run.checkpoint_minutes are 0) gets
+        none. Raises ActorFailed as `save` does."""
         for _ in range(ATTEMPTS if run.config.run.saves_checkpoints and state.step else 0):
             newest = self._writing or self._whole
             if newest is None or newest.step != state.step:
@@ -126,11 +127,11 @@ class Checkpoints:
         return State(**json.loads(self._path(steps[-1]).with_suffix(".json").read_text()))
 
     def load(self, run: Run, state: State) -> None:
-        """Load `state` into all train workers, which must be newly built. The state is that of a complete checkpoint,
-        or that of the run's start, for which nothing needs to be read.
+        """Load the checkpoint of `state` into all train workers, which must be newly built. For the state of the run's
+        start (step 0) nothing is read.
 
         Collective over the train workers; their number may differ from when the checkpoint was saved. Raises
-        ActorFailed.
+        ActorFailed if a worker fails, dies or makes no progress.
         """
         self._trims = []  # the actors that were called may be gone with all others
         self._whole = self._writing = None
@@ -143,7 +144,7 @@ class Checkpoints:
 
     def _trim_journal(self, run: Run) -> None:
         """Tell the rollout actors to delete from their journal the groups that the newest complete checkpoint covers.
-        Waits for the previous such calls, but not for these."""
+        Waits for the calls of the previous trim, but not for the new ones."""
         last = self._whole
         if last is None or actor_specs.journal(run.config) is None:
             return
@@ -160,7 +161,7 @@ class Checkpoints:
 
     def _give_up(self, state: State, error: ActorFailed | OSError) -> None:
         """Warn that the checkpoint of `state` could not be written, and delete its partial files. Raises `error`
-        instead when the cause is a worker that died or did not answer, rather than an exception while writing."""
+        instead if it reports a worker that died or did not answer, rather than an exception while writing."""
         if isinstance(error, ActorFailed) and (error.died or error.cause is None):
             raise error
         self._failed = True
@@ -179,8 +180,8 @@ class Checkpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def _prune(self) -> None:
-        """Delete all but the newest complete checkpoints, and the unfinished files of older ones. A no-op when all are
-        kept."""
+        """Delete all complete checkpoints but the newest `keep`, and the unfinished files of older ones. A no-op if all
+        are kept (`keep` is 0)."""
         kept = self._steps()[-self._keep :]
         if not self._keep or not kept:
             return

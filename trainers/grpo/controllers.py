@@ -1,6 +1,8 @@
-"""Runs the training steps, by one loop (a controller) for each `algorithm.mode`; says what each stage waits for.
+"""Runs the training steps of a run, in one loop (a controller) for each `algorithm.mode`.
 
-Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; an actor that dies or fails ends it at once.
+A wait for rollouts or a validation lasts for as long as actors make progress. Other waits are bounded by
+resources.stage_timeout_s, sync.timeout_s or dataplane.timeout_s. An actor that fails ends a wait at once, unless it can
+be replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
 
     stage       waits for                                unblocked by
     rollout     all rollout actors, unless oversampled   the last group being put
-    claim       prompts_per_step whole groups            the commit of the last group (already there)
+    claim       prompts_per_step complete groups         the last group being put (done by then)
     plan        all train workers have their shard       -
     log-probs   all train workers                        the columns being written back
     train       all train workers                        the optimizer step
@@ -53,7 +55,7 @@ def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> 
                                                               optimizer -> sync weights -> clear
 
     stage       waits for                                unblocked by
-    claim       the next chunk of whole groups           the commit of its last group, or a rollout that failed
+    claim       the next chunk of complete groups        its last group being put, or a rollout that failed
     accumulate  all train workers                        the gradients of the chunk
     finish      the last chunk                           the optimizer step
     sync        all engines serve the new version        every bucket being verified
@@ -86,7 +88,7 @@ def run_async(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
                                                       claim -> train -> sync weights in flight
 
     stage       waits for                                unblocked by
-    claim       a step's groups, by the sampler          the commit of the last one, or a rollout that failed
+    claim       a step's groups, in the sampler's order  the last group being put, or a rollout that failed
     train       all train workers                        the optimizer step
     sync        all engines serve the new version        the engines' pause (sync.in_flight); later rollouts go on
 

@@ -5,7 +5,7 @@
                  +----------+--------------------+  the same prompt again, or another one
 
 stage       waits for                              unblocked by
-claim       groups, by the task's sampler          the commit of the last one, or a rollout that failed
+claim       groups, in the sampler's order         the last group being put, or a rollout that failed
 drain       all rollouts in flight                 their last group being put
 
 Both waits last for as long as rollout actors make progress. An actor that makes none for resources.stage_timeout_s is
@@ -45,13 +45,13 @@ from .steps import State
 # ---------------- What the feed reads from a group's tags: whether it has a signal.
 
 ALIKE = 1e-6
-"""Smallest spread (largest minus smallest reward) at which a group has a training signal."""
+"""Smallest range of rewards (largest minus smallest) with which a group counts as having a training signal."""
 
 
 def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
-    """Return the numbers of the groups without a training signal, in the receipt's order: groups whose valid rows all
-    have the same raw reward, or that have fewer than two valid rows. components: (name, weight) of each reward that the
-    raw reward sums up."""
+    """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. Those are the
+    groups whose valid rows all have the same raw reward (the weighted sum of `components`) and the groups with fewer
+    than two valid rows. components: name and weight of each reward in the sum."""
     raw = np.zeros(len(meta))
     for name, weight in components:
         raw += weight * meta.tags[reward_tag(name)]
@@ -66,7 +66,7 @@ def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> l
 
 _log = logging.getLogger(__name__)
 PARTITION = "train"
-"""Name of the data plane's partition that rollouts write to and training reads from."""
+"""Name of the partition (a named set of rows in the data plane) that rollouts write to and training reads from."""
 LOOK_AFTER_S = 1.0
 """Seconds between two checks on the rollout calls during a wait for groups."""
 
@@ -86,7 +86,8 @@ class Rollouts(Protocol):
     def ended(
         self, calls: Sequence[Call[RolloutReport]], timeout_s: float
     ) -> list[tuple[Call[RolloutReport], RolloutReport | ActorFailed]]:
-        """Return the rollout calls that have ended, with their outcomes. Waits up to `timeout_s` for the first one."""
+        """Return those of `calls` that have ended, each with its report or its ActorFailed. Waits up to `timeout_s` for
+        the first one to end."""
         ...
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
@@ -95,21 +96,23 @@ class Rollouts(Protocol):
         ...
 
     def begin_watch(self) -> None:
-        """Begin a new wait for rollouts: how long an actor has made no progress is measured from now on."""
+        """Reset the time without progress that `still_s` returns for each actor. Called when a new wait for rollouts
+        begins."""
         ...
 
     def look(self, version: int) -> bool:
-        """Ask the actors how far they are, without waiting for their answers. Replaces engines that died by others that
-        serve the weights of `version`. Returns whether any actor has made progress or all dead engines were replaced.
-        Raises NoEngineLeft."""
+        """Query the progress of all actors, without waiting for their answers, and replace engines that died by others
+        that serve the weights of `version`. Returns whether any actor has made progress or all dead engines were
+        replaced. Raises NoEngineLeft if no engine can get requests any more."""
         ...
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Return the seconds of the current wait for which `actor` has made no progress."""
+        """Return for how many seconds `actor` has made no progress, counted from the last `begin_watch` at the
+        earliest."""
         ...
 
     def leave_out(self, engine: str, reason: str, called_s: float) -> None:
-        """Send no more requests to the engine of this name, unless its process was replaced after `called_s`.
+        """Send no more requests to the engine named `engine`, unless its process was replaced after `called_s`.
 
         reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which the rollout call
         began that found the engine dead or failing.
@@ -117,8 +120,8 @@ class Rollouts(Protocol):
         ...
 
     def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:
-        """Replace an actor whose process `pid` died by one that serves `version`; a no-op when that process was
-        replaced before. Raises `failure` when no more actors may be replaced."""
+        """Replace the process `pid` of `actor`, which died, by a new one; an engine that it embeds then serves
+        `version`. A no-op if that process was replaced before. Raises `failure` if no more actors may be replaced."""
         ...
 
 
@@ -129,18 +132,21 @@ class FeedTally:
     reports: list[RolloutReport] = field(default_factory=list)
     """Reports of the rollout calls that ended in the step."""
     dropped: int = 0
-    """Number of groups that were cleared because they had no training signal (dynamic sampling)."""
+    """Number of groups that were cleared from the data plane because they had no training signal (dynamic sampling)."""
     stale: int = 0
-    """Number of groups that were cleared because they were too old."""
+    """Number of groups that were cleared from the data plane because the policy version that generated them was too
+    old."""
     reissued: int = 0
-    """Number of groups that were issued again because their rollout actor died before it put them."""
+    """Number of groups whose prompts were issued again because their rollout actor died before it had stored the
+    group."""
     surplus: int = 0
-    """Number of groups in flight that were given up, because more were issued (oversampling) than the step needed."""
+    """Number of groups in flight that were given up because oversampling had issued more prompts than the step
+    needed."""
     generated: list[Busy] = field(default_factory=list)
-    """Periods in which rollout actors generated: those of calls that ended in the step, and of calls still in
-    flight."""
+    """Periods in which rollout actors generated, one for each rollout call that ended in the step or is still in flight
+    at its end."""
     since_s: float = 0.0
-    """`time.monotonic` time at which the last of the calls that earlier steps counted ended."""
+    """`time.monotonic` time at which the last rollout call that was counted in an earlier step ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +166,7 @@ class _Issue:
     killed."""
 
     def busy_until(self, end_s: float) -> Busy:
-        """Return the period in which the actor was busy with the call, up to `end_s`."""
+        """Return the period in which the actor was busy with the call: from the start of the call to `end_s`."""
         return Busy(self.actor.info.name, self.call.started, end_s)
 
 
@@ -179,8 +185,8 @@ class Feed:
         sampling: SamplingParams,
         partition: str = PARTITION,
     ) -> None:
-        """Registers `partition` in the data plane; no other feed may have used it. The prompts in `state.outstanding`,
-        which were in flight at the checkpoint, are issued first."""
+        """Register `partition`, which no other feed may have used, in the data plane. The prompts in
+        `state.outstanding`, which were in flight at the checkpoint, are issued first."""
         algorithm = config.algorithm
         self._config = config
         self._state = state
@@ -193,17 +199,18 @@ class Feed:
         client.register(partition, ROLLOUT_SCHEMA, [task], group_size=algorithm.group_size)
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)
-        """Prompts to issue before new ones, as (position, fresh); fresh: generate the group even if the journal holds
-        it."""
+        """Prompts to issue before new ones, as (position in the prompt stream, fresh). If `fresh` is true, the group is
+        generated even if the journal holds it."""
         self._in_flight: dict[int, _Issue] = {}
-        """Position of a prompt -> the call that rolls it out, without the prompts that were claimed or given up."""
+        """Prompts that were issued and whose groups are neither claimed nor given up: position in the prompt stream ->
+        rollout call."""
         self._claimed: set[int] = set()
-        """Positions of the prompts whose groups the open step has claimed."""
+        """Positions in the prompt stream of the groups that the current step has claimed."""
         self._issues: list[_Issue] = []
         self._staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
         self._overtaking = algorithm.mode == "async" and actor_specs.sampler(config) != "in_order"
-        """Whether a group can grow too old because others overtake it. With the sampler `in_order` none does, because
-        prompts are not issued too early."""
+        """Whether a group can grow too old because later groups are trained on first. False with the sampler
+        `in_order`, where it is enough that prompts are not issued too early."""
         self._components = actor_specs.signal_terms(config)
         self._timeout_s = config.resources.stage_timeout_s
         self._tally = FeedTally()
@@ -211,9 +218,10 @@ class Feed:
     # ---------------------------------------------------------------- out
 
     def top_up(self) -> None:
-        """Issue all prompts that may be in flight now: those of the open step and, in `async` mode, those of up to
-        `max_staleness` later steps. A group is then at most `max_staleness` versions older than the policy that trains
-        on it; one that others have overtaken for too long is cleared."""
+        """Issue all prompts that may be in flight now: those of the current step and, in `async` mode, those of up to
+        `max_staleness` later steps, times the oversampling factor. A group is then at most `max_staleness` versions
+        older than the policy that trains on it, unless the sampler trains on later groups first; a group that grows too
+        old in this way is cleared."""
         self._look_after(0.0)  # an actor whose call has ended has nothing to do
         self._fill(math.ceil(self._admitted * self._config.algorithm.dynamic_sampling.oversample))
 
@@ -223,10 +231,11 @@ class Feed:
         return len(self._in_flight)
 
     def drain(self) -> None:
-        """Wait until all rollout calls in flight have ended, for as long as their actors make progress; an actor that
-        makes none is killed and replaced.
+        """Wait until all rollout calls in flight have ended. The wait has no time limit while their actors make
+        progress; an actor that makes none for resources.stage_timeout_s is killed and replaced.
 
-        Raises ActorFailed, NoEngineLeft, TooManyFailedRows.
+        Raises ActorFailed if an actor failed or could not be replaced, NoEngineLeft if no engine can get requests any
+        more, and TooManyFailedRows if too many rows have no reward.
         """
         with self._stages.timed("rollout"):
             self._rollouts.begin_watch()
@@ -235,13 +244,14 @@ class Feed:
                 self._look_for_progress()
 
     def commit(self) -> None:
-        """Record in `state` that the open step was trained on, so that a resume issues its prompts no more."""
+        """Record in `state` that the current step has been trained on, so that a resumed run does not issue its prompts
+        again."""
         self._claimed.clear()
         self._state.position = self._next
         self._state.outstanding = sorted([*self._in_flight, *(position for position, _ in self._again)])
 
     def settle(self) -> FeedTally:
-        """Close the open step once it was trained on; returns the tally of what happened to its groups."""
+        """Close the current step after training on it, and return the tally of what happened to its groups."""
         self._look_after(0.0)
         self.commit()
         tally, self._tally = self._tally, FeedTally()
@@ -251,7 +261,7 @@ class Feed:
 
     def give_up(self) -> None:
         """End the feed without another step: wait until the rollouts in flight have ended, so that the journal has
-        their groups, and clear all rows of the partition. Raises ActorFailed, NoEngineLeft, TooManyFailedRows."""
+        their groups, and clear all rows of the partition. Raises as `drain` does."""
         self._client.clear(self._partition)  # puts may be waiting for room
         self.drain()
         self._client.clear(self._partition)
@@ -259,13 +269,15 @@ class Feed:
     # ---------------------------------------------------------------- in
 
     def claim(self, count: int) -> KVBatchMeta:
-        """Claim `count` whole groups for the open step and return the receipt of their rows, which are then leased. The
-        rows are in the order of their prompts, so that a step does not depend on which actor put first.
+        """Claim `count` complete groups for the current step, which leases their rows to the driver. Returns a receipt
+        for the rows (their keys and locations, without their content), in the order of their prompts, so that a step
+        does not depend on which actor finished first.
 
         With dynamic sampling, groups without a training signal are cleared and other prompts issued in their place, as
         far as `max_factor` allows. Waits for as long as rollout actors make progress, or up to
-        resources.stage_timeout_s when no rollout is in flight. Raises ActorFailed, ClaimTimeout, NoEngineLeft or
-        TooManyFailedRows, and LeaseLost when it receives rows that the open step has claimed before.
+        resources.stage_timeout_s if no rollout is in flight; then raises ClaimTimeout. Raises ActorFailed, NoEngineLeft
+        and TooManyFailedRows as `drain` does, and LeaseLost if it receives rows that the current step has claimed
+        before.
         """
         parts, wanted = [], count
         while wanted:
@@ -284,11 +296,8 @@ class Feed:
         return meta.select(np.argsort(meta.tags[POSITION], kind="stable"))  # groups are put and claimed by sample
 
     def give_up_surplus(self) -> None:
-        """End the rollouts that are still in flight and clear their groups, because the step has all the groups that it
-        needs.
-
-        Raises ActorFailed, NoEngineLeft, TooManyFailedRows.
-        """
+        """End the rollouts that are still in flight and clear their groups, because the current step has all the groups
+        that it needs. Raises as `drain` does."""
         if not self._in_flight:
             return
         self._tally.surplus += len(self._in_flight)
@@ -307,8 +316,8 @@ class Feed:
 
     @property
     def _admitted(self) -> int:
-        """Largest number of groups that may be claimed or in flight now: those of the open step and of the later steps
-        that `max_staleness` allows."""
+        """Largest number of groups that may be claimed or in flight now: those of the current step and of the later
+        steps that `max_staleness` allows."""
         algorithm = self._config.algorithm
         return min(1 + self._staleness, algorithm.steps - self._state.step) * algorithm.prompts_per_step
 
@@ -317,8 +326,8 @@ class Feed:
         return self._config.algorithm.group_size
 
     def _fill(self, groups: int) -> None:
-        """Issue prompts until `groups` groups are claimed by the open step, or are in flight and still young enough to
-        train on. Prompts that have to be issued again come first, then new ones."""
+        """Issue prompts until `groups` groups are either claimed by the current step, or in flight and still young
+        enough to train on. Prompts that have to be issued again come first, then new ones."""
         oldest = self._oldest
         present = len(self._claimed) + sum(issue.version >= oldest for issue in self._in_flight.values())
         chosen: dict[bool, list[int]] = {False: [], True: []}
@@ -359,8 +368,8 @@ class Feed:
     # ---------------------------------------------------------------- look after
 
     def _look_after(self, timeout_s: float) -> None:
-        """Handle the rollout calls that have ended: count and trace their reports, and replace actors that died. Waits
-        up to `timeout_s` for the first one."""
+        """Handle the rollout calls that have ended: add their reports to the step's tally and to the trace, and replace
+        actors that died. Waits up to `timeout_s` for the first call to end."""
         outcomes = self._rollouts.ended([issue.call for issue in self._issues], timeout_s)
         for call, outcome in outcomes:
             issue = next(issue for issue in self._issues if issue.call is call)
@@ -407,8 +416,8 @@ class Feed:
         self._expect_few_errors()
 
     def _expect_few_errors(self) -> None:
-        """Raise TooManyFailedRows when failed rows exceed the share reward.max_error_share of the step's rows: of those
-        reported so far, or of a whole step's rows, whichever number is larger."""
+        """Raise TooManyFailedRows if the share of failed rows in the current step exceeds reward.max_error_share. The
+        share is taken of the rows reported so far or of the rows of a full step, whichever number is larger."""
         reports, share = self._tally.reports, self._config.reward.max_error_share
         failed = sum(report.failed for report in reports)
         rows = max(self._config.rows_per_step, sum(report.rows for report in reports))
@@ -420,16 +429,16 @@ class Feed:
             )
 
     def _lost(self, issue: _Issue) -> None:
-        """Count and trace a call whose actor died, so that it will never report. The actor counts as busy with it until
-        now."""
+        """Add a rollout call that will never report, because its actor died, to the step's tally and to the trace. The
+        actor counts as busy with the call until now."""
         taken_s = time.monotonic() - issue.call.started
         self._tally.generated.append(issue.busy_until(issue.call.started + taken_s))
         span = Span(f"generate {issue.positions[0]}-{issue.positions[-1]} lost", time.time() - taken_s, taken_s)
         self._stages.tracer.add(issue.actor.info.name, (span,))
 
     def _replace(self, issue: _Issue, failure: ActorFailed) -> None:
-        """Replace an actor that died, and issue the prompts again whose groups it had not put. Raises `failure` when
-        the actor did not die or no more actors may be replaced."""
+        """Replace an actor that died, and issue those prompts of its call again whose groups it had not stored yet.
+        Raises `failure` if the actor did not die or no more actors may be replaced."""
         if not failure.died:
             raise failure
         self._lost(issue)
@@ -439,8 +448,8 @@ class Feed:
         self._issue(missing, issue.fresh)
 
     def _not_put(self, positions: Iterable[int]) -> list[int]:
-        """Return those of `positions` whose groups are not in the data plane. Looks up one row of each, because a group
-        is put as a whole."""
+        """Return those of `positions` (in the prompt stream) whose groups are not in the data plane. Looks up only one
+        row of each group, because all rows of a group are stored together."""
         keys = {row_key(base36(position), 0): position for position in positions}
         missing: list[int] = []
         while keys:
@@ -478,8 +487,8 @@ class Feed:
                         raise
 
     def _clear_stale(self) -> None:
-        """Clear groups that are too old. With `algorithm.stale_groups` at `requeue` their prompts are queued to be
-        issued again; else other prompts take their place."""
+        """Clear groups that are too old from the data plane. If `algorithm.stale_groups` is `requeue`, their prompts
+        are queued to be issued again; otherwise other prompts take their place."""
         keys = set(self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True))
         if not keys:
             return
@@ -491,8 +500,8 @@ class Feed:
             self._again.extend((position, True) for position in positions)
 
     def _useful(self, meta: KVBatchMeta) -> np.ndarray:
-        """Return which rows to train on, bool `[N]`. With dynamic sampling these are the rows of groups with a training
-        signal, and all others too once the step may drop no more groups."""
+        """Return which rows to train on, bool `[N]`. With dynamic sampling, rows of groups without a training signal
+        are left out, until the step has dropped as many groups as `max_factor` allows."""
         keep = np.ones(len(meta), dtype=bool)
         dynamic = self._config.algorithm.dynamic_sampling
         if not dynamic.enabled:
@@ -503,7 +512,7 @@ class Feed:
         return keep
 
     def _drop(self, meta: KVBatchMeta) -> None:
-        """Clear groups that were claimed but have no training signal."""
+        """Clear claimed groups that have no training signal from the data plane, and count them as dropped."""
         positions = set(meta.tags[POSITION].tolist())
         with self._stages.timed("clear"):
             self._client.clear(meta.partition, meta.keys)
@@ -512,7 +521,7 @@ class Feed:
         self._tally.dropped += len(positions)
 
     def _refuse_held(self, meta: KVBatchMeta) -> None:
-        """Raise LeaseLost when the open step has claimed some of these rows before, because it must not train on them
+        """Raise LeaseLost if the current step has claimed some of these rows before, because it must not train on them
         twice."""
         held = np.isin(meta.tags[POSITION], list(self._claimed))
         if held.any():

@@ -25,18 +25,19 @@ MOST_SKIPPED = 10
 
 @dataclass(slots=True)
 class StepTally:
-    """Collects the receipts and reports of one step."""
+    """Receipts (keys and locations) for the rows of one step, and the train workers' reports about it."""
 
     started: float
     """`time.perf_counter` time at which the step began."""
     rows: list[KVBatchMeta] = field(default_factory=list)
-    """Receipts of the step's rows, one for each chunk, the groups that are trained on together."""
+    """Receipts for the step's rows, one for each chunk (a chunk is the groups that are trained on together)."""
     passes: list[WorkerReport] = field(default_factory=list)
-    """Reports of the train workers, one pass after the other, each in rank order."""
+    """Reports of the train workers, one pass (such as log-probs or training) after the other; within a pass in rank
+    order."""
 
 
 def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
-    """Return a new `Feed` that issues the prompts of `run` from `state` on."""
+    """Return a new `Feed`, which issues the run's prompts to rollout actors, starting from the position in `state`."""
     return Feed(
         run.config,
         state,
@@ -52,13 +53,13 @@ class Steps:
     """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
 
     def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
-        """At step 0, validates the initial model and passes the metrics to `after_step`, unless validation is off or an
+        """At step 0, validate the initial model and pass the metrics to `after_step`, unless validation is off or an
         engine serves a later version."""
         self._run = run
         self._state = state
         self._after_step = after_step
         self._skipped = 0
-        """Number of consecutive steps, up to the last one, without an optimizer step."""
+        """Number of consecutive steps without an optimizer step, counted back from the last finished step."""
         self._validation = Validation(run)
         if run.config.validation.every and state.step == 0 and not run.engines.ahead_of(state.version):
             after_step(state, {**self._validation.validate(state), "policy/version": float(state.version)})
@@ -74,7 +75,7 @@ class Steps:
         return StepTally(time.perf_counter())
 
     def end(self, tally: StepTally, feed: Feed) -> None:
-        """Finish the open step: take the optimizer step, sync weights, clear the rows, validate if that is due, and
+        """Finish the current step: take the optimizer step, sync weights, clear the rows, validate if that is due, and
         pass the metrics to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps without an optimizer
         step."""
         run, state = self._run, self._state
@@ -107,7 +108,7 @@ class Steps:
         self._stop_if_nothing_is_trained(metrics)
 
     def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
-        """Raise UserError when this is the last of MOST_SKIPPED consecutive steps without an optimizer step."""
+        """Raise UserError if the last MOST_SKIPPED steps, including this one, had no optimizer step."""
         self._skipped = self._skipped + 1 if metrics.get("train/skipped") else 0
         if self._skipped < MOST_SKIPPED:
             return

@@ -33,7 +33,8 @@ class RolloutPool:
     def ended(
         self, calls: Sequence[Call[RolloutReport]], timeout_s: float
     ) -> list[tuple[Call[RolloutReport], RolloutReport | ActorFailed]]:
-        """Return the rollout calls that have ended, with their outcomes. Waits up to `timeout_s` for the first one."""
+        """Return those of `calls` that have ended, each with its report or its ActorFailed. Waits up to `timeout_s` for
+        the first one to end."""
         return ended(calls, "rollout", timeout_s)
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
@@ -43,17 +44,18 @@ class RolloutPool:
         gather_each([actor.end_rollouts() for actor in actors], "surplus", HEALTH_S)
 
     def begin_watch(self) -> None:
-        """Begin a new wait for rollouts: how long an actor has made no progress is measured from now on."""
+        """Reset the time without progress that `still_s` returns for each actor. Called when a new wait for rollouts
+        begins."""
         rollouts, engines = self._actors.rollouts, self._actors.engines
         self._watch = ProgressWatch(rollouts if engines.embedded else [*rollouts, *_hosts(engines.engines)])
 
     def look(self, version: int) -> bool:
-        """Ask the actors how far they are, without waiting for their answers. Returns whether any has made progress or
+        """Query the progress of all actors, without waiting for their answers. Returns whether any has made progress or
         all failed engines were replaced.
 
-        An engine actor that died, whose engine died, or that does not answer in time is replaced by another that serves
+        An engine in an actor of its own that died or does not answer in time is replaced by another that serves
         `version`, as often as run.max_restarts allows. The failure of a rollout actor shows in its calls and is not
-        handled here. Raises NoEngineLeft.
+        handled here. Raises NoEngineLeft if no engine can get requests any more.
         """
         moved, failed = self._watch.look()
         gone = dict[str, str]()
@@ -73,8 +75,9 @@ class RolloutPool:
         return moved
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Return the seconds of the current wait for which `actor` is stuck: the time since it, or any engine that may
-        work for it, last made progress, or the time since it last answered, whichever is longer."""
+        """Return for how many seconds `actor` has been stuck: the time since it last answered, or the time since either
+        the actor or any engine that may work for it last made progress, whichever is longer. Both count from the last
+        `begin_watch` at the earliest."""
         others = [self._watch.still_s(engine.handle) for engine in self._separate if not engine.left_out]
         return max(self._watch.silent_s(actor), min([self._watch.still_s(actor), *others]))
 
@@ -87,7 +90,7 @@ class RolloutPool:
         return [] if self._actors.engines.embedded else self._actors.engines.engines
 
     def leave_out(self, engine: str, reason: str, called_s: float) -> None:
-        """Send no more requests to the engine of this name, which a rollout call found dead or failing.
+        """Send no more requests to the engine named `engine`, which a rollout call found dead or failing.
 
         reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
         An engine whose process was replaced since then stays in use, because the call may have met the old process.
@@ -97,10 +100,10 @@ class RolloutPool:
             self._actors.engines.leave_out(found, reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
-        """Replace a rollout actor or engine whose process `pid` died by another that serves `version`.
+        """Replace a rollout actor or engine whose process `pid` died by another that serves `version`, and wait until
+        it has started.
 
-        Takes as long as starting one. A no-op when that process was replaced before. Raises `failure` when
-        run.max_restarts allows no more replacements.
+        A no-op if that process was replaced before. Raises `failure` if run.max_restarts allows no more replacements.
         """
         if actor.info.pid != pid:
             return
@@ -134,8 +137,8 @@ class RolloutPool:
 
     def replace_dead(self, version: int) -> bool:
         """Replace the engines that died, as often as run.max_restarts allows. An engine that has not answered for
-        resources.stage_timeout_s is killed and replaced, too. Returns whether there were any and all of them were
-        replaced."""
+        resources.stage_timeout_s is killed and replaced, too. Returns whether at least one engine had to be replaced
+        and all of them were."""
         engines = self._actors.engines.engines
         gone = [engine for engine in engines if engine.dead or engine.silent_s >= self._timeout_s]
         for engine in gone:

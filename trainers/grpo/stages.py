@@ -1,4 +1,4 @@
-"""Times each stage of a step for the metrics, draws it in the trace, and has the watchdog bound it."""
+"""Times the stages of a step for metrics and trace, and reports them to the watchdog, which stops a run that hangs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Stages:
     def __init__(self, tracer: Tracer, heartbeat: Heartbeat) -> None:
         self.tracer = tracer
         self.heartbeat = heartbeat
-        """Tells the watchdog which step and stage the run is in."""
+        """Heartbeat that tells the watchdog which step and stage the run is in."""
         self.seconds: dict[str, float] = {}
         """Name of each stage of the current step -> the wall-clock seconds it took."""
         self._current: tuple[str, float | None] | None = None
-        """Name and bound in seconds of the stage that is in progress; None between stages."""
+        """Name of the stage in progress and the seconds that it may take (see `timed`); None between stages."""
 
     def begin_step(self, step: int) -> None:
         """Start timing and tracing `step`."""
@@ -45,6 +45,6 @@ class Stages:
         self.seconds[name] = self.seconds.get(name, 0.0) + span.dur_s
 
     def gets_on(self) -> None:
-        """Report progress in the current stage: its bound for the watchdog starts anew."""
+        """Report progress in the current stage, which restarts the time that the watchdog allows for it."""
         if self._current is not None:
             self.heartbeat.enter(*self._current)

@@ -17,7 +17,7 @@ from .steps import Run, State
 from .weight_sync import SyncReport
 
 MANY = 5
-"""Staleness, in versions, from which on all rows are counted in one share, `staleness/share_5_or_more`."""
+"""Staleness, in policy versions, from which on rows are counted together as `staleness/share_5_or_more`."""
 
 
 def step_metrics(
@@ -31,10 +31,10 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return all metrics of a finished step, by name.
 
-    fed: what happened to the step's groups. passes: every train worker's report of every pass. meta: receipt of the
-    rows that were trained on, from which the metrics of rewards and lengths are computed. step_s: seconds that the step
-    took. Metrics that only rollout actors know come from the rollout calls that ended in the step, and are absent when
-    none did.
+    fed: what happened to the step's groups. passes: every train worker's report of every pass. meta: receipt for the
+    rows that were trained on; its tags (numbers for each row) give the metrics of rewards and lengths. step_s: seconds
+    that the step took. Metrics that only rollout actors know come from the rollout calls that ended in the step, and
+    are absent if none did.
     """
     end_s = time.monotonic()
     rollouts, seconds = fed.reports, run.stages.seconds
@@ -76,8 +76,8 @@ def step_metrics(
 
 
 def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
-    """Return the metrics of rewards and lengths, from the tags of the rows; the mean reward is NaN when no row is
-    valid."""
+    """Return the metrics of rewards and lengths, computed from the tags (numbers for each row) in the receipt `meta`.
+    The mean reward is NaN if no row is valid."""
     valid, lengths = meta.tags["valid"] > 0, meta.tags["response_length"]
     rewards = meta.tags["reward"][valid]
     return {
@@ -91,7 +91,7 @@ def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
 def rollout_metrics(fed: FeedTally) -> dict[str, float]:
     """Return the metrics of the rollout calls that ended in the step.
 
-    `rollout/tokens_per_s` is NaN when the calls ended no later than those of earlier steps.
+    `rollout/tokens_per_s` is NaN if no call ended later than the calls of earlier steps.
     """
     rollout = merge_reports(fed.reports)
     # Calls run over the ends of steps: their tokens are of the time since the calls that were counted before.
@@ -138,10 +138,10 @@ def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
 
 
 def idle_shares(generating_s: float, seconds: Mapping[str, float], wait_s: float, step_s: float) -> dict[str, float]:
-    """Return the shares of a step in which the rollout actors, on average, generated nothing, and in which the train
-    workers computed nothing. A worker that waits for rows counts as idle.
+    """Return the idle shares of a step: the share of its time in which the rollout actors, on average, generated
+    nothing, and the share in which the train workers computed nothing. A worker that waits for rows counts as idle.
 
-    generating_s: seconds in which a rollout actor generated, on average. seconds: name of a stage -> its seconds.
+    generating_s: seconds for which a rollout actor generated, on average. seconds: name of a stage -> its seconds.
     wait_s: seconds that the train workers waited for rows. step_s: seconds that the step took.
     """
     computing_s = seconds.get("logprob", 0.0) + seconds.get("train", 0.0) - wait_s

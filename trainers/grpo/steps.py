@@ -1,7 +1,7 @@
 """Implements the steps of GRPO (DeepSeekMath, arXiv:2402.03300) as functions on metadata, which the controllers call.
 
-Nothing here touches the content of a row: rollout actors put rows and train workers get them. Only receipts, plans, a
-few numbers for each row, and reports pass through the driver.
+Nothing here touches the content of a row: rollout actors put rows and train workers get them. Only receipts
+(keys and locations of rows), plans, a few numbers for each row, and reports pass through the driver.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .weight_sync import SyncReport, WeightSync
 T = TypeVar("T")
 
 STALL_S = 1800.0
-"""Seconds within which train workers that save, load or export a model must write a byte or compute something. A shared
-file system that hangs may need as long to recover."""
+"""Seconds without a written byte or any computation after which train workers that save, load or export a model count
+as stuck. A shared file system that hangs may need as long to recover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Run:
     validating: SamplingParams
     """Sampling parameters of validation."""
     budget: Budget
-    """Limit on the tokens of a microbatch, and the cost of a row."""
+    """Limit on the tokens of a microbatch, and the coefficients that give a row's compute cost from its length."""
 
     @property
     def workers(self) -> list[TrainHandle]:
@@ -74,12 +74,14 @@ class Run:
         return self.actors.engines
 
     def gather(self, calls: Sequence[Call[T]], stage: str) -> list[T]:
-        """Wait for `calls` up to resources.stage_timeout_s; returns their results in order. Raises ActorFailed."""
+        """Wait for all `calls`, at most resources.stage_timeout_s, and return their results in order. Raises
+        ActorFailed if an actor failed or did not answer in time."""
         return gather(calls, stage, self.config.resources.stage_timeout_s)
 
     def gather_slow(self, calls: Sequence[Call[T]], stage: str, draft: Path | None = None) -> list[T]:
-        """Wait for train workers that read or write whole models, for as long as they make progress; returns the
-        results of `calls`. draft: folder that they write, whose growth counts as progress. Raises ActorFailed."""
+        """Wait for calls of train workers that read or write whole models, and return their results in order. The wait
+        has no time limit while the workers make progress. draft: folder that the workers write, whose growth counts as
+        progress. Raises ActorFailed if a worker failed or makes no progress."""
         return gather_slow(
             calls,
             self.workers,
@@ -104,8 +106,8 @@ class State:
     outstanding: list[int] = field(default_factory=list)
     """Positions of the prompts that were issued but not yet trained on; a resumed run issues them first."""
     ahead: bool = False
-    """Whether the train workers' weights may be one step ahead of these numbers. No checkpoint may then be saved,
-    because its two parts would not match."""
+    """Whether the train workers' weights may be one step ahead of this state. No checkpoint may then be saved, because
+    weights and state would not match."""
 
     def go_back(self, earlier: State) -> None:
         """Overwrite all values with those of `earlier`."""
@@ -114,15 +116,16 @@ class State:
 
 
 def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:
-    """Return the receipt with an added tag `advantage`. It is estimated from the tags `reward` and `valid`, and from
-    the tags of single rewards if the estimator needs them."""
+    """Return the receipt `meta` with an added tag `advantage`; a tag is a number for each row. Advantages are estimated
+    from the tags `reward` and `valid`, and from the tags of single rewards if the estimator needs them."""
     components = {name: meta.tags[reward_tag(name)] for name in estimate.components}
     advantage = estimate(RewardRows(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups, components))
     return meta.with_tags(advantage=advantage)
 
 
 def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> None:
-    """Plan which rank reads which rows of `meta` in which microbatch, and send each rank its shard."""
+    """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard of the
+    plan."""
     with run.stages.timed("plan"):
         shards = plan_step(run.config, run.budget, meta, step, traced=run.stages.tracer.recording)
         run.gather([worker.begin(shard) for worker, shard in zip(run.workers, shards, strict=True)], "plan")
@@ -131,8 +134,8 @@ def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> None:
 def plan_step(config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, traced: bool) -> list[TrainShard]:
     """Assign rows to data-parallel replicas and microbatches; returns one shard for each rank.
 
-    Only the shards of ranks that read or write rows hold a receipt; the other ranks learn of their rows from the leader
-    of their replica. traced: whether the workers record spans for the trace.
+    Only ranks that read or write rows get a receipt (the keys and locations of the rows) in their shard; the other
+    ranks learn of their rows from the leader of their replica. traced: whether the workers record spans for the trace.
     """
     trainer = config.trainer
     topology = trainer.topology
@@ -174,24 +177,23 @@ def write_logprobs(run: Run) -> list[WorkerReport]:
 
 
 def accumulate(run: Run) -> list[WorkerReport]:
-    """Have the train workers add the gradients of their shards to the open optimizer step, which begins with the first
-    such call. Returns their reports."""
+    """Have the train workers add the gradients of their shards to the current optimizer step, which the first such call
+    opens. Returns their reports."""
     with run.stages.timed("train"):
         reports = run.gather([worker.accumulate() for worker in run.workers], "train")
     return _traced(run, reports)
 
 
 def finish(run: Run) -> list[WorkerReport]:
-    """Have the train workers take the optimizer step with all gradients that were accumulated. Returns their
-    reports."""
+    """Have the train workers take the optimizer step with all gradients accumulated so far. Returns their reports."""
     with run.stages.timed("train"):
         reports = run.gather([worker.finish() for worker in run.workers], "train")
     return _traced(run, reports)
 
 
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
-    """Process rows of `step`, all of them or a chunk: compute advantages, plan, compute log-probs, accumulate
-    gradients. Returns the train workers' reports."""
+    """Do the work of `step` up to its optimizer step on some or all of its rows: compute advantages, plan, compute
+    log-probs, accumulate gradients. Returns the train workers' reports."""
     ship_plan(run, with_advantages(run.estimate, meta), step)
     return write_logprobs(run) + accumulate(run)
 
@@ -219,8 +221,8 @@ def sync_weights(run: Run, state: State) -> SyncReport:
 
 
 def export_model(run: Run, path: str) -> None:
-    """Write the trained policy to `path` as a Hugging Face model folder. Waits for as long as the train workers make
-    progress."""
+    """Write the trained policy to `path` as a Hugging Face model folder. The wait has no time limit while the train
+    workers make progress."""
     with run.stages.timed("export"):
         run.gather_slow([worker.export_model(path) for worker in run.workers], "export", Path(f"{path}.tmp"))
 
@@ -236,6 +238,6 @@ def size_of(folder: Path) -> int:
 
 
 def retire(run: Run, meta: KVBatchMeta) -> None:
-    """Clear rows that were trained on from the data plane, which also ends their leases."""
+    """Clear the rows of `meta`, which have been trained on, from the data plane. This also ends their leases."""
     with run.stages.timed("clear"):
         run.client.clear(meta.partition, meta.keys)

@@ -31,11 +31,12 @@ file says step 0, no validation has exceeded the first one, and there is no mode
 
 
 class Validation:
-    """Runs the validations of one run, one at a time: while the run waits, or in the background of a step until its
-    optimizer step."""
+    """Runs the validations of a run, one at a time. A validation either blocks the run, or runs in the background of
+    the next step until its optimizer step."""
 
     def __init__(self, run: Run) -> None:
-        """Reads from the run folder how good the best model is, because a resumed run still has it."""
+        """Read the value of the best model so far from the run folder. There is none before a run's first
+        validation."""
         self._run = run
         self._folder = Path(run.config.run.dir or ".")
         self._calls: list[tuple[RolloutHandle, Call[ValidationReport]]] = []
@@ -48,8 +49,8 @@ class Validation:
         self._best = self._best_before()
 
     def _best_before(self) -> float:
-        """Return the best value that an earlier validation of this run has reached, or -inf when there is none or when
-        it was the value of another metric."""
+        """Return the best value that an earlier validation of this run has reached. Returns -inf if there is none, or
+        if it is a value of another metric than the present `validation.metric`."""
         path = self._folder / f"{BEST}.json"
         best = json.loads(path.read_text()) if path.exists() else {}
         if best.get("metric") == self._metric:
@@ -63,8 +64,8 @@ class Validation:
         return -math.inf
 
     def validate(self, state: State) -> dict[str, float]:
-        """Validate the policy of `state`, which all engines must serve; returns the metrics. Raises ActorFailed,
-        UserError."""
+        """Validate the policy of `state`, which all engines must serve, and return the metrics. Raises as `finish`
+        does."""
         self.start(state)
         return self.finish()
 

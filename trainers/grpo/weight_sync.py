@@ -1,4 +1,4 @@
-"""Syncs weights: brings any set of engines to the train workers' version of the weights, whole or not at all.
+"""Syncs weights: brings engines to the train workers' version of the weights; no engine serves an incomplete version.
 
     open update -> [gather, send | prepare in every engine] -> commit in the engines that have all of it
                           |
@@ -36,13 +36,13 @@ from ..cluster.progress import gather_moving
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
-"""Seconds that the driver waits for progress beyond sync.timeout_s, after which the sender and the receivers of a
-transfer give up by themselves."""
+"""Seconds added to sync.timeout_s when the driver waits for progress, because the sender and the receivers of a
+transfer give up by themselves after sync.timeout_s."""
 HEALTH_S = 5.0
-"""Seconds that a sync waits for an engine's answer to a `ping`. Later syncs do not wait for the same answer again: a
-late engine takes part in the first sync after it has answered."""
+"""Seconds that a sync waits for an engine's answer to a `ping`. Later syncs do not wait for that answer again: an
+engine that answers late takes part in the first sync afterwards."""
 ATTEMPTS = 2
-"""Number of failed attempts to receive one version after which an engine is left out."""
+"""Number of failed attempts to receive one version after which an engine gets no more requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,19 @@ class SyncReport:
     bytes_sent: int
     """Number of bytes that the trainer sent to all engines: the payloads of buckets in every attempt."""
     num_bytes: int
-    """Number of bytes of the weights."""
+    """Size of the weights in bytes."""
     gathers: int
     """Number of times that the train workers gathered the full weights."""
     gather_s: float
     """Seconds for which train rank 0 waited for gathered weights."""
     pause_s: float
-    """Largest number of seconds that an engine took to pause."""
+    """Seconds that the slowest engine took to pause."""
     load_s: float
-    """Largest number of seconds that an engine took to load the staged bytes into its parameters."""
+    """Seconds that the slowest engine took to load the staged bytes into its parameters."""
     kept: int
     """Number of requests in flight that continued with the new weights."""
     aborted: int
-    """Number of requests in flight that were ended."""
+    """Number of requests in flight that were aborted."""
     engines: int
     """Number of engines that now serve the version or a later one."""
     left_out: int
@@ -81,8 +81,8 @@ class WeightSync:
     def __init__(
         self, config: SyncConfig, workers: Sequence[TrainHandle], engines: EnginePool, *, lasting: bool
     ) -> None:
-        """lasting: whether engines can still read the last versions from the transport after they were sent, so that
-        another attempt needs no train worker."""
+        """lasting: whether the transport keeps the last versions readable after they were sent, so that another attempt
+        needs no train worker."""
         self._config = config
         self._workers = workers
         self._engines = engines
@@ -93,16 +93,17 @@ class WeightSync:
         self._last: WeightUpdate | None = None
         """Announcement of the version that was gathered last; None when no version can be sent again."""
         self._whole = False
-        """Whether the version of `_last` was sent completely, so that a lasting transport still holds it."""
+        """Whether the version in `_last` was sent completely, so that a transport that keeps versions still has it."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
-        """Bring `engines` (None: all engines of the run) to `version`, which is that of the train workers' current
+        """Bring `engines` (None: all engines of the run) to `version`, the version of the train workers' current
         weights.
 
-        Engines that were left out earlier are tried again if they answer. An engine that serves the version already, or
-        a later one, keeps it: an engine only goes back to an older version when it has no complete one. Raises
-        NoEngineLeft when all engines of the run are left out afterwards, and ActorFailed when a train worker died or
-        failed by itself; engines without a complete version are then marked `broken`.
+        Engines that were left out earlier are tried again if they answer. An engine that already serves the version, or
+        a later one, keeps it: an engine only goes back to an older version if it has no complete one. Raises
+        NoEngineLeft if all engines of the run are left out afterwards, and ActorFailed if a train worker died, or
+        failed for a reason other than the transfer to an engine; engines without a complete version are then marked
+        `broken`.
         """
         asked = self._engines.engines if engines is None else engines
         waiting = self._answering([engine for engine in asked if engine.version < version or engine.broken])
@@ -145,12 +146,12 @@ class WeightSync:
         self._last = None
 
     def catch_up(self, engine: Engine) -> None:
-        """Bring one engine (new, woken, or left out) to the newest version that was sent, while the train workers do
-        something else.
+        """Bring one engine, such as a new one or one that was left out, to the newest version that was sent, while the
+        train workers do something else.
 
-        The weights come from what a lasting transport still holds, or from train rank 0's host memory (`sync.cache`).
-        Raises ActorFailed when that fails, and the engine stays as it was. Raises ValueError when no version was ever
-        sent, or when neither source has it.
+        The weights come from the transport, if it keeps versions that were sent, or from train rank 0's host memory
+        (`sync.cache`). Raises ActorFailed if that fails; the engine then stays as it was. Raises ValueError if no
+        version was ever sent, or if neither source keeps versions.
         """
         if self._last is None:
             raise ValueError("weights: no version was ever sent, nothing to catch up with")
@@ -165,9 +166,9 @@ class WeightSync:
     def _attempt(
         self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool
     ) -> dict[str, ActorFailed]:
-        """Make one attempt at a sync: hold, announce, transfer and commit. Returns the engines that failed: name ->
-        failure. When one engine's failure ends the transfer before it began, an engine without staging may neither
-        serve the version nor be among the failures."""
+        """Make one attempt at a sync: let running requests end where that is necessary, announce the version, transfer
+        it and commit it. Returns the engines that failed: name -> failure. If one engine's failure ends the transfer
+        before it began, engines without staging are not among the failures although they do not serve the version."""
         tally.blamed = set()
         held = [engine for engine in engines if self._must_be_held(engine)]
         started = time.monotonic()
@@ -210,21 +211,21 @@ class WeightSync:
         return failures
 
     def _must_be_held(self, engine: Engine) -> bool:
-        """Return whether the engine's requests must end before a transfer begins. They must when in_flight is `wait`
-        and the engine receives during its commit, because the sender would otherwise wait for them. Before an engine's
-        first update it counts as such an engine unless `sync.staging` is `full`."""
+        """Return whether the engine's running requests must end before a transfer begins. They must if in_flight is
+        `wait` and the engine receives during its commit, because the sender would otherwise wait for these requests. An
+        engine without any update so far is assumed to receive during its commit unless `sync.staging` is `full`."""
         may_join = self._config.staging != "full" if engine.joins is None else engine.joins
         return self._config.in_flight == "wait" and may_join
 
     def _hold(self, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
-        """Let the running requests of `engines` end while new ones wait. Returns the engines where that failed: name ->
-        failure."""
+        """Make new requests to `engines` wait, and wait until the running ones have ended. Returns the engines where
+        that failed: name -> failure."""
         pauses = [engine.handle.pause("wait") for engine in engines]
         return _failures(engines, gather_moving(pauses, "hold", self._bound_s, EngineHandle.progress))
 
     def _notice_late(self, version: int, engines: Sequence[Engine]) -> None:
-        """Ask `engines`, whose answers failed or came too late, for their version. Those that serve `version` get
-        requests again."""
+        """Ask `engines`, whose calls failed or were not answered in time, which version they serve. Those that serve
+        `version` get requests again."""
         answers = gather_each([engine.handle.version() for engine in engines], "version", HEALTH_S)
         for engine, answer in zip(engines, answers, strict=True):
             if answer == version:
@@ -234,8 +235,8 @@ class WeightSync:
     def _announce(
         self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool
     ) -> tuple[WeightUpdate, Sequence[Call[SendReport | None]]]:
-        """Return the announcement of `version` and the calls that send it. again: whether this is another attempt,
-        which avoids another gather where possible."""
+        """Return the announcement of `version` and the calls that send its weights. again: whether this is a repeated
+        attempt, which does not gather the weights again if it can avoid it."""
         receivers = [engine.group for engine in engines]
         tally.announced = True
         if again and self._lasting and self._whole and self._last is not None and self._last.base is None:
@@ -252,15 +253,15 @@ class WeightSync:
         return self._last, [first.send_weights(self._last), *others]
 
     def _base(self, engines: Sequence[Engine]) -> int | None:
-        """Return the version that a delta may refer to: the one that was sent last, if all of `engines` serve it; else
-        None."""
+        """Return the version that a delta update can be based on, which is the one that was sent last. Returns None if
+        not all of `engines` serve it or deltas are off."""
         if not self._config.delta or self._last is None:
             return None
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
     def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
-        """Have `engines` load and serve what they have prepared. Returns the engines where that failed: name ->
-        failure."""
+        """Have `engines` load and serve the version that they have prepared. Returns the engines where that failed:
+        name -> failure."""
         wall = time.time()
         calls = [engine.handle.commit_weights(version, self._config.in_flight) for engine in engines]
         outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
@@ -282,8 +283,8 @@ class WeightSync:
         return [engine for engine in engines if not engine.left_out or engine in alive]
 
     def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Return those of `engines` that answer a `ping`. Marks the others that are found dead, and keeps the pings
-        without an answer so that later calls can receive it."""
+        """Return those of `engines` that answer a `ping`. Engines that turn out to be dead are marked so. Pings without
+        an answer are kept, so that a later call can receive the answer."""
         asked = [engine for engine in engines if engine.ping is None]
         for engine in asked:
             engine.ping = engine.handle.ping()
@@ -303,8 +304,8 @@ class WeightSync:
         return [engine for engine in engines if engine in alive]
 
     def _drop(self, version: int, engines: Sequence[Engine]) -> None:
-        """Have engines discard what they hold of `version`. Failures are ignored: an engine that does not answer holds
-        nothing."""
+        """Have engines discard what they have received of `version`. Failures are ignored: an engine that does not
+        answer has nothing to discard."""
         gather_each([engine.handle.drop_weights(version) for engine in engines], "drop weights", HEALTH_S)
 
 
@@ -318,7 +319,7 @@ def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str
 
 
 def _died(failure: ActorFailed) -> bool:
-    """Return whether the actor's process died, or that of the engine within it."""
+    """Return whether the failure means that the actor's process died, or that of the engine within it."""
     return failure.died or isinstance(failure.cause, EngineDied)
 
 
@@ -329,7 +330,7 @@ def _blamed(sent: Sequence[object]) -> set[str]:
 
 
 class _Tally:
-    """Collects what the attempts of one sync add to its SyncReport."""
+    """Accumulates the measurements of one sync, over all its attempts, for its SyncReport."""
 
     def __init__(self) -> None:
         self.sends: list[SendReport] = []
@@ -339,6 +340,7 @@ class _Tally:
         self.announced = False
         """Whether an attempt has announced the update."""
         self.held: dict[str, float] = {}
-        """Name of each engine that the last attempt held -> seconds until its requests had ended."""
+        """Engines whose running requests had to end before the last attempt's transfer: name -> seconds until they had
+        ended."""
         self.blamed: set[str] = set()
         """Names of the engines that the sender of the last attempt blamed for its failure."""

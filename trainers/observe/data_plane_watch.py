@@ -23,15 +23,16 @@ STATUS_FIELDS = (
     "waiting_claims",
     "waiting_puts",
 )
-"""Fields of the directory's status that become metrics of each step, as `dataplane/<name>`."""
+"""Fields of the status that the data plane's directory reports, which become metrics of each step named
+`dataplane/<name>`."""
 
 
 class DataPlaneWatch:
     """Sums up the data-plane calls that processes report to the driver. Thread-safe, because a metrics endpoint reads
     while the driver adds.
 
-    Processes report the calls since their last report in messages that they send the driver anyway, so a step's metrics
-    count exactly the calls that were made for the step.
+    Each process reports its latest calls in messages that it sends to the driver anyway, so a step's metrics count
+    exactly the calls that were made for the step.
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
@@ -44,7 +45,7 @@ class DataPlaneWatch:
 
     def add(self, report: bytes) -> None:
         """Add the calls that another process made since its last report. report: result of
-        `ClientStats.take().to_bytes()`.
+        `ClientStats.take().to_bytes()` in that process.
 
         Raises ValueError for other bytes.
         """
@@ -55,10 +56,10 @@ class DataPlaneWatch:
 
     def end_step(self, group_size: int) -> tuple[dict[str, float], int]:
         """Return the metrics of the calls since the last `end_step`, and the number of bytes that the driver's own
-        calls exchanged with the directory since then.
+        calls exchanged with the data plane's directory since then.
 
-        group_size: number of rows of a group, which are put together. Calls the directory once for what is in the data
-        plane now. Raises DataPlaneError when that fails.
+        group_size: number of rows of a group. Makes one call to the directory, which asks what is in the data plane
+        now. Raises DataPlaneError if that call fails.
         """
         status = self._client.status()
         own = self._client.stats.take()
@@ -72,21 +73,24 @@ class DataPlaneWatch:
         return metrics, self._seen_bytes - seen
 
     def total(self) -> Traffic:
-        """Return the sum of all calls reported so far, including the driver's own up to the end of the last step."""
+        """Return the sum of all calls reported so far, including the driver's own calls up to the end of the last
+        step."""
         copy = Traffic()
         with self._lock:
             copy.merge(self._total)
         return copy
 
     def status(self, timeout_s: float) -> DataPlaneStatus:
-        """Ask the directory what is in the data plane now. Raises DataPlaneError when it does not answer in time."""
+        """Ask the data plane's directory what is in the data plane now. Raises DataPlaneError if it does not answer
+        within `timeout_s` seconds."""
         return self._client.status(timeout_s=timeout_s)
 
 
 def call_metrics(step: Traffic, total: Traffic) -> dict[str, float]:
-    """Return the metrics of a step's calls.
+    """Return the metrics of the data-plane calls of one step.
 
-    The cost lines are fitted to `total`, all calls of the run, because a step has too few.
+    The linear cost models (seconds per call and per byte) are fitted to `total`, all calls of the run, because one step
+    has too few calls.
     """
     metrics = {
         "dataplane/calls": float(step.calls),
@@ -106,13 +110,13 @@ def call_metrics(step: Traffic, total: Traffic) -> dict[str, float]:
 
 
 def ready_rows(status: DataPlaneStatus) -> int:
-    """Return the number of rows that the train task could claim now."""
+    """Return the number of rows that the driver could claim for training now."""
     written = min(status.ready.get(name, 0) for name in TRAIN_FIELDS)
     return max(0, written - status.leased_rows - status.stale_rows)
 
 
 def status_metrics(status: DataPlaneStatus) -> dict[str, float]:
-    """Return the metrics of what is in the data plane now."""
+    """Return the metrics that describe what is in the data plane now, such as its rows and leases."""
     return {f"dataplane/{name}": float(getattr(status, name)) for name in STATUS_FIELDS}
 
 
@@ -121,17 +125,18 @@ def status_metrics(status: DataPlaneStatus) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """One piece of work of an actor, such as a rollout call; several may overlap."""
+    """Period in which an actor worked on one task, such as a rollout call. Periods of the same actor may overlap."""
 
     actor: str
     start_s: float
-    """Time at which the work started, by the driver's `time.monotonic`."""
+    """Time at which the work started, on the driver's `time.monotonic` clock."""
     end_s: float
-    """Time at which the work ended, by the same clock; infinite while it goes on."""
+    """Time at which the work ended, on the same clock; infinite while it goes on."""
 
 
 def covered_s(work: Iterable[Busy], start_s: float, end_s: float) -> float:
-    """Return the seconds between `start_s` and `end_s` in which at least one of `work` was in progress."""
+    """Return for how many seconds between `start_s` and `end_s` at least one of the periods in `work` was in
+    progress."""
     total, reached = 0.0, start_s
     for piece in sorted(work, key=lambda piece: piece.start_s):
         stop = min(piece.end_s, end_s)

@@ -23,14 +23,15 @@ from ...codecs.imports import MissingExtra
 FINISHED = "finished"
 RESUMED = "resumed"
 REPLACED = "replaced"
-"""Names of events. An event is a line of metrics.jsonl that reports something other than a step."""
+"""Name of the event that reports the replacement of an actor; FINISHED and RESUMED are names of events, too. An event
+is a line of metrics.jsonl that reports something other than a step."""
 ELAPSED = "time/elapsed_s"
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
 
 
 def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
-    """Split a step's seconds by stage, so that they add up to `time/step_s`; empty when the record has no step time.
+    """Split a step's seconds by stage, so that they add up to `time/step_s`. Empty if the record has no step time.
 
     The stages are, in order, `rollout`, `data wait`, `log-probs`, `train`, `sync` and `other`.
     """
@@ -52,18 +53,19 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def judged_label(judged: str) -> str:
-    """Return the label that readers see for `judged`, the key of the metric that `validation.metric` names."""
+    """Return the label that is shown to readers for `judged`, the key of the metric that `validation.metric` names."""
     return f"held-out {judged.removeprefix('val/').replace('_', ' ')}"
 
 
 def judged_format(judged: str) -> str:
-    """Return the format for values of `judged`, the key of the metric that `validation.metric` names: percent for
-    shares of exact matches, three decimals for rewards."""
+    """Return the format string for values of `judged`, the key of the metric that `validation.metric` names: percent
+    for shares of exact matches, three decimals for rewards."""
     return ".1%" if needs_answers(judged) else ".3f"
 
 
 class MetricsWriter:
-    """Appends metrics to metrics.jsonl, flushing every line, and to TensorBoard. For one thread of one process."""
+    """Appends metrics to metrics.jsonl, flushing every line, and to TensorBoard. Must be used by one thread of one
+    process only."""
 
     def __init__(self, path: str | os.PathLike[str], tensorboard_dir: str | os.PathLike[str] | None = None) -> None:
         """Open `path` to append to it. With `tensorboard_dir` None, no TensorBoard events are written and torch is not
@@ -84,7 +86,7 @@ class MetricsWriter:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line for `step`. Values are numbers, numpy or torch scalars, or None; NaN and infinity become null.
 
-        Raises ValueError naming the key of any other value, before anything is written.
+        For any other value, raises ValueError that names its key, before anything is written.
         """
         line: dict[str, Any] = {"step": int(step)}
         for key, value in metrics.items():
@@ -98,8 +100,8 @@ class MetricsWriter:
                     self._board.add_scalar(key, value, step)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
-        """Append the event `{"event": name, "step": step, ...}`, a line that is not the metrics of a step. fields: JSON
-        values."""
+        """Append an event, `{"event": name, "step": step, ...}`. An event is a line that reports something other than
+        the metrics of a step. fields: JSON values."""
         self._append({"event": name, "step": step, ELAPSED: self.elapsed_s, **fields})
 
     def finish(self, step: int, **fields: Any) -> None:
@@ -108,7 +110,7 @@ class MetricsWriter:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since this writer was made."""
+        """Seconds since this writer was created."""
         return round(time.monotonic() - self._start, 3)
 
     def close(self) -> None:
@@ -140,8 +142,8 @@ def _number(key: str, value: Any) -> float | int | None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off the partial line at the end of the file, which a process left when it died, so that the next line is
-    separate."""
+    """Cut off an incomplete last line, which a process left when it died, so that the next line does not continue
+    it."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
@@ -150,8 +152,9 @@ def _drop_torn_line(path: Path) -> None:
 def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Read a metrics.jsonl as (records, events): one merged record per step, ascending, and events in file order.
 
-    A `resumed` event drops the records of all later steps, because the resumed run took them again. A partial last line
-    is ignored. Raises ValueError naming file and line for any other line that is not a metrics record.
+    A `resumed` event drops the records of all steps after its own, because the resumed run repeated these steps. An
+    incomplete last line is ignored. For any other line that is not a metrics record, raises ValueError that names file
+    and line.
     """
     records: dict[int, dict[str, Any]] = {}
     events = []

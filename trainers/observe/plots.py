@@ -45,10 +45,10 @@ STAGE_COLOURS = {
 }
 
 MAX_BARS = 80
-"""Largest number of stacked bars; the steps of a longer run are averaged into this many."""
+"""Largest number of bars in a stacked bar plot; the steps of a longer run are averaged into this many bars."""
 
 SMOOTH_SHARE = 1 / 30
-"""Number of steps on either side that a smoothed line averages over, as a share of all steps."""
+"""Number of neighbouring steps on either side over which a smoothed line averages, as a share of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Plot:
 
     title: str
     note: str
-    """Explanation of how to read the plot; "" when the title is enough."""
+    """Explanation of how to read the plot; "" if the title is enough."""
     legend: tuple[tuple[str, str], ...]
-    """Entries of the legend, as (label, name of the page's colour)."""
+    """Entries of the legend, as (label, colour name defined by the page)."""
     svg: str
-    """The `<svg>` element, with a viewBox and without a size."""
+    """The `<svg>` element, which has a viewBox but no width or height."""
     wide: bool = False
     """Whether the plot takes the page's whole width."""
 
@@ -156,8 +156,8 @@ def _data_plane(records: Sequence[Record]) -> Plot | None:
 
 
 def _overlap(records: Sequence[Record]) -> Plot | None:
-    """Plot queue, staleness and idle shares. Returns None for a run in which rollouts and training take turns, because
-    nothing is then queued or stale."""
+    """Plot the groups in the queue, the staleness of rows, and the idle shares of rollouts and training. Returns None
+    for a run in which rollouts and training take turns, because nothing is then queued or stale."""
     flight, ready = _series(records, "queue/groups_in_flight"), _series(records, "queue/groups_ready")
     mean, most = _series(records, "staleness/mean"), _series(records, "staleness/max")
     rollout, train = _series(records, "idle/rollout"), _series(records, "idle/train")
@@ -218,7 +218,7 @@ def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return the centred moving average; near both ends its window is cut off."""
+    """Return the centred moving average of `values`. Near both ends, the window only covers the values that exist."""
     reach = round(len(values) * SMOOTH_SHARE)
     windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
     return [sum(window) / len(window) for window in windows]
@@ -250,7 +250,8 @@ def _figures(count: int, *, wide: bool = False) -> tuple[Figure, list[Axes]]:
 
 
 def _finish(axes: Axes, title: str, values: Sequence[float] = ()) -> None:
-    """Set a small title. With `values`, the y-axis starts at 0 and reaches a little above the largest."""
+    """Give the axes a small title. With `values`, the y-axis starts at 0 and reaches a little above the largest of
+    them."""
     axes.set_title(title, loc="left", fontsize=9, color=_STAND_INS["ink"])
     if values and max(values) > 0:
         axes.set_ylim(0, 1.08 * max(values))
@@ -273,6 +274,7 @@ def _plot(title: str, note: str, legend: Sequence[tuple[str, str]], figure: Figu
 
 
 def _opening(title: str) -> str:
-    """Return a replacement for the SVG's opening tag that keeps the viewBox and leaves the size to the page."""
+    """Return a replacement pattern for the SVG's opening tag that keeps the viewBox and omits the size, which the page
+    decides."""
     links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return rf'<svg role="img" aria-label="{title}" \1 {links}>'

@@ -39,19 +39,18 @@ LOSSES = (
     ("restarts", "run/restarts", False),
     ("engines left out", "sync/engines_left_out", False),
 )
-"""Metrics of losses that a run survives, shown when they are above 0. Each is (label, key, whether the value counts one
-step only)."""
+"""Failures that a run survives, such as dropped groups and replaced actors, which are shown if their count is above 0:
+(label, metric key, whether the value counts a single step and must be summed)."""
 
 LINE_EVERY_S = 60.0
-"""Seconds without a printed line after which the next step is printed where there is no terminal, however many steps
-the run has."""
+"""Seconds without output after which the next finished step prints a line, in a run without a terminal."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
 
 
 class Progress:
-    """A context manager that displays the metrics of each step."""
+    """Context manager that displays the metrics of each step, live or as lines."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class Progress:
         console: Console | None = None,
         judged: str = REWARD,
     ) -> None:
-        """Prepare the display of a run of `num_steps` steps. Without a terminal it prints about twenty lines over the
-        run, a further one for a step that ends a minute or more after the last line, and one for each validation.
+        """Prepare the display of a run of `num_steps` steps. Without a terminal, it prints about twenty lines over the
+        run, another one for each step that ends a minute or more after the last line, and one for each validation.
         judged: key of the metric that `validation.metric` names."""
         self._title = title
         self._judged = judged
@@ -79,9 +78,10 @@ class Progress:
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._lost: dict[str, float] = {}
-        """Label of each of LOSSES -> its count so far."""
+        """Counts so far of the failures in LOSSES: label -> count."""
         self._ahead = self._overlapping = False
-        """Whether rollouts have run ahead of training so far, and whether they have overlapped with it."""
+        """Whether rollouts have run ahead of training so far, and (`_overlapping`) whether they have overlapped with
+        it."""
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -98,8 +98,8 @@ class Progress:
             self._live = None
 
     def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        """Show what the run does outside its steps, such as starting, warm-up or saving. done, total: progress as a
-        count; `total` 0 shows none."""
+        """Show what the run does outside its steps, such as starting, warm-up or saving. done, total: progress within
+        this phase; with `total` 0 none is shown."""
         new = name != self._phase.partition(":")[0]
         self._phase = f"{name}: {note}" if note else name
         self._phase_share = done / total if total else None
@@ -162,8 +162,8 @@ class Progress:
         return "  ".join(parts + ([f"left {_clock(left)}"] if left is not None else []))
 
     def _flow(self) -> list[tuple[str, str]]:
-        """Return (label, text) of the queue, staleness and idle shares; nothing for a run in which rollouts and
-        training take turns."""
+        """Return (label, text) pairs for the queue, the staleness and the idle shares. Empty for a run in which
+        rollouts and training take turns."""
         if not self._overlapping:
             return []
         metrics = self._metrics
@@ -175,12 +175,12 @@ class Progress:
         return [*((queue, staleness) if self._ahead else ()), *([("idle", ", ".join(idle))] if idle else [])]
 
     def _losses(self) -> list[tuple[str, str]]:
-        """Return (label, count) of the losses so far that are above 0."""
+        """Return (label, count) of every kind of failure in LOSSES whose count so far is above 0."""
         return [(label, f"{count:.0f}") for label, count in self._lost.items() if count]
 
     def _left_s(self) -> float | None:
-        """Estimate the seconds until the last step ends, from the pace since the first step; None while the pace is
-        unknown."""
+        """Estimate the seconds until the last step ends from the average time per step, without the first step. None
+        before the second step has ended."""
         if self._first_step is None or self._step <= self._first_step[0]:
             return None
         first, since = self._first_step
@@ -231,8 +231,8 @@ class Progress:
         return table
 
     def _time_bar(self) -> list[Text]:
-        """Return a bar that shows a step's time in the colours of its stages, and the bar's legend; [] when no times
-        are known."""
+        """Return a bar that divides the time of a step among its stages by colour, and the legend of the bar. Empty if
+        no times are known."""
         split = {stage: seconds for stage, seconds in time_split(self._metrics).items() if seconds > 0}
         width, total = max(20, self._console.width - 4), sum(split.values())
         bar, legend, at, drawn = Text(no_wrap=True), Text(), 0.0, 0
@@ -246,15 +246,14 @@ class Progress:
 
 
 def _overlap(metrics: Mapping[str, float | None]) -> bool:
-    """Return whether the rollouts and the training of a step overlapped. If they take turns, their idle shares add up
-    to 1."""
+    """Return whether rollouts and training overlapped in a step: their idle shares then add up to less than 1."""
     rollout, train = metrics.get("idle/rollout"), metrics.get("idle/train")
     return rollout is not None and train is not None and rollout + train < 1
 
 
 def _sparkline(values: list[float]) -> str:
-    """Draw all values in at most SPARK_WIDTH characters. Each character is the mean of its part of the values, scaled
-    between the lowest and the highest mean."""
+    """Draw all values as bars in at most SPARK_WIDTH characters. Each character shows the mean of consecutive values,
+    scaled between the lowest and the highest mean."""
     count = min(SPARK_WIDTH, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]

@@ -26,8 +26,8 @@ from .data_plane_watch import DataPlaneWatch
 from .metrics import time_split
 
 STATUS_TIMEOUT_S = 2.0
-"""Seconds that a scrape waits for the directory. Together with the RPC link's grace period this stays below Prometheus'
-usual timeout of 10 s."""
+"""Seconds that a scrape waits for an answer of the data plane's directory. Together with the RPC link's grace period
+this stays below Prometheus' usual timeout of 10 s."""
 END_TIMEOUT_S = 5.0
 
 STEP_GAUGES = (
@@ -57,9 +57,10 @@ GROUP_COUNTS = {
     "surplus": "rollout/groups_surplus",
     "reissued": "rollout/groups_reissued",
 }
-"""Label -> key in metrics.jsonl of the number of a step's groups that were not trained on or were issued again.
+"""Values of the label `fate` -> key in metrics.jsonl of the number of a step's groups that were not trained on or were
+issued again.
 
-They are exported as counters, because a scrape would miss most steps.
+They are exported as counters summed over steps, because scrapes miss most steps.
 """
 QUEUE = {"ready": "queue/groups_ready", "in_flight": "queue/groups_in_flight"}
 
@@ -93,7 +94,7 @@ class RunCollector(Collector):
         self._watch: DataPlaneWatch | None = None
 
     def watch(self, watch: DataPlaneWatch) -> None:
-        """Include the data plane of `watch` in all later scrapes."""
+        """Include the data plane that `watch` observes in all later scrapes."""
         with self._lock:
             self._watch = watch
 
@@ -129,7 +130,7 @@ class RunCollector(Collector):
 
 
 def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the metrics of the last step. metrics: its values by their keys in metrics.jsonl."""
+    """Yield the Prometheus metrics of the last step. metrics: the step's values, under their keys in metrics.jsonl."""
     for name, key, text in STEP_GAUGES:
         if key in metrics:
             yield GaugeMetricFamily(name, text, metrics[key])
@@ -139,9 +140,10 @@ def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
 
 
 def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the metrics of the groups in the queue, of the rows' staleness, and of groups that were not trained on.
+    """Yield the Prometheus metrics of the groups in the queue, of the staleness of rows, and of groups that were not
+    trained on or were issued again.
 
-    counts: number of such groups since the run started, by the labels of GROUP_COUNTS.
+    counts: numbers of the latter groups since the run started, under the labels of GROUP_COUNTS.
     """
     yield _labelled(
         "headrace_queue_groups",
@@ -161,8 +163,8 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:
-    """Yield metrics of all clients' data-plane calls: their seconds, their bytes, and the fitted cost of a call and of
-    a byte."""
+    """Yield the Prometheus metrics of all clients' data-plane calls: their seconds, their bytes, and the fitted cost
+    per call and per byte."""
     seconds = HistogramMetricFamily(
         "headrace_dataplane_call_seconds", "Seconds of data-plane calls, waits included.", labels=["op"]
     )
@@ -194,8 +196,8 @@ def call_families(total: Traffic) -> Iterator[Metric]:
 
 
 def status_families(watch: DataPlaneWatch) -> Iterator[Metric]:
-    """Yield metrics of what is in the data plane now. When the directory does not answer, yield only
-    `headrace_dataplane_up` with the value 0."""
+    """Yield the Prometheus metrics of what is in the data plane now. If the data plane's directory does not answer,
+    yield only `headrace_dataplane_up` with the value 0."""
     try:
         status = watch.status(STATUS_TIMEOUT_S)
     except DataPlaneError:
@@ -219,13 +221,14 @@ class PrometheusEndpoint:
     """Context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """Start listening, and write the address to `folder`/prometheus.txt, which is deleted on closing.
+        """Start listening and write the endpoint's URL to `folder`/prometheus.txt, which is deleted on closing. A no-op
+        if `logging.prometheus_port` is not set.
 
-        Raises UserError when it cannot listen on the port.
+        Raises UserError if it cannot listen on the port.
         """
         self.run = RunCollector(config.run.name, config.judged_figure)
         self.address = ""
-        """URL to scrape; "" when nothing is served."""
+        """URL to scrape; "" if nothing is served."""
         self._file = folder / "prometheus.txt"
         self._serving = None
         self._file.unlink(missing_ok=True)  # left by a run that was killed

@@ -116,14 +116,14 @@ SUMMARY_KEYS = (
     "sync.transport",
     "run.seed",
 )
-"""Config keys that the settings table shows. The whole config.yaml is at the end of the page."""
+"""Config keys that the report's settings table shows. The whole config.yaml is at the end of the page."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into the run folder from its metrics.jsonl and config.yaml, and return its path.
 
-    It also works while a run is in progress and after it failed. Raises UserError when the folder has no metrics or a
-    broken metrics file.
+    Also works while a run is in progress and after it failed. Raises UserError if the folder has no metrics or a broken
+    metrics file.
     """
     folder = Path(run_dir)
     metrics_path, config_path = folder / "metrics.jsonl", folder / "config.yaml"
@@ -148,7 +148,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def render(records: Sequence[Record], events: Sequence[Record], config_text: str, *, title: str) -> str:
-    """Return the HTML of the report. config_text: the resolved config.yaml, "" when there is none."""
+    """Return the HTML of the report. config_text: content of the resolved config.yaml, "" if there is none."""
     from .plots import all_plots  # matplotlib is slow to import, and an extra
 
     config = yaml.safe_load(config_text) or {}
@@ -175,8 +175,8 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
 
 
 def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple[str, str, str]]:
-    """Return the cards at the top of the page, as (label, value, small print), for the metrics that the records have.
-    judged: key of the metric that `validation.metric` names."""
+    """Return the cards at the top of the page, as (label, value, small print). Metrics that the records lack get no
+    card. judged: key of the metric that `validation.metric` names."""
     cards = []
     held_out = (judged_label(judged).capitalize(), judged, judged_format(judged))
     for label, key, form in (held_out, ("Reward", "reward/mean", ".3f")):
@@ -215,7 +215,8 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
 
 
 def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return the cards of the losses that the run survived and whose count is above 0."""
+    """Return one card, as (label, value, small print), for each kind of failure that the run survived, such as dropped
+    groups or restarts."""
     cards = []
     for label, key, small in (
         ("Groups dropped", "rollout/groups_dropped", "no signal; other prompts in their place"),
@@ -259,7 +260,7 @@ def _count(value: float) -> str:
 
 
 def _at(config: Any, dotted: str) -> Any:
-    """Return the value of a dotted config key; None when it is missing."""
+    """Return the value of a dotted config key, or None if it is missing."""
     for key in dotted.split("."):
         config = config.get(key) if isinstance(config, dict) else None
     return config
@@ -284,8 +285,8 @@ def _plot_html(plot: Plot) -> str:
 
 
 def _phases_html(events: Sequence[Record]) -> str:
-    """Return a table of the run's events, which are what it did besides its steps (warm-up, a resume), one line
-    each."""
+    """Return an HTML table of the run's events, one line each. Events are everything but steps, such as a warm-up or a
+    resume."""
     lines = []
     for event in events:
         facts = [f"step {event['step']}", f"at {_seconds(event[ELAPSED])}"]
@@ -306,8 +307,8 @@ def _validations_html(records: Sequence[Record], judged: str) -> str:
 
 
 def _judged(config: dict[str, Any], records: Sequence[Record]) -> str:
-    """Return the key of the metric that `validation.metric` named in the run. For runs from before that config key
-    existed it is exact match."""
+    """Return the key of the metric that `validation.metric` named in the run; exact match for runs from before that
+    config key existed. Falls back to the reward if the records lack that metric."""
     keys = {key for record in records for key in record}
     return find_figure(_at(config, "validation.metric") or EXACT_MATCH, keys) or REWARD
 
@@ -322,7 +323,7 @@ def _settings_html(config: dict[str, Any]) -> str:
 
 
 def _table(title: str, head: Sequence[str], lines: Sequence[str]) -> str:
-    """Return a table with a title, or "" when it would be empty."""
+    """Return an HTML table with a title, or "" if it has no lines."""
     if not lines:
         return ""
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)

@@ -1,4 +1,4 @@
-"""Reports why rewards failed: each kind of failure once on the terminal, all of them in reward_errors.jsonl."""
+"""Reports why rewards failed: each kind of failure once on the terminal, the first of each rollout call in a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _log = logging.getLogger(__name__)
 
 
 class RewardErrors:
-    """Records the first failure of each rollout call in reward_errors.jsonl, which is created with the first record."""
+    """Records the first failure of each rollout call in reward_errors.jsonl. The file is created with the first
+    record."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """folder: the run folder."""
@@ -23,8 +24,8 @@ class RewardErrors:
         self._told: set[str] = set()
 
     def note(self, step: int, failed: int, rows: int, error: str) -> None:
-        """Record that `failed` of the `rows` rows of a rollout call had no valid reward in `step`. error: message of
-        the first failure. A no-op when `failed` is 0."""
+        """Record that `failed` of the `rows` rows of a rollout call, which ended in `step`, had no valid reward. error:
+        message of the first failure. A no-op if `failed` is 0."""
         if not failed:
             return
         line = {"step": step, "failed_rows": failed, "rows": rows, "first_error": error}
@@ -40,7 +41,8 @@ class RewardErrors:
 
 
 def kind_of(error: str) -> str:
-    """Return the kind of an error message, without what differs from row to row. For a reward that raised, this is its
-    name and the exception's type; else the message with quoted text and numbers replaced by `*`."""
+    """Return what kind of failure an error message reports, without the parts that differ from row to row. For a reward
+    that raised, this is the reward's name and the type of the exception. For other messages, it is the message with
+    quoted text and numbers replaced by `*`."""
     reward = re.match(r"reward '[^']*' raised \w+", error)
     return reward[0] if reward else re.sub(r"'[^']*'|\d+", "*", error)

@@ -15,7 +15,8 @@ from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
-"""Glob patterns of drafts: files and folders that are written under such names and renamed once they are complete."""
+"""Glob patterns of drafts, the files and folders that are written under a temporary name and renamed once they are
+complete."""
 
 
 def has_figures(folder: str | os.PathLike[str]) -> bool:
@@ -42,8 +43,8 @@ class RunFolder:
     def __init__(self, config: Config, *, resume: bool) -> None:
         """Create `config.run.dir`, or with `resume` open the run that is in it.
 
-        Raises UserError when run.dir is not set or cannot be made, when another process has a run open there, when it
-        holds a run (any metrics) and `resume` is not set, and when `resume` is set and it holds no run.
+        Raises UserError if run.dir is not set or cannot be made, if another process has a run open there, if the folder
+        holds a run (any metrics) without `resume`, or if it holds none with `resume`.
         """
         if config.run.dir is None:
             raise UserError("run.dir: not set, expected a folder (`with_run_dir` fills in the default)")
@@ -57,12 +58,12 @@ class RunFolder:
         self.error_path = self.path / "error.txt"
         self.watchdog_path = self.path / "watchdog.txt"
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        """Folders that this start of the run creates, the deepest first."""
+        """Folders that did not exist before and are created for this run, the deepest first."""
         if resume and not self.holds_run:
             raise UserError(f"run.dir: {self.path} holds no run to resume, expected the folder of an earlier run")
         self._lock = self._acquire()
         self._before = set() if self._made else {path.name for path in self.path.iterdir()}
-        """Names of what was in the folder before this start of the run."""
+        """Names of the files and folders that were in the run folder when it was opened."""
         try:
             if not resume and self.holds_run:
                 raise UserError(
@@ -85,11 +86,13 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has left metrics here. A run that failed before its first metrics may be overwritten."""
+        """Whether the folder has metrics of a run. A run that failed before its first metrics may be overwritten."""
         return has_figures(self.path)
 
     def _acquire(self) -> int:
-        """Lock the folder and return the lock file's descriptor; the lock ends with the process, however it ends."""
+        """Lock the folder and return the lock file's descriptor. The operating system releases the lock when the
+        process ends, even by a kill. Raises UserError if another process holds the lock or the folder cannot be
+        made."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.path / "run.lock"
@@ -109,7 +112,7 @@ class RunFolder:
         return descriptor
 
     def _write_config(self, config: Config) -> None:
-        """Write config.yaml atomically. When a resumed run changes it, the earlier one is kept as
+        """Write config.yaml atomically. If a resumed run changes it, the earlier version is kept as
         config.before-resume-N.yaml."""
         text = resolved_yaml(config)
         if self.holds_run and self.config_path.exists():
@@ -123,9 +126,10 @@ class RunFolder:
         new.replace(self.config_path)
 
     def resumed(self, step: int, *, died: str = "") -> None:
-        """Record in the metrics that training goes on after `step`; records of later steps no longer count.
+        """Record in the metrics that training continues after `step`; earlier records of later steps no longer count.
 
-        died: sentence about what was lost before; "" when the run was resumed by the user in a new process.
+        died: sentence about the loss that made the run restart by itself; "" if the user resumed the run in a new
+        process.
         """
         self.metrics.event(RESUMED, step, **({"died": died} if died else {}))
 
@@ -171,14 +175,15 @@ class RunFolder:
             error.add_note(f"The traceback is in {self.error_path}")
 
     def _remove_drafts(self) -> None:
-        """Delete the drafts that were being written when the run failed. The run's processes have ended by then."""
+        """Delete the drafts that were being written when the run failed. The processes that wrote them have ended by
+        then."""
         for pattern in _DRAFTS:
             for draft in self.path.glob(pattern):
                 _remove(draft)
 
     def _remove_what_was_made(self) -> None:
-        """Delete what this start of the run has created, because it failed by the user's mistake. The next start then
-        finds the folder as this one did. The lock is still held."""
+        """Delete all that has been created in the run folder since it was opened, because the run failed by the user's
+        mistake. The next start then finds the folder unchanged. The lock is still held."""
         for path in list(self.path.iterdir()):
             if path.name not in self._before:
                 _remove(path)
@@ -188,7 +193,7 @@ class RunFolder:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, or a folder with everything in it. What cannot be deleted stays, without an error."""
+    """Delete a file, or a folder with everything in it. Whatever cannot be deleted is left, without an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

@@ -35,11 +35,11 @@ LANES = {
     "pause": "sync",
     "load": "sync",
 }
-"""Kind of a span, which is the first word of its name -> the lane it is drawn in. All other spans, the driver's stages,
-are drawn in the lane `stages`. The lanes of a process have this order."""
+"""Lane (group of rows in the drawing) for each kind of span, which is the first word of the span's name. All other
+spans are stages of the driver and are drawn in the lane `stages`. The lanes of a process are drawn in this order."""
 STAGES = "stages"
 PARTS = ("first", "tail")
-"""Kinds of spans that are parts of a generation span, which precedes them in the same report."""
+"""Kinds of spans that are parts of a generation span. In a report, they follow the span that they are part of."""
 COLOURS = {
     "generation": "thread_state_running",
     "reward": "olive",
@@ -54,7 +54,7 @@ digits."""
 
 
 class OpenSpan:
-    """Context manager for a span in progress; sets `dur_s` at its end. It costs about a microsecond."""
+    """Context manager that times a span; `dur_s` holds its seconds afterwards. It costs about a microsecond."""
 
     __slots__ = ("name", "start_s", "dur_s", "_clock", "_tracer")
 
@@ -78,29 +78,29 @@ class OpenSpan:
 
 
 class Tracer:
-    """Times the driver's spans, and keeps those of all processes that overlap a window of steps, whenever they are
-    reported.
+    """Times the driver's spans. Keeps the spans of all processes that overlap the traced window, a range of steps, even
+    if they are reported later.
 
     Rollouts run across the boundaries of steps. A span that began before the window and ends in it is kept, and so is a
     span that began in the window and is reported long after.
     """
 
     def __init__(self, step: int, num_steps: int = 1, path: str | os.PathLike[str] | None = None) -> None:
-        """Record a window of `num_steps` steps from `step` on, and write it to `path` when it ends. Step 0 stands for
-        no window."""
+        """Trace a window of `num_steps` steps from `step` on, and write it to `path` when it ends. With `step` 0
+        nothing is traced."""
         self.step = step
         self.num_steps = num_steps
         self._path = path
         self._begun: list[tuple[int, float]] = []
-        """Steps of the window that have begun, as (step, Unix time of its start)."""
+        """Steps of the window that have begun, as (step, Unix time at which it began)."""
         self._current = 0
         self._end_s = math.inf
         """Unix time at which the window ended; infinite until then."""
         self._reports: dict[str, list[tuple[Span, ...]]] = {}
-        """Name of a process -> its spans, one tuple for each report."""
+        """Spans kept so far: name of a process -> one tuple of spans for each of its reports."""
 
     def begin_step(self, step: int) -> None:
-        """Note that step `step` begins. The first step after the window writes the file."""
+        """Note that step `step` begins. The first step after the window writes the trace file."""
         self._current = step
         if not self.step:
             return
@@ -121,17 +121,18 @@ class Tracer:
 
     @property
     def recording(self) -> bool:
-        """Whether processes should report spans: during the window and one step longer, because a worker reports what
-        it did at the end of a step with the next step."""
+        """Whether processes should report spans. They should during the window and for one step longer, because a
+        worker reports its work at the end of a step only with the next step."""
         return self.begun and self.step <= self._current <= self.step + self.num_steps
 
     @property
     def awaited(self) -> bool:
-        """Whether a span that starts now may overlap the window, because the window is in progress or still to come."""
+        """Whether the window is in progress or still to come, so that a span that starts now may overlap it."""
         return 0 < self.step and self._current < self.step + self.num_steps
 
     def span(self, name: str) -> OpenSpan:
-        """Time a piece of the driver's work: `with tracer.span("rollout") as span: ...`, then `span.dur_s`."""
+        """Return a context manager that times a piece of the driver's work: `with tracer.span("rollout") as span: ...`,
+        then `span.dur_s`."""
         return OpenSpan(name, self)
 
     def add(self, process: str, spans: Iterable[Span]) -> None:
@@ -146,7 +147,7 @@ class Tracer:
     def write(self, path: str | os.PathLike[str] | None = None) -> bool:
         """Write the kept spans as Chrome trace JSON to `path`, by default the tracer's own path.
 
-        Returns False and writes nothing when the window was never reached or there is no path.
+        Returns whether the file was written: not if the window was never reached or there is no path.
         """
         path = path or self._path
         if not self._begun or path is None:
@@ -164,7 +165,8 @@ class Tracer:
         return True
 
     def _step_spans(self) -> list[Span]:
-        """Return a span for each of the window's steps. The run's last step ends with the driver's last stage."""
+        """Return a span for each step of the window that has begun. If the run ended within the window, the last step
+        ends with the driver's last stage."""
         last_s = max((span.start_s + span.dur_s for report in self._reports[DRIVER] for span in report), default=0.0)
         ends = [start for _, start in self._begun[1:]]
         ends.append(self._end_s if self._end_s < math.inf else max(last_s, self._begun[-1][1]))
@@ -177,10 +179,11 @@ class Tracer:
 
 
 def trace_events(reports: Mapping[str, Sequence[Sequence[Span]]]) -> list[dict[str, object]]:
-    """Convert spans to Chrome trace events, in whole microseconds from the first span, with a lane for each kind.
+    """Convert spans to Chrome trace events, in whole microseconds from the first span. Spans of the same kind are drawn
+    in the same lane.
 
-    reports: name of a process -> its spans, report by report. The generation spans of one report belong to one call and
-    are drawn in the same row.
+    reports: name of a process -> its spans, report by report. The generation spans of one report belong to one rollout
+    call and are drawn in the same row.
     """
     every = [span for of_process in reports.values() for report in of_process for span in report]
     origin = min((span.start_s for span in every), default=0.0)
@@ -223,11 +226,8 @@ def _drawn(name: str, lane: str, pid: int, tid: int, start_s: float, end_s: floa
 
 
 def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Span]]]]:
-    """Group spans by lane, in the order of LANES. Returns (lane, units); a unit is a list of spans to be drawn in the
-    same row.
-
-    A unit is one span, or the generation of a rollout call with its parts.
-    """
+    """Group spans by lane, in the order of LANES. Returns (lane, units), where each unit is a list of spans to be drawn
+    in the same row: a single span, or the generation span of a rollout call with its parts."""
     order = [*dict.fromkeys(LANES.values()), STAGES]
     units: dict[str, list[list[Span]]] = {}
     for span in (span for report in reports for span in report):
@@ -241,21 +241,22 @@ def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Spa
 
 
 class _Lane:
-    """One row of the drawing, with its open spans. Spans must be placed in the order of their starts."""
+    """One row of the drawing, with its open spans, which have not ended yet. Spans must be placed in the order of their
+    starts."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
-        """Ends of the open spans, outermost first."""
+        """Ends of the open spans in seconds, that of the outermost span first."""
 
     def fits(self, start_s: float, end_s: float, *, nesting: bool) -> bool:
-        """Return whether a span fits in this row: no other span is open at its start, or with `nesting` the innermost
-        open one contains it."""
+        """Return whether a span fits in this row. It does if no other span is open at its start; with `nesting`, also
+        if the innermost open span contains it."""
         ends = [end for end in self._ends if end > start_s + JITTER_S]
         return not ends or (nesting and end_s <= ends[-1] + JITTER_S)
 
     def place(self, span: Span) -> tuple[float, float]:
-        """Place a span in this row. Returns its start and end, trimmed where differences between clocks make it
-        overlap."""
+        """Place a span in this row and return its start and end. They are trimmed if the span overlaps another because
+        of differences between clocks."""
         start, end, closed = span.start_s, span.start_s + span.dur_s, 0.0
         while self._ends and self._ends[-1] <= start + JITTER_S:
             closed = self._ends.pop()
@@ -266,12 +267,12 @@ class _Lane:
 
 
 def _in_lanes(units: Sequence[Sequence[Span]], *, nesting: bool) -> list[tuple[str, int, float, float]]:
-    """Assign each unit, a list of spans, to the first row (counted from 1) in which it fits; `nesting` allows a unit
-    inside another.
+    """Assign each of `units`, which are lists of spans to be drawn in the same row, to the first row (counted from 1)
+    in which it fits. `nesting` allows a unit inside another.
 
-    Returns (name, row, start, end) of every span, outer spans first. Viewers draw spans of a row wrongly when they
-    overlap without nesting. Starts and durations come from two clocks, so neighbours may overlap by microseconds and
-    are trimmed.
+    Returns (name, row, start, end) of every span, outer spans first. Viewers draw spans of a row wrongly if they
+    overlap without nesting. Starts and durations come from two clocks, so neighbouring spans may overlap by
+    microseconds and are trimmed.
     """
     rows: list[_Lane] = []
     placed: list[tuple[str, int, float, float]] = []

@@ -1,1 +1,1 @@
-"""A run from start to end: launch, dry run, restarts, replay, and the checks of the machine."""
+"""A run from start to end: launch, dry run, restarts, replay of rollouts, and the checks before it starts."""

@@ -39,11 +39,11 @@ SMI_TIMEOUT_S = 10.0
 
 
 class State(enum.Enum):
-    """State of a finding, as (mark, colour) in the table."""
+    """State of a finding; each value is (mark, colour) as the table shows it."""
 
     OK = ("ok", "green")
     NOTE = ("-", "bright_black")
-    """State of something that is absent but not needed."""
+    """Marks something that is absent but not needed."""
     FIX = ("fix", "red")
 
 
@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A store, engine or train backend, with the modules that it needs."""
+    """A store, engine or train backend whose modules the doctor tries to import."""
 
     area: str
     """`store`, `engine` or `backend`."""
@@ -70,7 +70,8 @@ class Probe:
     imports: tuple[str, ...]
     """Modules that must be importable."""
     extra: str = ""
-    """Extra of this package that installs the modules; "" when the package itself installs them."""
+    """Optional-dependency group (extra) of this package that installs the modules; "" if the package itself installs
+    them."""
 
 
 PROBES = (
@@ -102,7 +103,7 @@ for name, modules in json.loads(sys.argv[1]).items():
 
 
 def run_doctor(console: Console) -> int:
-    """Print the table of findings. Returns 0 when at least one store and one engine can start, else 1."""
+    """Print the table of findings. Returns the exit code: 0 if at least one store and one engine can start, else 1."""
     with console.status("examining this machine"):
         findings = examine()
     console.print(table(findings))
@@ -144,7 +145,8 @@ def _python() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """Check the packages that the core requires. The packages of extras are checked as stores and engines."""
+    """Check the packages that every installation requires. Packages of extras are checked with the stores and engines
+    that need them."""
     required = [line for line in importlib.metadata.requires("headrace") or [] if "extra ==" not in line]
     versions = {name: _version(name) for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required)}
     missing = [name for name, version in versions.items() if version is None]
@@ -182,7 +184,7 @@ def _machine() -> list[Finding]:
 
 
 def _cgroup(name: str) -> str:
-    """Return the text of a cgroup limit file of the container, or "" where there is none."""
+    """Return the text of the container's cgroup file `name`, which holds a limit, or "" if there is no such file."""
     try:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
@@ -197,7 +199,7 @@ def _cgroup_cores() -> float | None:
 
 
 def _shared_memory(root: Path = SHARED_MEMORY) -> list[Finding]:
-    """Check that /dev/shm can be written and has enough free space, and look for files that dead runs left in it."""
+    """Check that /dev/shm is writable and has enough free space, and look for files that dead runs left there."""
     error = write_error(root)
     if error:
         fix = "free some space in it" if root.is_dir() else f"mount -t tmpfs tmpfs {root}"
@@ -216,7 +218,7 @@ def _shared_memory(root: Path = SHARED_MEMORY) -> list[Finding]:
 
 
 def write_error(root: Path) -> str:
-    """Return why a small file cannot be written into `root`, or "" when it can."""
+    """Return the reason why a 1 MiB file cannot be written into the folder `root`, or "" if it can."""
     try:
         with tempfile.TemporaryFile(dir=root) as file:
             os.posix_fallocate(file.fileno(), 0, PROBE_BYTES)
@@ -277,9 +279,9 @@ def _starts() -> list[Finding]:
 
 
 def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Try to import each group of modules, one after the other in a fresh process. When a group crashes or blocks the
-    process, another process goes on with the groups after it. Returns name of the group -> its error in one line, ""
-    for none."""
+    """Try to import each group of modules, one group after the other in a child process. If a group crashes or blocks
+    the process, another process continues with the groups after it. Returns the outcomes: name of the group -> error in
+    one line, "" if there was none."""
     absent = {
         name: f"{module.partition('.')[0]} is not installed"
         for name, modules in groups.items()
@@ -295,8 +297,8 @@ def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
 
 
 def _import_in_child(wanted: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Import the groups in one fresh process, up to the first that crashes or blocks it. Returns name -> error, "" for
-    none, of the groups that were tried, at least one."""
+    """Import the groups in one child process, up to the first group that crashes or blocks it. Returns the outcomes of
+    the groups that were tried (at least one): name -> error, "" if there was none."""
     command = [sys.executable, "-c", _IMPORTER, json.dumps(wanted)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
@@ -311,8 +313,8 @@ def _import_in_child(wanted: dict[str, tuple[str, ...]]) -> dict[str, str]:
 
 
 def verdict(probe: Probe, error: str, kinds: Sequence[str]) -> Finding:
-    """Return the finding for a probe. error: why its imports failed, "" for none. kinds: stores, engines and backends
-    that the config accepts."""
+    """Return the finding for a probe. error: why its imports failed, "" if they succeeded. kinds: names of all stores,
+    engines and backends that the config accepts."""
     if probe.name not in kinds:
         detail = f"this version has no such {probe.area} ({error or 'its library is installed'})"
         return Finding(probe.area, probe.name, State.NOTE, detail)

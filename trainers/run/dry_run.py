@@ -50,8 +50,8 @@ def placements(config: Config) -> list[Placement]:
 
 
 def _role(topology: Topology, rank: int) -> str:
-    """Return a rank's coordinates in the train mesh and whether it leads its replica, in words; "" when every rank is a
-    replica."""
+    """Return, in words, a rank's coordinates in the train mesh and whether it leads its data-parallel replica; "" if
+    each replica consists of one rank."""
     if topology.replica_size == 1:
         return ""
     place = topology.place(rank)
@@ -62,7 +62,8 @@ def _role(topology: Topology, rank: int) -> str:
 
 
 def describe(config: Config) -> str:
-    """Return what `--dry-run` prints after the resolved configuration. Raises UserError as the run itself would."""
+    """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError if
+    the model cannot be used, as the run itself would."""
     check_model(config)
     algorithm, trainer = config.algorithm, config.trainer
     topology = trainer.topology
@@ -108,10 +109,10 @@ def describe(config: Config) -> str:
 
 
 def trained_bytes(config: Config, params: int) -> int:
-    """Return the number of bytes that one train worker holds: float32 weights, gradients, Adam moments and reference
-    model.
+    """Return the number of bytes that one train worker holds: float32 weights, gradients, Adam moments and, if the run
+    needs it, reference model.
 
-    The result takes into account how the train backend splits them over ranks.
+    The result takes into account how the train backend shards them over ranks.
     """
     trainer = config.trainer
     topology = trainer.topology
@@ -129,7 +130,7 @@ def engine_bytes(config: Config, params: int) -> float:
 
 def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
     """Return the number of bytes of host memory that one train worker needs for weights, gradients, optimizer state and
-    reference model. It does not need more while it starts, because every rank reads only its own pieces of the model's
+    reference model. No extra memory is needed at the start, because every rank reads only its own shards of the model's
     files."""
     trainer, topology = config.trainer, config.trainer.topology
     if trainer.backend == "scripted":
@@ -143,8 +144,8 @@ def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
 
 
 def check_host_memory(config: Config, params: int, total: int) -> None:
-    """Raise UserError when the train workers need more host memory than the `total` bytes of this machine. Only checks
-    runs that start their own Ray, on a machine with GPUs."""
+    """Raise UserError if the train workers together need more host memory than `total` bytes. A no-op for a run that
+    joins a Ray cluster, and on a machine without GPUs."""
     if config.resources.ray_address is not None or not any(Path("/dev").glob("nvidia[0-9]*")):
         return
     world = config.trainer.topology.world
@@ -157,10 +158,8 @@ def check_host_memory(config: Config, params: int, total: int) -> None:
 
 
 def parameters(config: Config) -> int | None:
-    """Return the number of parameters of a dense Llama-like model, computed from its config.
-
-    None: the config is not on this machine, or the model is of another kind.
-    """
+    """Return the number of parameters of a dense Llama-like model, computed from the model's config. Returns None if
+    that config is not on this machine or the model is of another kind."""
     return _dense_parameters(model_config(config))
 
 

@@ -1,4 +1,4 @@
-"""Checks before a run starts that the optional packages it will use are installed."""
+"""Checks, before a run starts, that the optional packages that it will use are installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ..errors import ConfigError
 
 
 def check_extras(config: Config) -> None:
-    """Raise ConfigError with one sentence for each package that is missing, naming the extra that installs it."""
+    """Raise ConfigError if optional packages are missing, with one sentence for each that names the extra that installs
+    it."""
     missing = [need for need in _needs(config) if importlib.util.find_spec(need[0]) is None]
     if missing:
         raise ConfigError([str(MissingExtra(*need)) for need in missing])
@@ -20,8 +21,8 @@ def check_extras(config: Config) -> None:
 def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield each optional package that the run uses, as (package, what uses it, extra that installs it).
 
-    Engines and backends with an extra of their own are left out: they check for it when they start, within the run's
-    first seconds.
+    Packages of engines and backends are not among them: these check for their packages themselves, within the first
+    seconds of the run.
     """
     yield "matplotlib", "report.html, which every run ends with,", "report"
     if config.logging.tensorboard:

@@ -1,4 +1,4 @@
-"""Carries out a run: opens folder, base model, Ray, data plane and actors, trains, and closes all of it in reverse."""
+"""Carries out a run: opens run folder, model, Ray, data plane and actors, trains, and closes all of it in reverse."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
 CLOSE_TIMEOUT_S = 120.0
-"""Seconds within which all processes of a run must have ended when it closes."""
+"""Seconds within which all processes of a run must have exited after it begins to close."""
 
 
 def run_training(config: Config, *, resume: bool = False) -> Path:
-    """Train as `config` says and return the run folder. With `resume`, continue from the newest checkpoint in
-    `run.dir`.
+    """Train according to `config` and return the path of the run folder. With `resume`, continue from the newest
+    checkpoint in `run.dir`.
 
-    When one of its processes dies, the run restarts from its newest checkpoint by itself, up to `run.max_restarts`
-    times. Raises UserError for a mistake that the user can correct, ActorFailed or DataPlaneError when a process died,
-    failed or hung, and RunStuck when the watchdog stopped the run. Whatever happens, the processes, shared memory and
-    ports of the run are gone when this returns.
+    If one of its processes dies, the run restarts from its newest checkpoint by itself, up to `run.max_restarts` times.
+    Raises UserError if the user made a mistake, ActorFailed or DataPlaneError if a process died, failed or hung, and
+    RunStuck if the watchdog stopped the run. In every case, the processes, shared memory and ports of the run are gone
+    afterwards.
     """
     config = with_run_dir(config)
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
@@ -87,13 +87,13 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
 
 
 def _steps_done(folder: RunFolder) -> int:
-    """Return the step of the newest checkpoint when the run has ended and exported its model, else 0."""
+    """Return the step of the newest checkpoint if the run has reached its end and exported its model, else 0."""
     checkpoints = Checkpoints(folder.checkpoints_dir)
     return checkpoints.latest_state().step if (folder.path / "model").is_dir() else 0
 
 
 def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
-    """Print from which checkpoint the run can continue and the command for it; print nothing when there is no
+    """Print the newest checkpoint's step and the command that continues the run from it. Prints nothing if there is no
     checkpoint."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
@@ -103,7 +103,7 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
 
 
 class _Training:
-    """One run of `run_training`. Its processes are launched again whenever one of them is lost, as often as
+    """One call of `run_training`. Launches the run's processes, and launches them again after one was lost, as often as
     run.max_restarts allows."""
 
     def __init__(
@@ -125,13 +125,13 @@ class _Training:
         self._replaced = 0
         """Number of actors that were replaced in all launches so far; counts against run.max_restarts."""
         self._died = ""
-        """Sentence that says what was lost before the last restart; "" before the first restart."""
+        """Sentence about the loss that caused the last restart; "" before the first restart."""
         self._begun = False
-        """Whether a launch has reached its first step. A failure before that would only happen again, so it causes no
-        restart."""
+        """Whether any launch has reached its first step. An earlier failure causes no restart, because it would only
+        happen again."""
 
     def run(self, resume: bool) -> None:
-        """Train to the end, from the newest checkpoint if `resume`, and complete the run folder."""
+        """Train to the end and complete the run folder. With `resume`, begin at the newest checkpoint."""
         state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else grpo.State()
         self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be fetched, or warmed up
         model = prepare_model(self._config, self._folder, self._progress)
@@ -148,8 +148,8 @@ class _Training:
         self._progress.message(f"report: {self._folder.report_path}")
 
     def _attempt(self, model: str, state: grpo.State) -> str | None:
-        """Launch the processes and train from `state` to the end, updating `state`. Returns None when the end was
-        reached, or a sentence about what was lost when another attempt may go on. Raises all other errors."""
+        """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
+        process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
         config, lost = self._config, None
         self._progress.phase("starting Ray, data plane and actors")
         try:
@@ -222,9 +222,9 @@ class _Training:
             self._progress.message(f"best/: none, as no validation after the first had a higher {config.judged_figure}")
 
     def _save_interrupted(self, run: grpo.Run, state: grpo.State, checkpoints: Checkpoints) -> None:
-        """Save a checkpoint of the last finished step when the run was interrupted. Does nothing when no step is
-        finished, when an optimizer step was under way, when the run writes no checkpoints, or when the watchdog stopped
-        it."""
+        """Save a checkpoint of the last finished step after the run was interrupted. A no-op if no step is finished, if
+        the interruption came during an optimizer step, if the run writes no checkpoints, or if it was the watchdog that
+        stopped the run."""
         if self._watch.reason() is not None or not self._config.run.saves_checkpoints:
             return
         if state.ahead or not state.step:  # the optimizer step was under way, or there is nothing to save
@@ -239,8 +239,8 @@ class _Training:
             self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
 
     def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
-        """Return whether it is enough to restart the train workers: nothing else was lost, the journal has the groups
-        that they trained on, and run.max_restarts allows it."""
+        """Return whether it is enough to restart the train workers: no other process was lost, the run keeps a journal
+        of the groups that they must train on again, and run.max_restarts allows a restart."""
         if actor_specs.journal(self._config) is None or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
@@ -249,12 +249,12 @@ class _Training:
     def _restart_workers(
         self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
     ) -> Feed:
-        """Restart the train workers from the newest complete checkpoint, to whose numbers `state` is set back, while
-        rollouts in flight go on. Returns a new feed to continue with.
+        """Restart the train workers from the newest complete checkpoint, while rollouts in flight go on. Sets `state`
+        back to that checkpoint, and returns a new feed to continue with.
 
-        Engines keep the version that they serve; those without a complete version get the checkpoint's. The groups that
-        were trained on since the checkpoint come again from the journal, until the train workers have caught up with
-        the engines.
+        Engines keep the version that they serve; those without a complete version get the checkpoint's. Until the train
+        workers have caught up with the engines, they train again on the groups since the checkpoint, which come from
+        the journal.
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
@@ -269,8 +269,8 @@ class _Training:
         return open_feed(run, state, f"{PARTITION}-{self._restarts}")
 
     def _go_back(self, lost: str) -> grpo.State:
-        """Count and announce a restart after a loss. Returns the state to go on from: that of the newest complete
-        checkpoint, or of the run's start when there is none."""
+        """Count and announce a restart. lost: sentence about the loss that caused it. Returns the state to continue
+        from: that of the newest complete checkpoint, or of the run's start if there is none."""
         self._restarts += 1
         self._died = lost
         try:
@@ -291,8 +291,8 @@ def launched(
     folder: Path,
     watch: WatchdogProcess | None = None,
 ) -> Iterator[grpo.Run]:
-    """Context manager that starts Ray, data plane and actors, ready to train, and ends all of them on leaving, also
-    after an error.
+    """Context manager that starts Ray, the data plane and all actors, yields a `Run` that is ready to train, and stops
+    everything on leaving, also after an error.
 
     watch: the watchdog, which is told about the processes; None for a run without one.
     """
@@ -362,13 +362,13 @@ def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
 
 
 def needed_processes(folder: Path) -> dict[str, int]:
-    """Return name -> process id of the run's processes on this host, from the actors.json in its folder."""
+    """Return the run's processes on this host, read from actors.json in the run folder: name -> process id."""
     return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
 
 
 def object_store_mib(config: Config) -> int:
-    """Return the size of Ray's object store in MiB. When the data plane keeps its blocks there, its capacity is added
-    to what Ray itself needs."""
+    """Return the size of Ray's object store in MiB: what Ray itself needs, plus the data plane's capacity if the data
+    plane stores its rows there."""
     if config.dataplane.store.kind == "ray":
         return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
     return MIN_OBJECT_STORE_MIB

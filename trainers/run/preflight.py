@@ -27,18 +27,18 @@ from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes
 from .extras import check_extras
 
 READ_PROMPTS = 10_000
-"""Largest number of prompts of one source whose lengths are checked, which takes about 4 seconds for prompts of 200
-tokens."""
+"""Largest number of prompts in a source that is read to check their lengths. Reading that many takes about 4 seconds
+for prompts of 200 tokens."""
 CONNECT_TIMEOUT_S = 5.0
 """Seconds within which the cluster at `resources.ray_address` must accept a connection."""
 
 
 def check_start(config: Config, *, resume: bool = False) -> list[str]:
-    """Check whether the run of `config` can work, without starting anything or leaving files. Raises ConfigError with
-    one sentence for each reason why it cannot.
+    """Check whether the run that `config` describes can work, without starting anything or leaving files. Raises
+    ConfigError with one sentence for each reason why it cannot.
 
-    Returns one line for each check that only the run itself can make, such as that of a model which is not on this
-    machine yet. config: with `run.dir` set (`with_run_dir`).
+    Returns one line for each check that only the run itself can make, for example because the model is not on this
+    machine yet. config: must have `run.dir` set, see `with_run_dir`.
     """
     check_extras(config)
     checks: list[Callable[[Config], list[str] | None]] = [
@@ -133,7 +133,7 @@ def _check_ray_address(config: Config) -> None:
 
 
 def _cluster_address(given: str) -> str:
-    """Return HOST:PORT of the cluster at the address `given`. Raises OSError when that is `auto` and no cluster is
+    """Return HOST:PORT of the Ray cluster at the address `given`. Raises OSError if `given` is `auto` and no cluster is
     found."""
     if given != "auto":
         return given.removeprefix("ray://")
@@ -148,9 +148,9 @@ def _check_store(config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Raise ValueError when the weights, gradients and optimizer state of all train workers and engines exceed the
-    memory of a machine without GPUs. On a machine with GPUs, raise UserError when what the train workers keep in host
-    memory exceeds it."""
+    """Check that the model fits into this machine's memory. Without GPUs, raises ValueError if the weights, gradients
+    and optimizer state of all train workers and engines need more. With GPUs, raises UserError if the part that the
+    train workers keep in host memory needs more."""
     params = parameters(config)
     if params is not None:
         check_host_memory(config, params, total_memory())
@@ -201,7 +201,7 @@ def _check_prompts(config: Config) -> list[str]:
 
 
 class _FirstPrompts:
-    """The first `size` prompts of another prompt source, as a prompt source of its own."""
+    """Prompt source that consists of the first `size` prompts of another source."""
 
     def __init__(self, source: PromptSource, size: int) -> None:
         self.name = source.name
@@ -223,8 +223,8 @@ def _builtin_tokenizer() -> Any:
 
 @contextmanager
 def _one_tokenizer_thread() -> Iterator[None]:
-    """Context manager that keeps tokenizers from starting threads. With threads, they would print a warning whenever a
-    process is started later."""
+    """Context manager that keeps tokenizers from starting threads. With threads, tokenizers would print a warning
+    whenever this process later starts another one."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -250,8 +250,8 @@ def _model_is_cached(repository: str) -> bool:
 
 
 def _source_is_here(source: str) -> bool:
-    """Return whether the prompts of `source` need no download: it is a generated task, a local file or folder, or a
-    dataset in the Hugging Face cache."""
+    """Return whether the prompts of `source` can be read without a download. They can if it is a generated task, a
+    local file or folder, or a dataset in the Hugging Face cache."""
     if source.startswith(("task:", "/", ".", "~")) or Path(source).expanduser().exists() or source.count("/") != 1:
         return True
     if importlib.util.find_spec("datasets") is None:

@@ -1,4 +1,4 @@
-"""Decides whether a failure is the loss of a process, after which a run can go on from its last checkpoint."""
+"""Decides whether a failure means that a process was lost, after which a run can go on from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 
 DEATH_S = 1.0
-"""Seconds that a dying process may take to be gone. Its sockets close earlier, so other processes that use them fail
-first."""
+"""Largest number of seconds from the first sign of a process's death until it has exited. Its sockets close earlier, so
+processes connected to it fail first."""
 NEWS_S = 5.0
-"""Seconds that the news of a death may take to arrive from another host after a connection has broken."""
+"""Seconds that Ray may take to report a death on another host after a connection to the dead process has broken."""
 LOOK_S = 0.5
-"""Seconds for which actors are queried before the processes of this host are checked again."""
+"""Seconds spent on querying actors before the processes of this host are checked again."""
 POLL_S = 0.05
 """Seconds between two checks of the processes of this host."""
 _BROKEN = ("connection", "broken pipe", "reset by peer", "closed by peer", "socket", "nccl", "gloo", "end of file")
-"""Lower-case words in the messages of errors that come from a broken connection to another process."""
+"""Words in lower case that mark an error message as coming from a broken connection to another process."""
 
 
 def blamed(error: Exception, actors: RunActors, processes: Mapping[str, int]) -> Exception:
-    """Return the death that caused `error`, as an ActorFailed that names who died and then `error`. Returns `error`
-    itself when nobody has died or when it already reports a death.
+    """Find out whether the death of a process caused `error`. If so, returns an ActorFailed that names the dead
+    processes and then `error`. Returns `error` itself if nothing has died or if it already reports a death.
 
     processes: name -> pid of the processes on this host that the run needs. Waits for proof of a death, from Ray or
     from this host: up to NEWS_S after an error about a connection, up to DEATH_S after any other error.
@@ -50,10 +50,10 @@ def is_about_another(error: Exception) -> bool:
 
 
 def lost_process(error: Exception) -> str | None:
-    """Return a sentence about the process that was lost. Returns None when `error` comes from an actor's or the
-    driver's own work, so that it would happen again.
+    """Return a sentence about the lost process that caused `error`. Returns None if the cause is the code of an actor
+    or of the driver, because the error would then happen again after a restart.
 
-    error: what `blamed` returned, if there were actors to ask.
+    error: result of `blamed`, if the actors had been started.
     """
     cause = error.cause if isinstance(error, ActorFailed) and not error.died else None
     if isinstance(error, ActorFailed) and cause is None:  # the actor died, or does not answer
@@ -65,7 +65,8 @@ def lost_process(error: Exception) -> str | None:
 
 
 def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
-    """Return whether a train worker died or does not answer while all other processes of the run are there and answer.
+    """Return whether the only failed processes are train workers: at least one has died or is unresponsive, and every
+    other process of the run is alive and responding.
 
     processes: name -> pid of the processes on this host that the run needs.
     """
@@ -83,10 +84,10 @@ def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
 
 
 def _proof(actors: RunActors, processes: Mapping[str, int], wait_s: float, insist: bool) -> list[str]:
-    """Return the names and pids of dead processes, among those of this host and all actors that Ray knows. Waits up to
-    `wait_s` for the first.
+    """Return the names and pids of dead processes, found among `processes` and among all actors. Waits up to `wait_s`
+    for the first death.
 
-    insist: whether actors that have answered are asked again.
+    insist: whether to keep querying actors that have answered until that time is over.
     """
     deadline, ask = time.monotonic() + wait_s, True
     while True:

@@ -27,7 +27,7 @@ from ..supervision.heartbeat import Heartbeat, shared_memory
 from ..supervision.report import Opened
 
 END_TIMEOUT_S = 10.0
-"""Seconds within which the watchdog must exit when it is asked to, after which it is killed."""
+"""Seconds within which the watchdog must exit after it was asked to; then it is killed."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RunStuck(RuntimeError):
 
 
 class WatchdogProcess:
-    """The watchdog process of a run, and the heartbeat that it reads."""
+    """The driver's side of a run's watchdog process, with the heartbeat that the watchdog reads."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         """Start the watchdog process, unless `resources.watchdog` is off."""
@@ -47,12 +47,13 @@ class WatchdogProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._command: list[str] = []
         self._descriptor = -1
-        """Descriptor of the heartbeat's memory, for a watchdog that replaces one that died."""
+        """File descriptor of the shared memory that holds the heartbeat. A watchdog that replaces a dead one needs
+        it."""
         self._said: list[dict[str, Any]] = []
-        """What every watchdog of the run is told."""
+        """Messages sent to the watchdog so far. A watchdog that replaces a dead one receives them all."""
         self._reason = b""
         self._before: Any = None
-        """Handler of the signal `watchdog.STOP` that was installed before this one, to be restored on closing."""
+        """Earlier handler of the signal `watchdog.STOP`, which `close` restores."""
         if not config.resources.watchdog:
             return
         self._descriptor = shared_memory()
@@ -68,7 +69,7 @@ class WatchdogProcess:
             self._before = signal.signal(watchdog.STOP, _stop)
 
     def opened(self, handle: DataPlaneHandle) -> None:
-        """Tell the watchdog that the data plane has started, and where it is."""
+        """Tell the watchdog that the data plane has started, and at which address."""
         address = handle.address
         assert address is not None, "a run's directory is an actor"
         opened = Opened(handle.run_id, address.local, address.host, address.port, address.token.hex(), handle.peer)
@@ -77,7 +78,7 @@ class WatchdogProcess:
         self._tell(self._said[-1])
 
     def mend(self) -> None:
-        """Start another watchdog when this one has died, so that the run is watched again from now on."""
+        """Start a new watchdog process if the present one has died, so that the run is watched again."""
         process = self._process
         if process is None or process.poll() is None or self.reason() is not None:
             return
@@ -91,7 +92,8 @@ class WatchdogProcess:
             self._tell(said)
 
     def started(self, actors: RunActors) -> None:
-        """Have all actors answer requests for stack traces, after they started or one of them was replaced."""
+        """Make all actors able to answer requests for stack traces. Must be called after the actors started and after
+        one of them was replaced."""
         if self._process is None:
             return
         # Nothing waits for these calls, because a train worker runs them only between two other calls. The watchdog's
@@ -100,7 +102,7 @@ class WatchdogProcess:
             handle.run(_answer_with_stacks, str(self._folder))
 
     def reason(self) -> str | None:
-        """Return why the watchdog stops the run, or None while it does not stop it."""
+        """Return the reason for which the watchdog stops the run, or None if it does not stop it."""
         if self._process is not None and self._process.stdout is not None:
             self._reason += self._process.stdout.read() or b""
         return self._reason.decode(errors="replace").strip() or None
@@ -133,8 +135,8 @@ class WatchdogProcess:
 
 @contextmanager
 def under_watchdog(config: Config, folder: Path) -> Iterator[WatchdogProcess]:
-    """Context manager that runs a watchdog for the run in `folder`. Raises RunStuck in place of the run's own error
-    when the watchdog stopped the run."""
+    """Context manager that runs a watchdog for the run in `folder`. If the watchdog stops the run, raises RunStuck in
+    place of the run's own error."""
     under = WatchdogProcess(config, folder)
     try:
         yield under
@@ -177,5 +179,5 @@ def _stop(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _answer_with_stacks(_actor: object, folder: str) -> None:
-    """Have this process, which is an actor's, answer requests for stack traces."""
+    """Make this process, which runs an actor, able to answer requests for stack traces."""
     stack_dumps.answer_with_stacks(folder)
