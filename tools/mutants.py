@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "rpc: a connection on which a call failed goes back to the pool",
         "dataplane/rpc/socket_link.py",
-        "        except OSError:\n            connection.close()\n            return False\n",
-        "        except OSError:\n            self._give(connection)\n            return False\n",
+        "        except OSError:\n            connection.close()\n            return unknown_outcome(op)\n",
+        "        except OSError:\n            self._give(connection)\n            return unknown_outcome(op)\n",
         RPC_TESTS,
     ),
     Mutant(
