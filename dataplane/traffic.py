@@ -305,7 +305,7 @@ class ClientStats:
 
     @property
     def bytes_got(self) -> int:
-        """Number of bytes of the columns that reads returned."""
+        """Total size in bytes of the columns that reads returned."""
         return self.total().bytes_got
 
     def snapshot(self) -> dict[str, float]:

@@ -36,7 +36,7 @@ class CachedVersion:
     starts: tuple[int, ...]
     """Offset of each bucket in `memory`, in bytes."""
     memory: torch.Tensor
-    """Bytes of the slot, a 1-D uint8 tensor."""
+    """The whole cache slot that holds the buckets, with its unused end: a 1-D uint8 tensor in host memory."""
 
     def bucket(self, bucket: int) -> torch.Tensor:
         """Return a view of one bucket, uint8 `[plan.sizes[bucket]]`."""

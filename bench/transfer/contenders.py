@@ -142,7 +142,8 @@ class RowContender(Contender, Protocol):
         ...
 
     def merge(self, token: Any, written: Any) -> Any:
-        """Return a token with which the fields of both `token` and `written` can be read."""
+        """Combine two tokens (the contender's handles for stored rows) of the same rows, the second of a later write of
+        more fields, into one that reads the fields of both."""
         ...
 
     def blocks(self, token: Any, fields: Sequence[str]) -> frozenset[int]:

@@ -135,7 +135,8 @@ class Committed:
     groups: np.ndarray
     """Id of each row's group, int64 `[N]`, unique in the directory."""
     tags: dict[str, np.ndarray]
-    """Tags (named numbers, one for each row) that earlier puts gave to all of these rows."""
+    """Values of the tags (named numbers, one for each committed row) that every one of these rows already had from
+    earlier puts: tag name -> values."""
 
     def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
         """Build the put's receipt (the keys and locations of its rows), with which only the fields of this put can be

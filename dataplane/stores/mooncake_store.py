@@ -180,7 +180,8 @@ class MooncakeStore:
     """Reads and writes blocks through a Mooncake client in this process. Thread-safe; needs no Ray."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError if mooncake is not installed, and StoreLost if the Mooncake master has ended."""
+        """Connect to the Mooncake master. Raises ValueError if mooncake is not installed, and StoreLost if the
+        master is no longer running."""
         address: Any = spec.address
         master = MasterAddress(address["name"], address["pid"], address["host"], address["port"])
         self._run_id = spec.run_id

@@ -77,6 +77,11 @@ class TrainerConfig(Section):
     """If true, forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
     float32."""
 
+    head: Head = "selected"
+    """Use of the output layer. `selected` applies it only to the positions whose log-probs are wanted. `full` has the
+    model compute all logits, for models that change their logits after the output layer; such a model is refused with
+    `selected`."""
+
     @property
     def topology(self) -> Topology:
         """Sizes of the train mesh: the numbers of data-, tensor-, context-, pipeline- and expert-parallel ranks."""
@@ -101,10 +106,6 @@ class BackendConfig:
     step."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
-    head: Head = "selected"
-    """Way to compute log-probs with the output layer. `selected` applies the output layer only at the positions whose
-    log-probs are wanted. `full` lets the model compute all logits, for models that change their logits after the output
-    layer; with `selected` the backend raises an error for such a model."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference:

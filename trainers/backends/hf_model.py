@@ -28,7 +28,7 @@ def load_causal_lm(model: str) -> Any:
     except OSError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"trainer.model: got {model!r}, expected a folder with a HF causal LM or a hub id of one ({reason})"
+            f"model.path: got {model!r}, expected a folder with a HF causal LM or a hub id of one ({reason})"
         ) from error
 
 

@@ -32,7 +32,7 @@ class HfSource:
         except OSError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ValueError(
-                f"trainer.model: got {model!r}, expected a folder with a HF causal LM or a hub id of one ({reason})"
+                f"model.path: got {model!r}, expected a folder with a HF causal LM or a hub id of one ({reason})"
             ) from error
 
     def has(self, name: str) -> bool:
@@ -87,7 +87,7 @@ class HfSource:
 
     def _read(self, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
         if name not in self._files:
-            raise ValueError(f"trainer.model: {self._model!r} has no tensor {name!r} in its safetensors files")
+            raise ValueError(f"model.path: {self._model!r} has no tensor {name!r} in its safetensors files")
         with safe_open(self._files[name], framework="pt") as opened:
             found = opened.get_slice(name)[ranges] if ranges else opened.get_tensor(name)
         return found.float()

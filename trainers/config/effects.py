@@ -160,6 +160,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "loss.entropy_coef": (MODEL_BACKENDS,),
     **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "cp", "ep", "sequence_parallel", "distributed_optimizer")},
     "trainer.offload": (_is("trainer.backend", "fsdp"),),
+    "trainer.head": (_is("trainer.backend", "fsdp"),),
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (

@@ -27,7 +27,7 @@ microsecond."""
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One heartbeat record: the stage that the driver is in, since when, and for how long it may be."""
+    """One heartbeat record: the driver's current stage, when it entered that stage, and how long it may stay there."""
 
     step: int
     """Number of the current step; 0 before the first step."""

@@ -30,7 +30,8 @@ take 100 ms instead of 13."""
 
 
 class TransferQueueContender:
-    """The TransferQueue baseline in the driver: one TransferQueue, owned by a separate actor."""
+    """Driver's side of the TransferQueue baseline. It starts one TransferQueue in an actor of its own, which all
+    benchmark processes share."""
 
     ops: frozenset[Op] = ROW_OPS
 

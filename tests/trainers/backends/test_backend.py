@@ -303,9 +303,9 @@ def test_a_head_that_does_more_is_noticed(tmp_path: Path) -> None:
         eos_token_id=2,
     )
     CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="trainer.head: 'selected' does not fit CohereForCausalLM"):
+    with pytest.raises(ValueError, match="trainer.head: got 'selected', expected 'full' for CohereForCausalLM"):
         FsdpBackend(BackendConfig(model=str(tmp_path)), 0, 1)
-    backend = FsdpBackend(BackendConfig(model=str(tmp_path), head="full"), 0, 1)
+    backend = FsdpBackend(BackendConfig(str(tmp_path), TrainerConfig(head="full")), 0, 1)
     rows = random_rows(1, 5)
     plain = ReferenceTrainer(str(tmp_path))
     with torch.no_grad():
@@ -339,7 +339,7 @@ def test_bfloat16_follows_float32(model: str) -> None:
 
 
 def test_mistakes_are_told(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trainer.model: got '.*nothing', expected a folder with a HF causal LM"):
+    with pytest.raises(ValueError, match="model.path: got '.*nothing', expected a folder with a HF causal LM"):
         FsdpBackend(BackendConfig(model=str(tmp_path / "nothing")), 0, 1)
     with pytest.raises(RuntimeError, match="needs a default process group of 2 ranks"):
         FsdpBackend(backend_config(model, topology=Topology(2)), 0, 2)

@@ -152,7 +152,7 @@ def test_a_model_whose_files_have_other_names_is_held_whole_and_that_is_said(
 
 def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert loading.load_causal_lm is hf_model.load_causal_lm
-    with pytest.raises(ValueError, match="trainer.model: got .*nowhere.*expected a folder with a HF causal LM"):
+    with pytest.raises(ValueError, match="model.path: got .*nowhere.*expected a folder with a HF causal LM"):
         FsdpBackend(backend_config(str(tmp_path / "nowhere")), 0, 1)
 
 

@@ -59,7 +59,7 @@ class FsdpBackend:
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.model)
         policy = self._build(source)
-        if config.head == "selected":
+        if config.trainer.head == "selected":
             check_head(policy.model)
         flops = flop_model(policy.model.config)
         self._reference: CausalLM | None = None
@@ -145,7 +145,7 @@ class FsdpBackend:
         """
         model = self._reference if reference else self._policy
         if model is None:
-            raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
+            raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
         columns = [self._logprobs(model, micro.batch, temperature) for micro in itertools.islice(micros, count)]
         return columns if self._rank == self._config.topology.writer(self._place.dp) else []
 
@@ -217,7 +217,7 @@ class FsdpBackend:
             from .varlen_attention import use_varlen_attention  # its kernels need a GPU and half precision
 
             use_varlen_attention(model)
-        return CausalLM(model, self._config.head)
+        return CausalLM(model, self._config.trainer.head)
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
         """Shard `module` over the mesh, read this rank's pieces of its weights from `source`, and return it.

@@ -49,8 +49,8 @@ def check_head(model: Any) -> None:
         logits = tried(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False).logits
     if logits is None or not torch.allclose(logits.float(), head(hidden), rtol=1e-3, atol=1e-3):
         raise ValueError(
-            f"trainer.head: 'selected' does not fit {type(model).__name__}, whose logits are not its output layer "
-            "applied to its last hidden state; set it to 'full'"
+            f"trainer.head: got 'selected', expected 'full' for {type(model).__name__}, whose logits are not its "
+            "output layer applied to its last hidden state"
         )
 
 

@@ -25,11 +25,13 @@ def check_fits(config: BackendConfig, model: Any) -> None:
 def _check_model(config: BackendConfig, model: Any) -> None:
     if config.trainer.offload:
         raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
-    if config.head != "selected":
-        raise ValueError(f"trainer.head: got {config.head!r}, expected 'selected' with trainer.backend = 'megatron'")
+    if config.trainer.head != "selected":
+        raise ValueError(
+            f"trainer.head: got {config.trainer.head!r}, expected 'selected' with trainer.backend = 'megatron'"
+        )
     if model.model_type not in MODEL_TYPES:
         raise ValueError(
-            f"trainer.model: got {config.model!r} of type {model.model_type!r}, expected one of "
+            f"model.path: got {config.model!r} of type {model.model_type!r}, expected one of "
             f"{', '.join(MODEL_TYPES)} with trainer.backend = 'megatron'"
         )
     for name, wanted in (
@@ -40,11 +42,11 @@ def _check_model(config: BackendConfig, model: Any) -> None:
     ):
         if getattr(model, name, wanted) != wanted:
             raise ValueError(
-                f"trainer.model: got {config.model!r} with {name} = {getattr(model, name)}, expected {wanted} with "
+                f"model.path: got {config.model!r} with {name} = {getattr(model, name)}, expected {wanted} with "
                 "trainer.backend = 'megatron'"
             )
     if getattr(model, "num_experts_per_tok", 2) == 1 and model.norm_topk_prob:
-        raise ValueError(f"trainer.model: got {config.model!r} with one expert per token, expected two or more")
+        raise ValueError(f"model.path: got {config.model!r} with one expert per token, expected two or more")
     rotary_frequencies(model)
 
 
@@ -65,7 +67,7 @@ def rotary_frequencies(model: Any) -> torch.Tensor:
         return 1.0 / settings["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
     if kind not in ("linear", "llama3"):
         raise ValueError(
-            f"trainer.model: got rope_type {kind!r}, expected 'default', 'linear' or 'llama3' with "
+            f"model.path: got rope_type {kind!r}, expected 'default', 'linear' or 'llama3' with "
             "trainer.backend = 'megatron'"
         )
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](model, device=torch.device("cpu"))

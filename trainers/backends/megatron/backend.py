@@ -144,7 +144,7 @@ class MegatronBackend:
         reference model.
         """
         if reference and self._reference is None:
-            raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
+            raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
         columns: list[torch.Tensor] = []
         swapped = Swapped(self._policy, self._reference) if reference and self._reference else nullcontext()
         with swapped:

@@ -153,7 +153,7 @@ def test_no_reference_is_said(folder: Path) -> None:
     from headrace.trainers.losses.config import LossConfig
 
     backend = build(folder, with_reference=False, loss=LossConfig(clip_high=0.2))
-    with pytest.raises(ValueError, match="trainer.with_reference: got False"):
+    with pytest.raises(ValueError, match="with_reference: got False"):
         backend.logprobs([], 0, reference=True)
     backend.close()
 
@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "offload": ("tied", {"offload": True}, "trainer.offload: got True, expected False"),
     "head": ("tied", {"head": "full"}, "trainer.head: got 'full', expected 'selected'"),
     "biases": ("biased", {}, "with attention_bias = True, expected False"),
-    "no such model": ("nowhere", {}, "trainer.model: got .*nowhere.*expected a folder"),
+    "no such model": ("nowhere", {}, "model.path: got .*nowhere.*expected a folder"),
 }
 
 

@@ -158,7 +158,7 @@ def test_files_have_the_models_own_tensors(tmp_path: Path, sharded: bool) -> Non
 
 
 def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trainer.model: got .*nowhere.*expected a folder"):
+    with pytest.raises(ValueError, match="model.path: got .*nowhere.*expected a folder"):
         HfSource(str(tmp_path / "nowhere"))
     folder = save_tiny_model(tmp_path / "model")
     with pytest.raises(ValueError, match="has no tensor 'model.layers.9.mlp.down_proj.weight'"):
