@@ -82,7 +82,7 @@ def _request(argv: list[str], env: dict[str, str], folder: str, files: list[int]
 
 
 def start_worker() -> None:
-    """Have a worker of Ray forked, and end when it ends."""
+    """Have a worker of Ray forked, and end when it ends. It has a process group of its own, as Ray's workers do."""
     context = next((a.removeprefix(_CONTEXT) for a in sys.argv if a.startswith(_CONTEXT)), "{}")
     argv = [a for a in sys.argv[1:] if not a.startswith((_CONTEXT, "--language="))]
     link = _request(argv, {**os.environ, **json.loads(context).get("env_vars", {})}, os.getcwd(), [1, 2])
@@ -105,7 +105,8 @@ def serve(address: str) -> None:
     selector.register(server, selectors.EVENT_READ, None)
     print("ready", flush=True)
     while True:
-        for key, _ in selector.select():
+        # Of a process that ends while the one that asked for it goes, the latter is handled first.
+        for key, _ in sorted(selector.select(), key=lambda event: isinstance(event[0].fileobj, int)):
             if key.fileobj == 0:
                 return
             if key.fileobj is server:
@@ -143,11 +144,13 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         os.dup2(file, target)
         os.close(file)
     os.chdir(request["folder"])
+    if (main := request["argv"][0]).endswith(".py"):
+        os.setpgid(0, 0)
     for name in os.environ.keys() - request["env"].keys():
         del os.environ[name]
     os.environ.update(request["env"])
     sys.argv = request["argv"]
-    if (main := sys.argv[0]).endswith(".py"):
+    if main.endswith(".py"):
         runpy.run_path(main, run_name="__main__")
     else:
         runpy.run_module(main, run_name="__main__", alter_sys=True)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from ...trainers.supervision.cleanup import is_alive
+from ...trainers.supervision.cleanup import is_alive, kill_process
 from ...trainers.supervision.report import read_actors
 from .control import VARIABLE, Control
 from .hook import RUN_FOLDER, SITE
@@ -224,10 +224,7 @@ class InjuredRun:
         for process in [psutil.Process(self.pid)] if self.returncode is None else []:
             self.family |= set(process.children(recursive=True))
         for process in self.family:
-            try:
-                process.kill()  # compares start times
-            except psutil.NoSuchProcess:
-                continue
+            kill_process(process)
         for path in self.shared_memory():
             shutil.rmtree(path, ignore_errors=True)
 

@@ -50,7 +50,7 @@ class Family:
         """
         self.look()
         if self.driver is not None:
-            _kill(self.driver)  # first, so that it cannot start another process while the others end
+            kill_process(self.driver)  # first, so that it cannot start another process while the others end
         killed: dict[psutil.Process, str] = {}
         while True:
             for process in list(self.members):
@@ -60,7 +60,7 @@ class Family:
                 break
             for process in alive:
                 killed[process] = _describe(process)
-                _kill(process)
+                kill_process(process)
         _wait_until_gone([*killed, *([self.driver] if self.driver is not None else [])])
         return list(killed.values())
 
@@ -110,9 +110,15 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _kill(process: psutil.Process) -> None:
+def kill_process(process: psutil.Process) -> None:
+    """Kill a process, unless it has ended or belongs to another user.
+
+    psutil compares start times before it sends a signal, but not for a process that it has seen gone: it then signals
+    whichever process has that pid now. So a process that does not run is left alone here.
+    """
     try:
-        process.kill()  # compares start times
+        if process.is_running():
+            process.kill()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         pass  # it has ended, or it belongs to another user, and Ray has to end it
 

@@ -25,7 +25,7 @@ from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.trainers.config.load import build_config
 from headrace.trainers.run.under_watchdog import under_watchdog
 from headrace.trainers.supervision import heartbeat
-from headrace.trainers.supervision.cleanup import Family, is_running
+from headrace.trainers.supervision.cleanup import Family, is_running, kill_process
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
 from headrace.trainers.supervision.report import Opened, write_actors
 from headrace.trainers.supervision.watchdog import Watchdog
@@ -249,6 +249,17 @@ def test_a_pid_that_another_process_has_now_is_not_hit(other: subprocess.Popen[b
     family.add([(other.pid, ticks)])
     [killed] = family.kill()
     assert f"(pid {other.pid})" in killed and not is_running(other.pid)
+
+
+def test_a_process_that_was_seen_gone_is_not_signalled_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another's by now, and psutil does not look again."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    seen, sent = psutil.Process(process.pid), list[tuple[int, int]]()
+    process.communicate()
+    assert not seen.is_running()
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    kill_process(seen)
+    assert not sent
 
 
 def _gone() -> int:
