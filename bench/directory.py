@@ -44,10 +44,10 @@ _PARTITION, _TASK = "train", "train"
 def run_directory(
     out: Path, *, num_rows: int, tell: Callable[[str], None], in_process: bool = False
 ) -> dict[str, float]:
-    """Measure the directory's operations, first in this process with `num_rows` rows, and then as small calls to the
-    directory's actor. Writes results.jsonl and summary.json, and returns the summary.
+    """Measure the directory's operations twice: called directly in this process on `num_rows` rows, and as small remote
+    calls to a directory actor. Writes results.jsonl and summary.json, and returns the summary.
 
-    in_process: for tests; the directory of the calls runs in a thread of this process instead of an actor, without Ray.
+    in_process: for tests; the remote calls go to a thread of this process instead of an actor, without Ray.
     """
     out.mkdir(parents=True, exist_ok=True)
     facts = conditions(repeats=PROBES, rows=num_rows, fields=NUM_FIELDS, rows_per_call=PUT_ROWS)

@@ -58,7 +58,8 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """The results of one way of reading on one rank."""
+    """Measurements on one rank of one of the compared ways to read a batch: each rank for itself, or one rank that
+    broadcasts to the others."""
 
     spans: tuple[tuple[float, float], ...]
     """Start and end of each run after the warm-up, in CLOCK_MONOTONIC seconds."""

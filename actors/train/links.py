@@ -211,7 +211,8 @@ class ReplicaLinks:
 
 
 def _failed(work: dist.Work) -> bool:
-    """Return whether a completed operation failed. It may also have succeeded just after a wait for it timed out."""
+    """Return True if a completed send, receive or collective ended in an error. An operation whose wait timed out may
+    still have succeeded right afterwards; this then returns False."""
     try:
         work.wait()
         return False

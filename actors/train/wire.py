@@ -74,7 +74,7 @@ class Prologue:
 
     @staticmethod
     def from_bytes(data: bytes) -> Prologue:
-        """Decode a prologue. Raises ReplicaError when the bytes are not a prologue."""
+        """Decode a prologue, the first message of a load. Raises ReplicaError if the bytes are not a prologue."""
         magic, digest, status, index, header_bytes, buffer_bytes = _PROLOGUE.unpack(data)
         if magic != _MAGIC or status not in (_OK, _ERROR):
             raise ReplicaError(f"replica prologue: {len(data)} bytes begin with {magic!r}, expected {_MAGIC!r}")

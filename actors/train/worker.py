@@ -88,7 +88,7 @@ class WorkerSetup:
 
 @dataclass(slots=True)
 class _Work:
-    """The shard that a rank is working on."""
+    """State of the work on the rank's current shard: its part of the rows of a step, and its plan of microbatches."""
 
     shard: TrainShard
     meta: KVBatchMeta | None

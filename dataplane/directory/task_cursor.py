@@ -130,8 +130,8 @@ class TaskCursor:
         return before
 
     def waits_for(self) -> str:
-        """Return the end of a ClaimTimeout's message, which names the prompt that the sampler waits for; "" for
-        samplers that do not follow the prompts."""
+        """Return the text to append to a ClaimTimeout's message, naming the prompt that the sampler waits for; "" for
+        samplers that do not follow the order of the prompts."""
         if self.progress is None:
             return ""
         return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"

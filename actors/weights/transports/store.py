@@ -204,7 +204,8 @@ class _Reader:
 
 
 class StoreStream(Stream):
-    """Stream in which each payload has its own memory, so that payloads stay valid until `close`."""
+    """Receiver's stream of the weight buckets that a sender has put into the store. Each bucket has memory of its own,
+    so that all of them stay valid until `close`."""
 
     lasting = True
 
