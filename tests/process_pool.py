@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 
 from . import forks
@@ -22,6 +24,17 @@ if not Path("/dev/nvidiactl").exists():  # importing Megatron touches a GPU, and
         "headrace.trainers.backends.megatron.backend",  # left out where Megatron is not installed
     ]
 FORKSERVER.set_forkserver_preload(_PRELOADED)
+
+
+def suspend(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped: on a busy machine others than the one that takes
+    the signal may go on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    deadline = time.monotonic() + 10
+    while any(task.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
 
 
 def start_ray() -> None:

@@ -18,6 +18,7 @@ from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import unfreed
 from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.process_pool import suspend
 
 SIZES = (100, 0, 300_000, 7)
 CAPACITY = 1 << 20
@@ -181,7 +182,7 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
     wants = [write(host, store) for _ in range(2)]
     peers = peers_of(host.spec)
     name, pid = peers[wants[0].block.block_id % len(peers)]
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     started = time.monotonic()
     try:
         with pytest.raises(StoreLost, match=rf"{name} pid={pid}") as caught:
@@ -227,7 +228,7 @@ def test_a_process_that_was_stopped_during_a_clear_is_told_again(
     stopped = wants[::2] if kind == "simple" else wants  # one of two units
     peers = peers_of(host.spec)
     name, pid = peers[wants[0].block.block_id % len(peers)]
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         host.free_many([(want.block.block_id, want.block.location) for want in wants])
         waiting = sum(want.block.layout.nbytes for want in stopped)

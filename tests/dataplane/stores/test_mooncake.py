@@ -26,6 +26,7 @@ from headrace.dataplane.stores import mooncake_store
 from headrace.dataplane.stores.mooncake_master import MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
 from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.process_pool import suspend
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mooncake_library")]
 
@@ -227,7 +228,7 @@ def test_stopped_then_killed_master_is_named_within_the_bound(mooncake_library: 
     store = MooncakeStore(host.spec)
     wants = [write(host, store) for _ in range(2)]
     name, pid = host.spec.address["name"], int(str(host.spec.address["pid"]))
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     started = time.monotonic()
     try:
         with pytest.raises(StoreLost, match=rf"{name} pid={pid}") as caught:
@@ -301,7 +302,7 @@ def test_a_master_that_was_stopped_during_a_clear_is_told_again(
     store = MooncakeStore(host.spec)
     wants = [write(host, store) for _ in range(3)]
     pid = int(str(host.spec.address["pid"]))
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         free(host, *wants)
         held = sum(want.block.layout.nbytes for want in wants)
@@ -395,7 +396,7 @@ def test_master_ends_with_its_owner_and_not_with_the_thread_that_asked_for_it(mo
 def test_stopped_master_delays_a_client_that_joins_for_a_bounded_time(mooncake_library: None) -> None:
     host = MooncakeHost(fresh_run_id(), 1 << 20)
     pid = int(str(host.spec.address["pid"]))
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     started = time.monotonic()
     try:
         with pytest.raises(StoreLost, match=f"pid={pid}"):
