@@ -131,8 +131,9 @@ class InProcessLink:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a blocking call from the directory's own thread would never return")
         started = time.monotonic()
-        call = self._submit(op, payload, undo)
-        try:
+        call = self._prepare(op, payload, undo)
+        try:  # an interrupt from here on takes the call back
+            call.start()
             reply = call.reply.result(call_s(timeout_s))
         except BaseException as error:
             call.abandon()
@@ -144,8 +145,9 @@ class InProcessLink:
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         started = time.monotonic()
-        call = self._submit(op, payload, undo)
+        call = self._prepare(op, payload, undo)
         try:
+            call.start()
             async with asyncio.timeout(call_s(timeout_s)):
                 reply = await asyncio.wrap_future(call.reply)
         except BaseException as error:
@@ -182,7 +184,7 @@ class InProcessLink:
             )
             raise self._lost(op, what, time.monotonic())
 
-    def _submit(self, op: str, payload: bytes, undo: Undo | None) -> _Call:
+    def _prepare(self, op: str, payload: bytes, undo: Undo | None) -> _Call:
         self.check_process(op)
         if _directories.get(self._run_id) is not self:
             raise self._lost(op, "is closed", time.monotonic())
@@ -219,7 +221,10 @@ class _Call:
         self._undo = undo
         self._task: asyncio.Task[bytes] | None = None
         self._taking_back: asyncio.Task[None] | None = None
-        loop.call_soon_threadsafe(self._start)
+
+    def start(self) -> None:
+        """Have the event loop of the directory begin the call. Returns at once."""
+        self._loop.call_soon_threadsafe(self._start)
 
     def abandon(self) -> None:
         """Start to cancel the call, or to undo it if it has been carried out. Returns at once; the future `taken_back`
@@ -252,7 +257,9 @@ class _Call:
         self._taking_back = self._loop.create_task(self._take_back())
 
     async def _take_back(self) -> None:
-        assert self._task is not None, "calls start in the order in which they were made"
+        if self._task is None:  # interrupted before it was started: what is started comes before what abandons it
+            self.taken_back.set_result("")
+            return
         if self._op in WAITING_OPS:
             self._task.cancel()
         reply = await self._task
