@@ -29,10 +29,10 @@ class SyncConfig(Section):
     the transfer fails, the engine's requests wait for the next complete version. `auto` is `full` on a CPU; on a GPU it
     is `full` when the free memory holds the model twice, else `none`."""
     delta: bool = False
-    """Whether to send only what has changed since the last version. The trainer then keeps two versions in host memory
+    """If true, only what has changed since the last version is sent. The trainer then keeps two versions in host memory
     to compare them."""
     cache: bool = False
-    """Whether the trainer keeps the last two versions in host memory, to send them to engines that join late. `store`,
+    """If true, the trainer keeps the last two versions in host memory, to send them to engines that join late. `store`,
     `disk` and, between CPUs, `ipc` keep two versions in any case."""
     dir: str | None = None
     """Folder that `disk` writes to. All hosts must see it. Unset: `weights` in the run folder."""

@@ -31,7 +31,7 @@ from ...actors.rollout.prompts import base36, row_key
 from .control import Note
 
 Place = tuple[int, str]
-"""Where a row was put: (id of the data plane, name of the partition)."""
+"""Place where a row was put: (id of the data plane, name of the partition)."""
 SHOWN = 5
 """Maximum number of row keys that an error message quotes."""
 

@@ -123,8 +123,8 @@ class PutRows:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the directory adds to the writer's `PutRows` when it commits a put. Both together make a receipt (the keys
-    and locations of the rows)."""
+    """Values that the directory adds to the writer's `PutRows` when it commits a put. Both together make a receipt
+    (the keys and locations of the rows)."""
 
     first_block_id: int
     locations: tuple[bytes, ...]

@@ -98,7 +98,7 @@ class _Session(asyncio.Protocol):
         """Poll object that tells whether the peer has closed the connection, even while data that it sent is still
         unread."""
         self._known = False
-        """Whether the client has authenticated with the run's token."""
+        """True if the client has authenticated with the run's token."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 

@@ -343,7 +343,7 @@ class _Request:
     payload: bytes
     undo: Undo | None
     is_open: bool = False
-    """Whether the request was sent and is still open: no reply has come, and it has not been undone."""
+    """True while the request was sent and is still open: no reply has come, and it has not been undone."""
     lasting: str = ""
     """Text that `lasting_effect` returns for a request that was interrupted."""
 
@@ -353,7 +353,7 @@ class _Channel(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress) -> None:
         self.ended = False
-        """Whether the connection has ended, so that nothing can be sent any more."""
+        """True once the connection has ended, so that nothing can be sent any more."""
         self._loop = loop
         self._address = address
         self._ready: asyncio.Task[None] | None = None

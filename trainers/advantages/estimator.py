@@ -19,7 +19,7 @@ class RewardRows:
     rewards: np.ndarray
     """Total reward of each row: float `[N]`. Values of rows that are not valid are ignored."""
     valid: np.ndarray
-    """Whether each row is valid: bool or 0/1 `[N]`. A row that is not valid has failed; it gets the advantage 0 and is
+    """Validity of each row: bool or 0/1 `[N]`. A row that is not valid has failed; it gets the advantage 0 and is
     left out of every mean."""
     group_ids: np.ndarray
     """Id of each row's group: int `[N]`, in any order. The rows of one prompt have the same id."""

@@ -38,7 +38,7 @@ class ActorFailed(RuntimeError):
         self.cause = cause
         """The exception that the actor raised; None when it died or did not answer in time."""
         self.died = died or isinstance(cause, EngineDied)
-        """Whether the actor's process died, or the process of the engine that it hosts, without which the actor is
+        """True if the actor's process died, or the process of the engine that it hosts, without which the actor is
         useless."""
 
 

@@ -32,12 +32,12 @@ class Engine:
     left_out: str = ""
     """Reason why the engine gets no requests; "" while it gets requests."""
     dead: bool = False
-    """Whether the actor's process died, or the process of the engine within it."""
+    """True if the actor's process died, or the process of the engine within it."""
     broken: bool = False
-    """Whether a failed weight update has left the engine without a complete version; its requests then wait for the
+    """True if a failed weight update has left the engine without a complete version; its requests then wait for the
     next update."""
     joins: bool | None = None
-    """Whether the engine received its last update straight into its parameters, without staging it first; None before
+    """True if the engine received its last update straight into its parameters, without staging it first; None before
     the first update."""
     renewed_s: float = 0.0
     """Time (`time.monotonic()`) at which a new process last replaced the engine's; 0.0 for the first process."""
@@ -70,7 +70,7 @@ class EnginePool:
 
     engines: list[Engine]
     embedded: bool
-    """Whether each engine is embedded in a rollout actor of its own. An engine that gets no requests then leaves its
+    """True if each engine is embedded in a rollout actor of its own. An engine that gets no requests then leaves its
     rollout actor idle, too."""
     on_change: list[Callable[[Engine], None]] = field(default_factory=list)
     """Callbacks that receive an engine after it stopped getting requests or gets them again."""

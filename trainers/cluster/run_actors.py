@@ -74,7 +74,7 @@ class RunActors:
 
     @property
     def may_replace(self) -> bool:
-        """Whether another actor that dies may be replaced."""
+        """True if another actor that dies may be replaced."""
         return self.replaced < self.max_replaced
 
     def replace(self, handle: EngineHandle, failure: ActorFailed) -> None:

@@ -159,8 +159,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "loss.kl_in": (MODEL_BACKENDS, WITH_KL),
     "loss.entropy_coef": (MODEL_BACKENDS,),
     **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "cp", "ep", "sequence_parallel", "distributed_optimizer")},
-    "trainer.offload": (_is("trainer.backend", "fsdp"),),
-    "trainer.head": (_is("trainer.backend", "fsdp"),),
+    **{f"trainer.{name}": (_is("trainer.backend", "fsdp"),) for name in ("offload", "head")},
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (

@@ -48,7 +48,7 @@ class WeightUpdate:
     kind: str
     """Kind of the transport, such as `ipc`."""
     location: str
-    """Where receivers find the version, in a format that depends on the transport."""
+    """Address at which receivers find the version, in a format that depends on the transport."""
     num_bytes: int
     """Number of bytes of all weights, as if every bucket were sent in full."""
     receivers: tuple[ReceiverGroup, ...]
