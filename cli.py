@@ -547,13 +547,16 @@ def _mistake(sentences: Sequence[str]) -> int:
 
 
 def _failure(error: Exception) -> int:
-    """Print a panel that says what failed and where the traceback was saved. Print the traceback itself if it was not
-    saved in a run folder."""
+    """Print a panel that says what failed, and below it where the traceback was saved, on a line of its own so that the
+    path can be copied. Print the traceback itself if it was not saved in a run folder."""
     notes = getattr(error, "__notes__", [])
     if not notes:
         traceback.print_exception(error)
-    text = "\n".join([f"{type(error).__name__}: {error}", *notes])
-    Console(stderr=True).print(Panel(Text(text), title="headrace failed", title_align="left", border_style="red"))
+    console = Console(stderr=True)
+    text = Text(f"{type(error).__name__}: {error}")
+    console.print(Panel(text, title="headrace failed", title_align="left", border_style="red"))
+    for note in notes:
+        console.print(Text(note), soft_wrap=True)
     return FAILED
 
 

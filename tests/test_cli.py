@@ -130,7 +130,7 @@ def test_a_failure_exits_1_with_a_panel_a_traceback_file_and_a_report(
     vars(launch)["run_training"] = fail_with(RuntimeError("rollout actor 0 died"))
     assert train(config, tmp_path / "run") == 1
     error = capsys.readouterr().err
-    assert "RuntimeError: rollout actor 0 died" in error and "error.txt" in error.replace("\n", "")
+    assert "RuntimeError: rollout actor 0 died" in error and f"{tmp_path}/run/error.txt\n" in error
     assert "Traceback (most" not in error
     assert "Traceback (most" in (tmp_path / "run" / "error.txt").read_text()
     assert "not finished, 1 of 2 steps" in (tmp_path / "run" / "report.html").read_text()
