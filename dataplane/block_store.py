@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from .handshake import new_key
 from .meta import BlockRef
 
 
@@ -31,6 +32,9 @@ class StoreSpec:
     """Random id of this data plane, from 1 to 2^63 - 1. Every receipt (the keys and locations of rows, without their
     content) carries it. Block ids begin at 1 in every data plane, so only this id distinguishes the receipts of one
     data plane from those of another, even of an earlier one with the same `run_id`."""
+    key: bytes = field(default_factory=new_key, repr=False)
+    """Secret of this data plane. Every process that listens for it, and every process that connects to one, proves to
+    the other end that it knows the key (see `handshake.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

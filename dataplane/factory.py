@@ -19,7 +19,7 @@ from .client.async_client import AsyncDataPlaneClient
 from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
 from .handle import DataPlaneHandle
-from .rpc.links import InProcessLink, Link, in_process_link
+from .rpc.links import InProcessLink, Link, call_s, in_process_link
 from .rpc.socket_link import SocketLink
 from .stores.registry import store_entry
 from .stores.shm_folder import check_room
@@ -137,7 +137,8 @@ def connect_async(handle: DataPlaneHandle, *, name: str = "") -> AsyncDataPlaneC
 def _link(handle: DataPlaneHandle, *, connect_now: bool) -> Link:
     if handle.address is None:
         return in_process_link(handle.run_id)
-    return SocketLink(handle.address, handle.peer, connect=connect_now)
+    connect_s = call_s(handle.config.timeout_s) if connect_now else None
+    return SocketLink(handle.address, handle.store.key, handle.peer, connect_s=connect_s)
 
 
 def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:

@@ -69,7 +69,7 @@ class DirectoryActor:
             assert self._failed is not None
             return self._failed
         self._service = DirectoryService(self._config, self._host)
-        self._server = DirectoryServer(self._service)
+        self._server = DirectoryServer(self._service, self._host.spec.key)
         address = await self._server.start(name, "" if one_host else ray.util.get_node_ip_address())
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # each thread of a client takes a descriptor

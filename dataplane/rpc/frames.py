@@ -5,23 +5,22 @@ number of bytes of the op's name. The body is the op's name and the payload of a
 number of its request, and replies come in any order.
 
 A request may be followed by a frame with the same number and the op CANCEL, which has no reply of its own. The request
-is then answered soon: either as usual, or by saying that it was cancelled before it took effect. The first frame of a
-connection is the run's token, a secret; a directory that does not recognise it closes the connection.
+is then answered soon: either as usual, or by saying that it was cancelled before it took effect. A connection begins
+with the handshake of `dataplane/handshake.py`, and frames follow it.
 """
 
 from __future__ import annotations
 
-import hmac
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 HEADER = struct.Struct("<QIB")
+SERVICE = "directory"
+"""Name of the directory in handshakes."""
 CANCEL = "cancel"
 """Op of a frame that cancels the request with the same number."""
 MAX_FRAME_BYTES = 1 << 32
 """Largest number of bytes of a frame's body. A frame whose header announces more is refused before its body is read."""
-MAX_TOKEN_BYTES = 64
-"""Largest number of bytes that are read from a client before it has authenticated with the run's token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,6 @@ class DirectoryAddress:
     host: str
     """IP address for clients on other hosts; "" when the directory serves only its own host."""
     port: int
-    token: bytes = field(repr=False)
-    """Secret that a client must send first to be allowed to use the directory."""
 
 
 def frame(number: int, body: bytes, op: str = "") -> bytes:
@@ -49,12 +46,6 @@ def head(number: int, nbytes: int, op: str = "") -> bytes:
     if len(name) + nbytes > MAX_FRAME_BYTES:
         raise ValueError(f"{op or 'reply'}: got a message of {nbytes} bytes, expected less than {MAX_FRAME_BYTES}")
     return HEADER.pack(len(name) + nbytes, number, len(name)) + name
-
-
-def is_token(shown: bytes, token: bytes) -> bool:
-    """Return whether `shown` equals the token. The comparison takes constant time, so that its duration reveals nothing
-    about the token."""
-    return hmac.compare_digest(shown, token)
 
 
 class FrameReader:

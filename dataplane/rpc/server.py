@@ -20,19 +20,24 @@ from typing import Any, cast
 from ..directory.requests import CANCELLED, TAKE_BACK, WAITING_OPS, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
+from ..handshake import HandshakeError, ServerHandshake
 from . import tcp
-from .frames import CANCEL, MAX_TOKEN_BYTES, DirectoryAddress, FrameReader, head, is_token
+from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head
 
 _logger = logging.getLogger(__name__)
 
-TOKEN_TIMEOUT_S = 10.0
-"""Seconds after which a connection is closed if its client has not authenticated with the run's token."""
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Seconds after which a connection is closed if its client has not proved that it knows the run's key."""
 MAX_STRANGERS = 128
-"""Largest number of connections that have not yet authenticated with the run's token. When there are more, an old one
-that has sent nothing is closed."""
+"""Number of unauthenticated connections (those whose client has not proved that it knows the run's key) above which an
+old one is closed whose client is slow, for each new one."""
+MOST_STRANGERS = 1024
+"""Largest number of unauthenticated connections. Above it the oldest is closed for each new one, whatever it does; a
+client whose connection is closed in this way connects again."""
+SLOW_S = 1.0
+"""Seconds that a client may take to answer the server's part of the handshake before it counts as slow."""
 LOOKED_AT = 8
-"""Number of unauthenticated connections, the oldest ones, that are searched for one that has sent nothing when there
-are more than MAX_STRANGERS."""
+"""Number of unauthenticated connections, the oldest ones, that are searched for a slow one."""
 END_TIMEOUT_S = 2.0
 BACKLOG = 1024
 
@@ -40,12 +45,13 @@ BACKLOG = 1024
 class DirectoryServer:
     """Server of one directory service on sockets. All methods must be called on the service's event loop."""
 
-    def __init__(self, service: DirectoryService) -> None:
+    def __init__(self, service: DirectoryService, key: bytes) -> None:
+        """key: the run's key (`StoreSpec.key`), which clients must know, and which the server proves to know."""
         self._service = service
-        self._token = secrets.token_bytes(32)
+        self._key = key
         self._sessions: set[_Session] = set()
         self._strangers: dict[_Session, None] = {}
-        """Connections that have not yet authenticated with the run's token, oldest first."""
+        """Connections whose clients have not yet proved that they know the run's key, oldest first."""
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
@@ -63,7 +69,7 @@ class DirectoryServer:
             server = await loop.create_server(self._session, host, 0, backlog=BACKLOG)
             port = server.sockets[0].getsockname()[1]
             self._servers.append(server)
-        return DirectoryAddress(local, host, port, self._token)
+        return DirectoryAddress(local, host, port)
 
     async def close(self) -> None:
         """Stop listening, give requests in progress END_TIMEOUT_S seconds to be answered, and close all connections.
@@ -78,27 +84,30 @@ class DirectoryServer:
             session.end()
 
     def _session(self) -> _Session:
-        return _Session(self._service, self._token, self._sessions, self._strangers)
+        return _Session(self._service, self._key, self._sessions, self._strangers)
 
 
 class _Session(asyncio.Protocol):
     """Server's end of one connection."""
 
     def __init__(
-        self, service: DirectoryService, token: bytes, sessions: set[_Session], strangers: dict[_Session, None]
+        self, service: DirectoryService, key: bytes, sessions: set[_Session], strangers: dict[_Session, None]
     ) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of the requests that are not answered yet, by request number."""
         self._service = service
-        self._token = token
         self._sessions = sessions
         self._strangers = strangers
         self._reader = FrameReader()
         self._poll = select.poll()
         """Poll object that tells whether the peer has closed the connection, even while data that it sent is still
         unread."""
-        self._known = False
-        """True if the client has authenticated with the run's token."""
+        self._handshake: ServerHandshake | None = ServerHandshake(key, SERVICE)
+        """Handshake in progress; None once the client has proved that it knows the run's key."""
+        self._unproved = bytearray()
+        """Bytes of the handshake that have arrived and are not handled yet."""
+        self._challenged_s: float | None = None
+        """Time by the event loop's clock at which the server's part of the handshake was sent; None before."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -108,26 +117,25 @@ class _Session(asyncio.Protocol):
         self._poll.register(connection.fileno(), select.POLLRDHUP)
         if connection.family != socket.AF_UNIX:
             tcp.set_up(connection)
-        self._deadline = self._loop.call_later(TOKEN_TIMEOUT_S, self._transport.abort)
+        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._transport.abort)
         self._sessions.add(self)
         self._strangers[self] = None
         if len(self._strangers) > MAX_STRANGERS:
-            self._end_silent_stranger()
+            self._end_slow_stranger()
 
     def data_received(self, data: bytes) -> None:
+        if self._handshake is not None:
+            data = self._admit(self._handshake, data)
+            if not data:
+                return
         try:
             frames = self._reader.feed(data)
         except ValueError as error:  # not a frame of ours, or one of a size that is never sent
             _logger.warning("a connection is closed: %s", error)
             self._transport.abort()
             return
-        if frames and not self._known:
-            if not self._admit(frames.pop(0)[2]):
-                return
         if frames:
             self._answer_all(frames)
-        if not self._known and len(self._reader) > MAX_TOKEN_BYTES:
-            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._poll = select.poll()  # the number of its descriptor may be another's from now on
@@ -141,26 +149,52 @@ class _Session(asyncio.Protocol):
     def end(self) -> None:
         self._transport.close()
 
-    def _end_silent_stranger(self) -> None:
-        """Close the oldest connection that has sent nothing, among the LOOKED_AT oldest unauthenticated ones. Clients
-        send the token as soon as they have connected, so a silent peer is unlikely to be one."""
-        for session in itertools.islice(self._strangers, LOOKED_AT):
-            poll = select.poll()
-            poll.register(session._transport.get_extra_info("socket").fileno(), select.POLLIN)
-            if not poll.poll(0):
-                del self._strangers[session]
-                session._transport.abort()
-                return
+    def _end_slow_stranger(self) -> None:
+        """Close an old unauthenticated connection that has sent nothing, or has not answered within SLOW_S seconds. If
+        there is none among the LOOKED_AT oldest ones, close the oldest if there are more than MOST_STRANGERS."""
+        oldest = list(itertools.islice(self._strangers, LOOKED_AT))
+        slow = [session for session in oldest if session._is_slow()]
+        if not slow and len(self._strangers) > MOST_STRANGERS:
+            slow = oldest
+        for session in slow[:1]:
+            del self._strangers[session]
+            session._transport.abort()
 
-    def _admit(self, shown: bytes) -> bool:
-        self._known = is_token(shown, self._token)
-        if not self._known:
-            _logger.warning("a connection without the run's token was refused")
+    def _is_slow(self) -> bool:
+        """Return whether nothing has come from a client that connected just now, or that was answered SLOW_S seconds
+        ago. Data that has come but has not been read yet counts."""
+        if self._challenged_s is not None and self._loop.time() < self._challenged_s + SLOW_S:
+            return False
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not poll.poll(0)
+
+    def _admit(self, handshake: ServerHandshake, data: bytes) -> bytes:
+        """Handle bytes of a connection whose client has not proved yet that it knows the run's key. Returns the bytes
+        that follow the handshake; b"" while it goes on, and after it has failed, which ends the connection."""
+        self._unproved += data
+        nbytes = handshake.needed_bytes
+        if len(self._unproved) < nbytes:
+            return b""
+        part, rest = bytes(self._unproved[:nbytes]), bytes(self._unproved[nbytes:])
+        self._unproved.clear()
+        try:
+            if self._challenged_s is None:
+                if rest:
+                    raise HandshakeError("it did not wait for the server's part of the handshake")
+                self._transport.write(handshake.challenge(part))
+                self._challenged_s = self._loop.time()
+                return b""
+            handshake.check(part)
+        except HandshakeError as error:
+            _logger.warning("a connection was refused: %s", error)
             self._transport.abort()
-        elif self._deadline is not None:
-            self._deadline.cancel()
+            return b""
+        self._handshake = None
         self._strangers.pop(self, None)
-        return self._known
+        if self._deadline is not None:
+            self._deadline.cancel()
+        return rest
 
     def _answer_all(self, frames: Sequence[tuple[int, str, bytes]]) -> None:
         has_gone = bool(self._poll.poll(0))

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from ..errors import DirectoryLost
+from ..handshake import HandshakeError, prove_to_server, prove_to_server_async
 from . import tcp
-from .frames import CANCEL, HEADER, DirectoryAddress, FrameReader, frame, head
+from .frames import CANCEL, HEADER, SERVICE, DirectoryAddress, FrameReader, head
 from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome, wait_out
 
 CONNECT_TIMEOUT_S = 10.0
+"""Seconds that the directory's host may take to accept a TCP connection."""
 CONNECT_AGAIN_S = 0.02
-"""Seconds between attempts to connect while the directory's queue of new connections is full."""
+"""Seconds between attempts to connect while the directory has too many new connections."""
 _READ_BYTES = 1 << 16
 _JOIN_BYTES = 1 << 14
 """Largest payload in bytes that is copied into one buffer with its frame's head, because one send is then cheaper than
@@ -35,19 +37,23 @@ class SocketLink:
     """Link that carries requests to the directory (the metadata service) over sockets. Thread-safe. When the
     directory's process ends, every call ends at once with DirectoryLost."""
 
-    def __init__(self, address: DirectoryAddress, peer: str, *, connect: bool = True) -> None:
-        """Create a link to the directory at `address`. connect: whether to connect now instead of with the first call;
-        this blocks the thread, and raises DirectoryLost when no directory listens there."""
+    def __init__(self, address: DirectoryAddress, key: bytes, peer: str, *, connect_s: float | None) -> None:
+        """Create a link to the directory at `address`, whose run has the key `key`.
+
+        connect_s: seconds for which to block this thread to connect now; None to connect with the first call. Raises
+        DirectoryLost when no directory of the run listens there, or when it does not answer in this time.
+        """
         self.peer = peer
         self._address = address
+        self._key = key
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
         self._idle: list[socket.socket] = []
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
-        if connect:
-            self._idle.append(self._connect("connect"))
+        if connect_s is not None:
+            self._idle.append(self._connect("connect", time.monotonic() + connect_s))
 
     def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         started = time.monotonic()
@@ -104,7 +110,7 @@ class SocketLink:
         while True:
             connection = self._take()
             pooled = connection is not None
-            connection = connection or self._connect(op)
+            connection = connection or self._connect(op, deadline)
             try:
                 _send(connection, op, payload, deadline)
                 return connection
@@ -162,11 +168,11 @@ class SocketLink:
                 return
         connection.close()
 
-    def _connect(self, op: str) -> socket.socket:
+    def _connect(self, op: str, deadline: float) -> socket.socket:
         self._check_open(op)
         started = time.monotonic()
         try:
-            connection = _connected(self._address)
+            connection = _connected(self._address, self._key, deadline)
         except OSError as error:
             raise self._lost(op, error, started) from None
         return connection
@@ -179,7 +185,7 @@ class SocketLink:
             channel = self._channels.get(loop)
             if channel is None or channel.ended:
                 self._channels = {at: other for at, other in self._channels.items() if not at.is_closed()}
-                channel = self._channels[loop] = _Channel(loop, self._address)
+                channel = self._channels[loop] = _Channel(loop, self._address, self._key)
         return channel
 
     def _check_open(self, op: str) -> None:
@@ -189,6 +195,8 @@ class SocketLink:
     def _lost(self, op: str, error: OSError, started: float, outcome: str = "") -> DirectoryLost:
         if isinstance(error, TimeoutError):
             what = "the directory did not answer"
+        elif isinstance(error, HandshakeError):
+            what = str(error)
         elif isinstance(error, ConnectionRefusedError):
             what = "the directory's process has died or its data plane was closed"
         else:
@@ -199,13 +207,37 @@ class SocketLink:
 # ---------------- Connecting: the Unix socket is tried first; on other hosts its name is unknown.
 
 
-def _connected(address: DirectoryAddress) -> socket.socket:
-    """Open a blocking connection to the directory and send the token. Raises TimeoutError after CONNECT_TIMEOUT_S, and
-    ConnectionRefusedError when nobody listens."""
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+def _connected(address: DirectoryAddress, key: bytes, deadline: float) -> socket.socket:
+    """Open a blocking connection to the directory, and carry out the handshake.
+
+    A directory that has too many new connections closes some of them, so this connects again until the deadline. Raises
+    TimeoutError at the deadline, ConnectionRefusedError when nobody listens, and HandshakeError when who listens does
+    not know the run's key.
+    """
+    while True:
+        connection = _opened(address, deadline)
+        try:
+            prove_to_server(connection, key, SERVICE, deadline)
+            return connection
+        except (HandshakeError, TimeoutError):
+            connection.close()
+            raise
+        except ConnectionError:
+            connection.close()
+            if time.monotonic() > deadline:
+                raise TimeoutError from None
+            time.sleep(CONNECT_AGAIN_S)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _opened(address: DirectoryAddress, deadline: float) -> socket.socket:
+    """Open a blocking connection to the directory. Raises TimeoutError and ConnectionRefusedError as `_connected`
+    does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.settimeout(CONNECT_TIMEOUT_S)  # without a timeout, connect would wait for room in the queue
         try:
             while not _connects_locally(connection, address):
                 if time.monotonic() > deadline:
@@ -215,17 +247,37 @@ def _connected(address: DirectoryAddress) -> socket.socket:
             if not address.host:
                 raise
             connection.close()
-            connection = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
+            left_s = max(0.001, min(CONNECT_TIMEOUT_S, deadline - time.monotonic()))
+            connection = socket.create_connection((address.host, address.port), left_s)
             tcp.set_up(connection)
-        connection.sendall(frame(0, address.token))
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-async def _connected_async(address: DirectoryAddress) -> socket.socket:
-    """Open a non-blocking connection to the directory, without blocking the event loop. The token is not sent yet."""
+async def _connected_async(address: DirectoryAddress, key: bytes) -> socket.socket:
+    """Open a non-blocking connection to the directory without blocking the event loop, and carry out the handshake, as
+    `_connected` does. The caller limits the time."""
+    loop = asyncio.get_running_loop()
+    while True:
+        connection = await _opened_async(loop, address)
+        try:
+            await prove_to_server_async(loop, connection, key, SERVICE)
+            return connection
+        except HandshakeError:
+            connection.close()
+            raise
+        except ConnectionError:
+            connection.close()
+            await asyncio.sleep(CONNECT_AGAIN_S)
+        except BaseException:
+            connection.close()
+            raise
+
+
+async def _opened_async(loop: asyncio.AbstractEventLoop, address: DirectoryAddress) -> socket.socket:
+    """Open a non-blocking connection to the directory, without blocking the event loop."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
@@ -241,7 +293,7 @@ async def _connected_async(address: DirectoryAddress) -> socket.socket:
             )[0]
             connection = socket.socket(family, kind, protocol)
             connection.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connection, peer)
+            await loop.sock_connect(connection, peer)
             tcp.set_up(connection)
     except BaseException:
         connection.close()
@@ -351,11 +403,12 @@ class _Request:
 class _Channel(asyncio.Protocol):
     """Connection of one event loop to the directory. Requests carry numbers, and replies come in any order."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress, key: bytes) -> None:
         self.ended = False
         """True once the connection has ended, so that nothing can be sent any more."""
         self._loop = loop
         self._address = address
+        self._key = key
         self._ready: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -424,12 +477,11 @@ class _Channel(asyncio.Protocol):
 
     async def _open(self) -> None:
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                connection = await _connected_async(self._address)
-                if connection.family == socket.AF_UNIX:
-                    await self._loop.create_unix_connection(lambda: self, sock=connection)
-                else:
-                    await self._loop.create_connection(lambda: self, sock=connection)
+            connection = await _connected_async(self._address, self._key)
+            if connection.family == socket.AF_UNIX:
+                await self._loop.create_unix_connection(lambda: self, sock=connection)
+            else:
+                await self._loop.create_connection(lambda: self, sock=connection)
         except BaseException:
             self.ended = True
             raise
@@ -439,6 +491,8 @@ class _Channel(asyncio.Protocol):
         self.ended = True
         if self._transport is not None:
             self._transport.abort()
+        elif self._ready is not None:
+            self._ready.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
@@ -446,7 +500,6 @@ class _Channel(asyncio.Protocol):
             self._transport.abort()
         else:
             self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-            self._transport.write(frame(0, self._address.token))
 
     def data_received(self, data: bytes) -> None:
         for number, _, reply in self._reader.feed(data):

@@ -72,7 +72,7 @@ class WatchdogProcess:
         """Tell the watchdog that the data plane has started, and at which address."""
         address = handle.address
         assert address is not None, "a run's directory is an actor"
-        opened = Opened(handle.run_id, address.local, address.host, address.port, address.token.hex(), handle.peer)
+        opened = Opened(handle.run_id, address.local, address.host, address.port, handle.store.key.hex(), handle.peer)
         self.mend()
         self._said.append(dataclasses.asdict(opened))
         self._tell(self._said[-1])

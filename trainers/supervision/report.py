@@ -38,9 +38,9 @@ class Opened:
     local: str
     host: str
     port: int
-    token: str
-    """Secret in hexadecimal with which clients authenticate to the directory. Together with `local`, `host` and `port`
-    it forms a `DirectoryAddress`."""
+    """These three form the `DirectoryAddress` of the directory (the data plane's metadata service)."""
+    key: str
+    """Secret of the run's data plane in hexadecimal, which clients must know."""
     peer: str
     """Name of the directory in error messages."""
 
@@ -183,8 +183,8 @@ def _status(opened: Opened) -> Any:
     from ...dataplane.rpc.socket_link import SocketLink
     from ...dataplane.status import DataPlaneStatus
 
-    token = bytes.fromhex(opened.token)
-    link = SocketLink(DirectoryAddress(opened.local, opened.host, opened.port, token), opened.peer)
+    address = DirectoryAddress(opened.local, opened.host, opened.port)
+    link = SocketLink(address, bytes.fromhex(opened.key), opened.peer, connect_s=None)
     try:
         reply = link.call("status", requests.encode(requests.Status(None)), ASK_TIMEOUT_S)
         return DataPlaneStatus.from_bytes(requests.body_of(reply, "status", ASK_TIMEOUT_S))

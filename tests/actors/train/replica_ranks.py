@@ -64,7 +64,7 @@ def _served() -> Iterator[DataPlaneHandle]:
 
     async def open_both() -> tuple[DirectoryService, DirectoryServer, DirectoryAddress]:
         service = DirectoryService(config, host)
-        server = DirectoryServer(service)
+        server = DirectoryServer(service, host.spec.key)
         return service, server, await server.start(f"headrace-{run_id}", "")
 
     service, server, address = asyncio.run_coroutine_threadsafe(open_both(), loop).result(20)

@@ -40,7 +40,7 @@ class Served:
 
     async def _start(self) -> tuple[DirectoryServer, DirectoryService, DirectoryAddress]:
         service = DirectoryService(self.config, self.host)
-        server = DirectoryServer(service)
+        server = DirectoryServer(service, self.host.spec.key)
         return server, service, await server.start("headrace-test", "127.0.0.1")
 
     def run(self, make: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The link over sockets: order, waits, tokens, other hosts, ends of either side. The server is a thread here."""
+"""The link over sockets: order, waits, keys, other hosts, ends of either side. The server is a thread here."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from headrace.dataplane.directory.directory import ClaimRows
 from headrace.dataplane.directory.requests import body_of
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
+from headrace.dataplane.handshake import new_key, prove_to_client
 from headrace.dataplane.rpc import links
-from headrace.dataplane.rpc.frames import DirectoryAddress, FrameReader, frame
+from headrace.dataplane.rpc.frames import SERVICE, DirectoryAddress, FrameReader, frame
 from headrace.dataplane.rpc.server import MAX_STRANGERS
 from headrace.dataplane.rpc.socket_link import SocketLink
 from headrace.tests.dataplane.rpc.served import Served, wait_until
 
+KEY = new_key()
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1000,)), Field("y", Kind.PER_SAMPLE, torch.float32)])
 
 
@@ -106,20 +108,18 @@ def test_clients_of_other_hosts_come_over_tcp(served: Served) -> None:
         assert client.lookup("p", ["a.0"]).fields == ("x",)
 
 
-def test_who_does_not_know_the_token_is_refused(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    stranger = SocketLink(dataclasses.replace(served.address, token=b"guess"), "directory")
-    with pytest.raises(DirectoryLost, match="closed the connection"):
-        stranger.call("status", requests.encode(requests.Status(None)), 5)
-    stranger.detach()
-    assert "refused" in caplog.text
+def test_who_does_not_know_the_key_is_refused(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(DirectoryLost, match="is not the directory of this run: it does not know its key"):
+        SocketLink(served.address, new_key(), "directory", connect_s=5)
     with socket.create_connection((served.address.host, served.address.port), 5) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n" * 100)
         raw.settimeout(5)
         try:
-            assert raw.recv(1) == b"", "no answer to who has not shown it"
+            assert raw.recv(1) == b"", "no answer to who does not begin the handshake"
         except ConnectionResetError:
             pass
-    assert repr(served.address.token) not in repr(served.handle)
+    wait_until(lambda: "refused" in caplog.text)
+    assert repr(served.handle.store.key) not in repr(served.handle)
 
 
 def test_the_end_of_the_directory_ends_every_call_at_once(served: Served, client: DataPlaneClient) -> None:
@@ -165,7 +165,8 @@ def test_a_directory_that_does_not_answer_is_lost_within_the_bound(monkeypatch: 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")  # a name of the system's choice
         listener.listen()
-        link = SocketLink(DirectoryAddress(listener.getsockname()[1:].decode(), "", 0, b"t"), "directory pid=7")
+        address = DirectoryAddress(listener.getsockname()[1:].decode(), "", 0)
+        link = SocketLink(address, KEY, "directory pid=7", connect_s=None)
         started = time.monotonic()
         with pytest.raises(DirectoryLost, match="did not answer.*pid=7"):
             link.call("status", b"", 0.1)
@@ -255,17 +256,18 @@ def full_listener() -> tuple[socket.socket, DirectoryAddress]:
     name = listener.getsockname()
     with socket.socket(socket.AF_UNIX) as first:
         first.connect(name)
-    return listener, DirectoryAddress(name[1:].decode(), "", 0, b"t")
+    return listener, DirectoryAddress(name[1:].decode(), "", 0)
 
 
 def test_a_connect_waits_while_the_backlog_is_full() -> None:
     listener, address = full_listener()
     connected: list[SocketLink] = []
-    thread = threading.Thread(target=lambda: connected.append(SocketLink(address, "directory")))
+    thread = threading.Thread(target=lambda: connected.append(SocketLink(address, KEY, "directory", connect_s=10)))
     thread.start()
     with listener:
         listener.settimeout(10)
         accepted = [listener.accept()[0] for _ in range(2)]  # the one that fills the backlog, and the link's
+        prove_to_client(accepted[1], KEY, SERVICE, time.monotonic() + 10)
         thread.join(10)
         for connection in accepted:
             connection.close()
@@ -274,15 +276,15 @@ def test_a_connect_waits_while_the_backlog_is_full() -> None:
 
 
 def test_a_connect_on_a_full_backlog_ends_in_time_and_blocks_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.dataplane.rpc.socket_link.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(links, "GRACE_S", 0.1)
     listener, address = full_listener()
     with listener:
         with pytest.raises(DirectoryLost, match="did not answer"):
-            SocketLink(address, "directory")
+            SocketLink(address, KEY, "directory", connect_s=0.3)
 
         async def use() -> None:
-            link = SocketLink(address, "directory", connect=False)
-            asking = asyncio.create_task(link.call_async("status", b"", 5))
+            link = SocketLink(address, KEY, "directory", connect_s=None)
+            asking = asyncio.create_task(link.call_async("status", b"", 0.3))
             ticks = 0
             while not asking.done():
                 await asyncio.sleep(0.005)
@@ -296,21 +298,19 @@ def test_a_connect_on_a_full_backlog_ends_in_time_and_blocks_no_event_loop(monke
 
 
 def test_many_clients_connect_while_the_directory_is_busy(served: Served) -> None:
-    links: list[SocketLink] = []
+    connected: list[SocketLink] = []
 
-    def connect_all() -> None:
-        for _ in range(300):
-            links.append(SocketLink(served.address, "directory"))
+    def connect_one() -> None:
+        connected.append(SocketLink(served.address, served.handle.store.key, "directory", connect_s=60))
 
-    threads = [threading.Thread(target=connect_all) for _ in range(4)]
+    threads = [threading.Thread(target=connect_one) for _ in range(1200)]
     with served.stalled():
         for thread in threads:
             thread.start()
-        wait_until(lambda: len(links) >= 1025 or not any(thread.is_alive() for thread in threads))
     for thread in threads:
-        thread.join(20)
-    assert len(links) == 1200
-    for link in links:
+        thread.join(60)
+    assert len(connected) == 1200
+    for link in connected:
         link.detach()
 
 

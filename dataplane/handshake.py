@@ -1,0 +1,158 @@
+"""Proves to both ends of a connection that the other end knows the run's key; the key itself never travels.
+
+client -> server   MAGIC, the client's nonce                    HELLO_BYTES
+server -> client   the server's nonce, the server's proof       CHALLENGE_BYTES
+client -> server   the client's proof                           PROOF_BYTES
+
+A nonce is 32 random bytes, drawn anew for each connection. A proof is the HMAC-SHA256, under the run's key, of the role
+(server or client), the name of the service, and both nonces. A recorded proof is worthless for another connection, as
+the other end's nonce differs; a server's proof is no client's proof; and a proof for one service is none for another.
+
+The handshake does not encrypt or authenticate what is sent later. Somebody who can change packets on the network
+between the two ends can take over the connection after the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+import time
+
+MAGIC = b"hdrace02"
+"""First bytes of a connection: the protocol and its version."""
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HELLO_BYTES = len(MAGIC) + NONCE_BYTES
+CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
+KEY_BYTES = 32
+
+
+class HandshakeError(ConnectionError):
+    """The other end of a connection did not prove that it knows the run's key."""
+
+
+def new_key() -> bytes:
+    """Return a new random key of KEY_BYTES bytes for a run."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class ClientHandshake:
+    """Client's part of one handshake, without I/O."""
+
+    def __init__(self, key: bytes, service: str) -> None:
+        """service: name of the service that the server must prove to be, such as "directory"."""
+        self._key = key
+        self._service = service
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    @property
+    def hello(self) -> bytes:
+        """Bytes that the client sends first, HELLO_BYTES long."""
+        return MAGIC + self._nonce
+
+    def answer(self, challenge: bytes) -> bytes:
+        """Check the server's proof in its `challenge` (CHALLENGE_BYTES bytes), and return the client's proof. Raises
+        HandshakeError when the server's proof is wrong."""
+        server_nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
+        expected = _proof(self._key, b"server", self._service, self._nonce, server_nonce)
+        if not hmac.compare_digest(proof, expected):
+            raise HandshakeError(f"who listens there is not the {self._service} of this run: it does not know its key")
+        return _proof(self._key, b"client", self._service, self._nonce, server_nonce)
+
+
+class ServerHandshake:
+    """Server's part of one handshake, without I/O."""
+
+    def __init__(self, key: bytes, service: str) -> None:
+        """service: name of the service that listens here."""
+        self._key = key
+        self._service = service
+        self._expected: bytes | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Number of bytes that the client has to send next."""
+        return HELLO_BYTES if self._expected is None else PROOF_BYTES
+
+    def challenge(self, hello: bytes) -> bytes:
+        """Return the bytes that answer a client's `hello` (HELLO_BYTES bytes). Raises HandshakeError when these do not
+        begin with MAGIC."""
+        if len(hello) != HELLO_BYTES or hello[: len(MAGIC)] != MAGIC:
+            raise HandshakeError("its first bytes are not those of a client of this version of Headrace")
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        client_nonce = hello[len(MAGIC) :]
+        self._expected = _proof(self._key, b"client", self._service, client_nonce, nonce)
+        return nonce + _proof(self._key, b"server", self._service, client_nonce, nonce)
+
+    def check(self, proof: bytes) -> None:
+        """Raise HandshakeError unless `proof` (PROOF_BYTES bytes) is the client's proof for the challenge given. The
+        comparison takes constant time, so that its duration reveals nothing about the right proof."""
+        if self._expected is None or not hmac.compare_digest(proof, self._expected):
+            raise HandshakeError("it did not prove that it knows the run's key")
+
+
+def _proof(key: bytes, role: bytes, service: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    text = b"headrace %s of %s\0" % (role, service.encode())
+    return hmac.digest(key, text + client_nonce + server_nonce, "sha256")
+
+
+# ---------------- The handshake over a blocking socket, and over a socket of an event loop.
+
+
+def prove_to_server(connection: socket.socket, key: bytes, service: str, deadline: float) -> None:
+    """Carry out the client's part over a connected blocking socket, whose timeout it changes.
+
+    deadline: time by the clock `time.monotonic()`. Raises HandshakeError when the server does not know the key,
+    TimeoutError at the deadline, and ConnectionError when the server ends the connection.
+    """
+    handshake = ClientHandshake(key, service)
+    connection.settimeout(_left_s(deadline))
+    connection.sendall(handshake.hello)
+    connection.sendall(handshake.answer(_receive(connection, CHALLENGE_BYTES, deadline)))
+
+
+def prove_to_client(connection: socket.socket, key: bytes, service: str, deadline: float) -> None:
+    """Carry out the server's part over a connected blocking socket, whose timeout it changes. Raises HandshakeError
+    when the client does not know the key, TimeoutError at the deadline, and ConnectionError when the client ends the
+    connection."""
+    handshake = ServerHandshake(key, service)
+    challenge = handshake.challenge(_receive(connection, HELLO_BYTES, deadline))
+    connection.sendall(challenge)
+    handshake.check(_receive(connection, PROOF_BYTES, deadline))
+
+
+async def prove_to_server_async(
+    loop: asyncio.AbstractEventLoop, connection: socket.socket, key: bytes, service: str
+) -> None:
+    """Carry out the client's part over a connected non-blocking socket. The caller limits the time. Raises
+    HandshakeError and ConnectionError as `prove_to_server` does."""
+    handshake = ClientHandshake(key, service)
+    await loop.sock_sendall(connection, handshake.hello)
+    challenge = b""
+    while len(challenge) < CHALLENGE_BYTES:
+        data = await loop.sock_recv(connection, CHALLENGE_BYTES - len(challenge))
+        if not data:
+            raise ConnectionResetError
+        challenge += data
+    await loop.sock_sendall(connection, handshake.answer(challenge))
+
+
+def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """Receive exactly `nbytes` bytes, whatever the pieces in which they come."""
+    data = b""
+    while len(data) < nbytes:
+        connection.settimeout(_left_s(deadline))
+        more = connection.recv(nbytes - len(data))
+        if not more:
+            raise ConnectionResetError
+        data += more
+    return data
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
