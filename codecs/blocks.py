@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,8 +22,7 @@ import xxhash
 from . import objects
 from .batch import Batch, Column, Jagged, Ragged
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_objects, gather_ragged
-from .integers import ceil_div, distinct, round_up
-from .memory import ALIGN
+from .integers import ALIGN, ceil_div, distinct, round_up
 from .schema import Field, Kind, Schema
 
 # ---------------- A block's part 0 describes the other parts without the partition's schema.
@@ -377,7 +376,7 @@ def verify(
     source: RowSource,
     block: int,
     layout: BlockLayout,
-    views: dict[int, np.ndarray],
+    views: Mapping[int, np.ndarray],
     *,
     seed: int = 0,
 ) -> None:

@@ -154,21 +154,49 @@ def gather_dense(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, v
 def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts, index: Parts) -> Ragged:
     """Gather the wanted rows of a RAGGED field. index: block number -> bytes of the shapes of all rows of the block,
     int64 `[rows of the block, ndim]`. Raises ValueError when the shapes do not fit the values part."""
-    shapes = np.empty((len(row), field.ndim), dtype=np.int64)
-    start = np.empty(len(row), dtype=np.int64)
-    counts = np.empty(len(row), dtype=np.int64)
-    for number, positions in by_source(block):
-        of_block = index[number].view("<i8").reshape(-1, field.ndim).copy()  # a store may overwrite what it lent
-        of_row = _elements(field, of_block, values[number].nbytes)
-        rows = row[positions]
-        shapes[positions] = of_block[rows]
-        counts[positions] = of_row[rows]
-        start[positions] = exclusive_cumsum(of_row)[rows]
+    sizes = {number: part.nbytes for number, part in values.items()}
+    shapes, start, counts = locate_ragged(field, block, row, sizes, index)
     elements = runs.totals(counts)
     assert field.dtype is not None
     out = fresh(field.dtype, (int(elements.sum()),))
     copy_runs(as_bytes(out), values, runs.source, start[runs.first] * field.item_bytes, elements * field.item_bytes)
     return Ragged(out, shapes)
+
+
+def locate_ragged(
+    field: Field, block: np.ndarray, row: np.ndarray, sizes: Mapping[int, int], index: Parts
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find the wanted rows of a RAGGED field in the values parts of their blocks. sizes: number of bytes of the values
+    part of each block.
+
+    Returns the rows' shapes, int64 `[N, ndim]`, and for each row the position of its first element in the values part
+    and its number of elements, int64 `[N]`. Raises ValueError when the shapes do not fit the values part.
+    """
+    shapes = np.empty((len(row), field.ndim), dtype=np.int64)
+    start = np.empty(len(row), dtype=np.int64)
+    counts = np.empty(len(row), dtype=np.int64)
+    for number, positions in by_source(block):
+        of_block = index[number].view("<i8").reshape(-1, field.ndim).copy()  # a store may overwrite what it lent
+        of_row = _elements(field, of_block, sizes[number])
+        rows = row[positions]
+        shapes[positions] = of_block[rows]
+        counts[positions] = of_row[rows]
+        start[positions] = exclusive_cumsum(of_row)[rows]
+    return shapes, start, counts
+
+
+def locate_objects(block: np.ndarray, row: np.ndarray, index: Parts) -> tuple[np.ndarray, np.ndarray]:
+    """Find the wanted rows of an OBJECT field in the values parts of their blocks. Returns the first byte of each row
+    and its number of bytes, int64 `[N]`."""
+    start = np.empty(len(row), dtype=np.int64)
+    nbytes = np.empty(len(row), dtype=np.int64)
+    for number, positions in by_source(block):
+        ends = index[number].view("<i8")
+        begins = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
+        rows = row[positions]
+        start[positions] = begins[rows]
+        nbytes[positions] = ends[rows] - begins[rows]
+    return start, nbytes
 
 
 def _elements(field: Field, shapes: np.ndarray, nbytes: int) -> np.ndarray:

@@ -10,6 +10,9 @@ from typing import TypeVar
 import numpy as np
 
 Number = TypeVar("Number", int, np.ndarray)
+ALIGN = 64
+"""Alignment in bytes of the parts of blocks and of the tensors in weight buckets, so that they can be viewed as any
+dtype."""
 
 
 def ceil_div(number: Number, divisor: int) -> Number:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .integers import round_up
+from .integers import ALIGN, round_up
 
 POOLED_FROM_BYTES = 64 << 10
 """Smallest number of bytes for which an allocation is pooled. Smaller ones are not, because the C library recycles them
@@ -22,9 +22,6 @@ itself."""
 KEPT_BYTES = 256 << 20
 """Largest number of bytes of idle buffers that the pool keeps; buffers returned beyond that go back to the system."""
 HUGE_PAGE = 2 << 20
-ALIGN = 64
-"""Alignment in bytes of the parts of blocks and of the tensors in weight buckets, so that they can be viewed as any
-dtype."""
 _STEPS = 4
 """Number of size classes between two powers of two, so that at most a quarter of a buffer is unused."""
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from .handshake import new_key
-from .meta import BlockRef
+
+if TYPE_CHECKING:
+    from .meta import BlockRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class StoreSpec:
     """Description of a run's store for processes that want to attach to it. Plain data."""
 
     kind: str
-    """Kind of the store: `local`, `shm`, `ray`, `simple` or `mooncake`."""
+    """Kind of the store: `local`, `shm`, `tcp`, `ray`, `simple` or `mooncake`."""
     run_id: str
     address: dict[str, object]
     """Names, ports or folders with which a process finds the store. Only the store's own code reads them. Must be
@@ -43,6 +45,20 @@ class Want:
 
     block: BlockRef
     parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRanges:
+    """Request to copy R ranges of bytes of blocks into one piece of memory, end to end."""
+
+    into: np.ndarray
+    """Memory that the ranges fill exactly, uint8 `[sum(nbytes)]`."""
+    block: np.ndarray
+    """Position of each range's block in the list of blocks that the request goes with, int64 `[R]`."""
+    start: np.ndarray
+    """First byte of each range within its block, int64 `[R]`."""
+    nbytes: np.ndarray
+    """Number of bytes of each range, int64 `[R]`."""
 
 
 class StoreHost(Protocol):
@@ -151,6 +167,24 @@ class Serving(Protocol):
     def serve(self, request: bytes) -> bytes:
         """Carry out one request of a BlockStore of this kind and return the reply. A DataPlaneError raised here is
         raised again by that BlockStore."""
+        ...
+
+
+@runtime_checkable
+class ReadsRanges(Protocol):
+    """Protocol of a store that can read any ranges of bytes of blocks, so that a reader of some rows moves only the
+    bytes of these rows."""
+
+    def lends(self, blocks: Sequence[BlockRef]) -> bool:
+        """Return whether `get` returns views of these blocks without moving their bytes."""
+        ...
+
+    def read_ranges(self, blocks: Sequence[BlockRef], ranges: Sequence[ByteRanges], timeout_s: float) -> None:
+        """Read ranges of bytes of `blocks` into the memory that each `ByteRanges` names. When this returns, the bytes
+        are those of the blocks, and `settle` need not be called.
+
+        Raises RowsCleared when one of `blocks` was freed, and StoreLost as `BlockStore.get` does.
+        """
         ...
 
 

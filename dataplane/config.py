@@ -11,7 +11,7 @@ from .section import Count, Positive, Section
 MAX_BLOCK_ROWS = 1 << 24
 """Largest number of rows that a block (a group of rows stored together) may have."""
 
-StoreKind = Literal["auto", "local", "shm", "ray", "simple", "mooncake"]
+StoreKind = Literal["auto", "local", "shm", "tcp", "ray", "simple", "mooncake"]
 
 
 class StoreConfig(Section):
@@ -19,13 +19,15 @@ class StoreConfig(Section):
 
     kind: StoreKind = "auto"
     """Kind of the store. `local` keeps the bytes in the process of the directory, the service that keeps the rows'
-    metadata. `shm` keeps them in shared memory of one host. `ray` keeps them in Ray's object store. `simple` keeps them
-    in TransferQueue's storage units. `mooncake` keeps them in a Mooncake store. `auto` is `shm` when the run is on one
-    host, else `simple`."""
+    metadata. `shm` keeps them in shared memory of one host. `tcp` keeps them in storage units, one on each host, from
+    which other hosts read over TCP. `ray` keeps them in Ray's object store. `simple` keeps them in TransferQueue's
+    storage units. `mooncake` keeps them in a Mooncake store. `auto` is `shm` when the run is on one host, else
+    `tcp`."""
     capacity_mib: Count = 1024
     """Largest number of MiB that rows may take in the store at the same time. A put that would exceed it waits."""
-    num_units: Count = 1
-    """Number of TransferQueue storage units that the store `simple` starts, each in its own process."""
+    num_units: Count | None = None
+    """Number of storage units that the stores `tcp` and `simple` start, each in its own process. Unset: one on every
+    host for `tcp`, which a number changes for a run on one host only; one in all for `simple`."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """Network protocol of the store `mooncake`. With `rdma`, a host without a usable RDMA device is an error: the store
     never silently falls back to TCP."""

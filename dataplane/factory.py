@@ -1,7 +1,7 @@
 """Opens a run's data plane, and connects clients to it.
 
-Ray is imported only to start the directory (the metadata service) in a process of its own. A process that joins a data
-plane, or runs the directory itself, does not need Ray.
+Ray is imported only to start the directory (the metadata service) in a Ray actor. A process that joins a data plane, or
+that runs the directory itself or in a process of its own, does not need Ray.
 """
 
 from __future__ import annotations
@@ -10,19 +10,31 @@ import atexit
 import functools
 import os
 import platform
+import time
 import uuid
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
-from .block_store import StoreHost
+from ..codecs import messages
+from .block_store import StoreHost, StoreSpec
+from .child_process import ChildProcess
 from .client.async_client import AsyncDataPlaneClient
 from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
-from .handle import DataPlaneHandle
+from .directory import requests
+from .directory.requests import body_of
+from .handle import DataPlaneHandle, PlaneText
+from .rpc.frames import DirectoryAddress
+from .rpc.hosted_directory import directory_name
 from .rpc.links import InProcessLink, Link, call_s, in_process_link
 from .rpc.socket_link import SocketLink
-from .stores.registry import store_entry
+from .stores.registry import StorageUnitProcess, store_entry
 from .stores.shm_folder import check_room
+
+CHILD_END_TIMEOUT_S = 20.0
+"""Seconds that the process of the directory may take to end the store and itself."""
+TEXT_TIMEOUT_S = 30.0
+"""Seconds that the directory may take to answer a process that has only its handle's text."""
 
 
 class DataPlane:
@@ -30,15 +42,17 @@ class DataPlane:
     metadata service)."""
 
     def __init__(
-        self, handle: DataPlaneHandle, link: InProcessLink | None, actor: Any, processes: dict[str, int], host: str
+        self, handle: DataPlaneHandle, processes: dict[str, int], host: str, end: Callable[[], None], *, at_exit: bool
     ) -> None:
+        """end: function that ends the store and the directory. at_exit: whether to call it when the program ends
+        without having called `close`, so that its rows do not stay in memory."""
         self.handle = handle
+        """Handle with which other processes connect; `handle.to_text()` returns it as a short text."""
         self.host = host
         """Name of the host on which the directory and all of `processes` run."""
-        self._link = link
-        self._actor = actor
         self._processes = processes
-        self._at_exit = None if link is None else functools.partial(_close_host, link.host, os.getpid())
+        self._end: Callable[[], None] | None = end
+        self._at_exit = functools.partial(_end_in, os.getpid(), end) if at_exit else None
         if self._at_exit is not None:
             atexit.register(self._at_exit)
 
@@ -49,17 +63,11 @@ class DataPlane:
     def close(self) -> None:
         """End the store and the directory within bounded time. Idempotent. Clients that call later get
         DirectoryLost."""
-        link, self._link = self._link, None
-        actor, self._actor = self._actor, None
-        if link is not None:
-            link.close()
+        end, self._end = self._end, None
         if self._at_exit is not None:
             atexit.unregister(self._at_exit)
-        if actor is not None:
-            from .rpc.actor import stop_actor
-
-            stop_actor(actor)
-            store_entry(self.handle.store.kind).remove_leftovers()
+        if end is not None:
+            end()
 
     def __enter__(self) -> DataPlane:
         return self
@@ -68,92 +76,175 @@ class DataPlane:
         self.close()
 
 
-def _close_host(host: StoreHost, pid: int) -> None:
-    """Close the store when a program ends without having called `close`, so that its rows do not stay in memory. pid:
-    process that opened the store; in processes that were forked from it this is a no-op."""
+def _end_in(pid: int, end: Callable[[], None]) -> None:
+    """Call `end` if this is the process `pid`. In processes that were forked from it this is a no-op."""
     if os.getpid() == pid:
-        host.close()
+        end()
 
 
 def open_data_plane(
-    config: DataPlaneConfig,
+    config: DataPlaneConfig | None = None,
     *,
     run_id: str | None = None,
     in_process: bool = False,
+    process: bool = False,
     one_host: bool = True,
+    listen: str = "",
     start_timeout_s: float = 300.0,
 ) -> DataPlane:
     """Start the directory (the metadata service) and the store of a run.
 
-    run_id: letters, digits, `-`, `_` and `.`; None generates one. in_process: True runs the directory in a thread of
-    this process, for clients of this process only; False runs it in one named Ray actor that reserves no CPU (Ray must
-    be initialised). one_host: True says that all clients are on the directory's host, so the directory listens on no
-    network and `store.kind=auto` means `shm`. start_timeout_s: seconds that the directory's process may take to start.
+    config: None uses the defaults. run_id: letters, digits, `-`, `_` and `.`; None generates one. in_process: True runs
+    the directory in a thread of this process, for clients of this process only. process: True runs it in a process of
+    its own, without Ray, which ends when this process ends. With neither, it runs in one named Ray actor that reserves
+    no CPU (Ray must be initialised). one_host: for the Ray actor; True says that all clients are on its host. listen:
+    with process=True, IP address of this host at which clients of other hosts reach the data plane; "" when all clients
+    are on this host. On one host nothing listens beyond it, and `store.kind=auto` means `shm`; else it means `tcp`.
+    start_timeout_s: seconds that the directory's process may take to start.
 
-    Raises ValueError for a malformed run_id, when Ray is needed but not initialised, and when this machine cannot
-    provide what the configuration asks for. Raises DirectoryLost or StoreLost when a process does not start in time.
+    Raises ValueError for a malformed run_id or arguments that exclude each other, when Ray is needed but not
+    initialised, and when this machine cannot provide what the configuration asks for. Raises DirectoryLost or StoreLost
+    when a process does not start in time.
     """
+    config = config or DataPlaneConfig()
     run_id = run_id or f"run-{uuid.uuid4().hex[:10]}"
     if not run_id.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ValueError(f"run_id: got {run_id!r}, expected letters, digits, '-', '_', '.'")
-    build_host = functools.partial(build_store_host, config, run_id, one_host=one_host)
+    if in_process and process:
+        raise ValueError("open_data_plane: got in_process=True and process=True, expected one of them at most")
+    if listen and not process:
+        raise ValueError(f"open_data_plane: got listen={listen!r} without process=True, which alone listens there")
     if in_process:
-        link = InProcessLink(run_id, config, build_host)
-        handle = DataPlaneHandle(run_id, config, link.host.spec, "", None, link.peer)
-        return DataPlane(handle, link, None, {"directory": os.getpid(), **link.host.processes()}, platform.node())
+        return _open_in_process(config, run_id)
+    if process:
+        return _open_process(config, run_id, listen, start_timeout_s)
+    return _open_actor(config, run_id, one_host, start_timeout_s)
+
+
+def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
+    link = InProcessLink(run_id, config, functools.partial(build_store_host, config, run_id))
+    handle = DataPlaneHandle(run_id, config, link.host.spec, "", None, link.peer)
+    processes = {"directory": os.getpid(), **link.host.processes()}
+    return DataPlane(handle, processes, platform.node(), link.close, at_exit=True)
+
+
+def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: float) -> DataPlane:
+    check_store(config, one_host=not listen)
+    setup = {"config": config.model_dump_json(), "run_id": run_id, "host": listen}
+    child = ChildProcess(f"{__package__}.directory_process", setup, timeout_s)
+    started = child.answer
+    store = StoreSpec(**{**started["store"], "key": bytes.fromhex(started["store"]["key"])})
+    peer = f"{directory_name(run_id)} pid={started['pid']} host={started['node']}"
+    handle = DataPlaneHandle(run_id, config, store, "", DirectoryAddress(**started["address"]), peer)
+
+    def end() -> None:
+        child.close(CHILD_END_TIMEOUT_S)
+        store_entry(store.kind).remove_leftovers()
+
+    processes = {"directory": started["pid"], **started["store_processes"]}
+    return DataPlane(handle, processes, started["node"], end, at_exit=True)
+
+
+def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s: float) -> DataPlane:
     import ray
 
-    from .rpc.actor import actor_name, start_actor
+    from .rpc.actor import start_actor, stop_actor
 
     if not ray.is_initialized():
-        raise ValueError("open_data_plane: Ray is not initialised; call ray.init() first, or pass in_process=True")
-    actor, started = start_actor(run_id, config, build_host, one_host=one_host, timeout_s=start_timeout_s)
-    name = actor_name(run_id)
+        raise ValueError(
+            "open_data_plane: Ray is not initialised; call ray.init() first, or pass process=True or in_process=True, "
+            "which need no Ray"
+        )
+    build_host = functools.partial(build_store_host, config, run_id)
+    actor, started = start_actor(run_id, config, build_host, one_host=one_host, timeout_s=timeout_s)
+    name = directory_name(run_id)
     peer = f"{name} pid={started.pid} host={started.node}"
     handle = DataPlaneHandle(run_id, config, started.store, name, started.address, peer)
-    return DataPlane(handle, None, actor, {"directory": started.pid, **started.store_processes}, started.node)
+    held = [actor]  # the actor ends with its last handle
+
+    def end() -> None:
+        stop_actor(held.pop())
+        store_entry(started.store.kind).remove_leftovers()
+
+    processes = {"directory": started.pid, **started.store_processes}
+    return DataPlane(handle, processes, started.node, end, at_exit=False)
 
 
-def connect(handle: DataPlaneHandle, *, name: str = "") -> DataPlaneClient:
-    """Connect this process to a data plane. `name` identifies this client in the directory's log.
+def connect(handle: DataPlaneHandle | str, *, name: str = "") -> DataPlaneClient:
+    """Connect this process to a data plane. handle: a handle, or its text (`DataPlaneHandle.to_text`). `name`
+    identifies this client in the directory's log.
 
-    Raises DirectoryLost or StoreLost when the directory or the store is not running.
+    Raises DirectoryLost or StoreLost when the directory or the store is not running, and ValueError for a text that is
+    no handle.
     """
-    link = _link(handle, connect_now=True)
+    handle, link = _joined(handle, connect_now=True)
     return DataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
 
 
-def connect_async(handle: DataPlaneHandle, *, name: str = "") -> AsyncDataPlaneClient:
-    """Return an asyncio client of a data plane. `name` identifies this client in the directory's log.
+def connect_async(handle: DataPlaneHandle | str, *, name: str = "") -> AsyncDataPlaneClient:
+    """Return an asyncio client of a data plane. The arguments are those of `connect`.
 
     Attaches to the store now, which may block for milliseconds and raises StoreLost when the store is not running. The
     connection to a directory in another process is opened by the first call, which raises DirectoryLost when the
-    directory is not running.
+    directory is not running; a handle's text makes this function ask the directory now.
     """
-    link = _link(handle, connect_now=False)
+    handle, link = _joined(handle, connect_now=False)
     return AsyncDataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
 
 
-def _link(handle: DataPlaneHandle, *, connect_now: bool) -> Link:
+def open_storage_unit(handle: DataPlaneHandle | str, *, listen: str) -> StorageUnitProcess:
+    """Start a storage unit on this host for a data plane with the store `tcp` that was opened on another host.
+
+    Clients of this host then write to it, through shared memory. listen: IP address of this host at which other hosts
+    reach the unit. It runs until `close`, or until this process ends; its rows are lost then. Raises ValueError for
+    other kinds of store and when /dev/shm has too little room, and DirectoryLost or StoreLost when the directory or the
+    new unit does not answer.
+    """
+    handle, link = _joined(handle, connect_now=True)
+    try:
+        open_unit = store_entry(handle.store.kind).open_unit
+        if open_unit is None:
+            raise ValueError(f"open_storage_unit: the store is {handle.store.kind!r}, expected 'tcp'")
+        return open_unit(handle.store, handle.config.store, link, listen, handle.config.timeout_s)
+    finally:
+        link.detach()
+
+
+def _joined(handle: DataPlaneHandle | str, *, connect_now: bool) -> tuple[DataPlaneHandle, Link]:
+    """Return the handle (asking the directory for what its text leaves out) and a link to the directory."""
+    if isinstance(handle, str):
+        return _joined_by_text(PlaneText.parse(handle))
     if handle.address is None:
-        return in_process_link(handle.run_id)
+        return handle, in_process_link(handle.run_id)
     connect_s = call_s(handle.config.timeout_s) if connect_now else None
-    return SocketLink(handle.address, handle.store.key, handle.peer, connect_s=connect_s)
+    return handle, SocketLink(handle.address, handle.store.key, handle.peer, connect_s=connect_s)
 
 
-def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:
-    """Start the host part of the configured store, which allocates and frees blocks, in the calling process. Raises
+def _joined_by_text(text: PlaneText) -> tuple[DataPlaneHandle, Link]:
+    peer = directory_name(text.run_id)
+    link = SocketLink(text.address, text.key, peer, connect_s=TEXT_TIMEOUT_S)
+    started = time.monotonic()
+    reply = link.call("plane", b"", TEXT_TIMEOUT_S)
+    plane = messages.decode(body_of(reply, "connect", time.monotonic() - started), requests.Plane)
+    store = StoreSpec(plane.store_kind, plane.store_run_id, plane.store_address, plane.plane_id, text.key)
+    config = DataPlaneConfig.model_validate_json(plane.config)
+    return DataPlaneHandle(text.run_id, config, store, "", text.address, peer), link
+
+
+def build_store_host(config: DataPlaneConfig, run_id: str, host: str = "") -> StoreHost:
+    """Start the host part of the configured store, which allocates and frees blocks, in the calling process. host: IP
+    address of this host at which clients of other hosts reach the store; "" when all clients are on this host. Raises
     ValueError as `check_store` does."""
-    check_store(config, one_host=one_host)
-    return store_entry(store_kind(config, one_host=one_host)).open_host(config.store, run_id, one_host)
+    check_store(config, one_host=not host)
+    return store_entry(store_kind(config, one_host=not host)).open_host(config.store, run_id, host)
 
 
 def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
     """Return the kind of store that a data plane with this configuration uses. `auto` becomes `shm` on one host, else
-    `simple`."""
+    `tcp`."""
     if config.store.kind != "auto":
         return config.store.kind
-    return "shm" if one_host else "simple"
+    return "shm" if one_host else "tcp"
 
 
 def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
@@ -161,11 +252,11 @@ def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
 
     A dry run calls it on the host where the data plane would be opened.
     """
-    if store_kind(config, one_host=one_host) != "shm":
-        return
-    if not one_host:
+    kind = store_kind(config, one_host=one_host)
+    if kind == "shm" and not one_host:
         raise ValueError(
             "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "
-            "'simple', 'ray' or 'mooncake', or 'auto', which chooses"
+            "'tcp', 'ray', 'simple' or 'mooncake', or 'auto', which chooses"
         )
-    check_room(config.store.capacity_mib << 20)
+    if kind in ("shm", "tcp"):
+        check_room(config.store.capacity_mib << 20)

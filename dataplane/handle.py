@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from dataclasses import dataclass
+
+import msgspec
 
 from .block_store import StoreSpec
 from .config import DataPlaneConfig
 from .rpc.frames import DirectoryAddress
+
+_TEXT_PREFIX = "headrace1."
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +24,50 @@ class DataPlaneHandle:
     config: DataPlaneConfig
     store: StoreSpec
     actor_name: str
-    """Name of the Ray actor that runs the directory (the metadata service); "" when the directory is in the process
-    that opened it."""
+    """Name of the Ray actor that runs the directory (the metadata service); "" when no Ray actor does."""
     address: DirectoryAddress | None
-    """Address at which the Ray actor of the directory (the metadata service) listens; None when the directory runs in
-    the process that opened it."""
+    """Address at which the directory (the metadata service) listens; None when the directory runs in the process that
+    opened it."""
     peer: str
     """Name, pid and host of the directory (the metadata service), for error messages."""
+
+    def to_text(self) -> str:
+        """Return the handle as a short text of letters, digits, "-", "_" and ".", with which any process can `connect`.
+
+        The text contains the run's key: who has it can read and write all rows. Raises ValueError for a data plane that
+        was opened with in_process=True, which only its own process can use.
+        """
+        if self.address is None:
+            raise ValueError(
+                "to_text: the data plane was opened with in_process=True, which no other process can use; "
+                "open it with process=True"
+            )
+        address = self.address
+        body = msgspec.msgpack.encode([self.run_id, address.local, address.host, address.port, self.store.key])
+        return _TEXT_PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneText:
+    """Contents of a handle's text: where the directory listens, and the run's key."""
+
+    run_id: str
+    address: DirectoryAddress
+    key: bytes
+
+    @staticmethod
+    def parse(text: str) -> PlaneText:
+        """Decode what `DataPlaneHandle.to_text` returned. Raises ValueError for any other text."""
+        text = text.strip()
+        body = text.removeprefix(_TEXT_PREFIX)
+        try:
+            if body == text:
+                raise ValueError
+            data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+            run_id, local, host, port, key = msgspec.msgpack.decode(data, type=tuple[str, str, str, int, bytes])
+        except (ValueError, binascii.Error, msgspec.MsgspecError):
+            raise ValueError(
+                f"handle: got a text of {len(text)} characters, expected what plane.handle.to_text() returned, which "
+                f"begins with {_TEXT_PREFIX!r}"
+            ) from None
+        return PlaneText(run_id, DirectoryAddress(local, host, port), key)

@@ -14,11 +14,14 @@ between the two ends can take over the connection after the handshake.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import secrets
 import socket
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAGIC = b"hdrace02"
 """First bytes of a connection: the protocol and its version."""

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from ...codecs.host_memory import available_memory
-from ...codecs.integers import round_up
-from ...codecs.memory import ALIGN
+from ...codecs.integers import ALIGN, round_up
 from ...codecs.weights.buckets import BucketPlan
 
 NUM_VERSIONS = 2

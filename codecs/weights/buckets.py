@@ -21,8 +21,8 @@ import torch
 import xxhash
 
 from .. import messages
-from ..integers import round_up
-from ..memory import ALIGN, fresh
+from ..integers import ALIGN, round_up
+from ..memory import fresh
 from ..schema import DTYPES
 from .gpu_scatter import device_digest
 

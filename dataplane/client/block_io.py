@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...codecs.batch import Batch, Column, Jagged, Ragged
-from ...codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, verify
+from ...codecs.blocks import EncodedBlock, RowSource, assemble
 from ...codecs.integers import distinct
 from ...codecs.schema import Schema
-from ..block_store import BlockStore, PutsMany, Want
+from ..block_store import BlockStore, PutsMany, ReadsRanges, Want
 from ..config import MAX_BLOCK_ROWS
 from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
 from ..meta import KVBatchMeta, narrow_sources
+from .ranged_read import RangedReader
+from .verification import keys_in, verify_rows
 
 BLOCK_ROWS = 256
 """Default number of rows in a block. With half as many, a put to the store `simple` takes a third longer. Smaller
@@ -143,12 +145,14 @@ def _read(
     timeout_s: float,
 ) -> Batch:
     """Read the rows once from the store's memory. The result is valid only if `settle` succeeds afterwards."""
+    if isinstance(store, ReadsRanges) and not store.lends([want.block for _, want in wants]):
+        return RangedReader(store, meta, schema, sources, check=check).read(timeout_s)
     got = store.get([want for _, want in wants], timeout_s)
     views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
     for (number, _), parts in zip(wants, got, strict=True):
         views[number] = parts
     if check:
-        _verify(meta, sources, views)
+        verify_rows(meta, sources, views)
     return assemble(schema, meta.lengths, sources, [ref.layout for ref in meta.blocks], views)
 
 
@@ -170,16 +174,6 @@ def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> lis
     return [(number, Want(meta.blocks[number], tuple(sorted(parts[number])))) for number in sorted(parts)]
 
 
-def _verify(meta: KVBatchMeta, sources: Sequence[RowSource], views: Sequence[dict[int, np.ndarray]]) -> None:
-    for source in sources:
-        schema = meta.schema.subset(source.fields)
-        for number in distinct(source.block).tolist():
-            try:
-                verify(schema, source, number, meta.blocks[number].layout, views[number], seed=meta.plane_id)
-            except ChecksumMismatch as error:
-                raise IntegrityError(str(error), keys=_keys_in(meta, [source], {number})) from error
-
-
 def _cleared_keys(
     store: BlockStore, meta: KVBatchMeta, sources: Sequence[RowSource], wants: Sequence[tuple[int, Want]]
 ) -> list[str]:
@@ -194,14 +188,7 @@ def _cleared_keys(
             gone.add(number)
         except DataPlaneError:
             return list(meta.keys)
-    return _keys_in(meta, sources, gone) or list(meta.keys)
-
-
-def _keys_in(meta: KVBatchMeta, sources: Sequence[RowSource], numbers: set[int]) -> list[str]:
-    hit = np.zeros(len(meta), dtype=bool)
-    for source in sources:
-        hit |= np.isin(source.block, list(numbers))
-    return [meta.keys[i] for i in np.flatnonzero(hit)]
+    return keys_in(meta, sources, gone) or list(meta.keys)
 
 
 def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:

@@ -164,6 +164,19 @@ class Status:
     partition: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Reply to the request `plane`, which has no arguments: what a client must know besides the directory's address and
+    the run's key."""
+
+    config: str
+    """The data plane's configuration as JSON."""
+    store_kind: str
+    store_run_id: str
+    store_address: dict[str, Any]
+    plane_id: int
+
+
 # ------------------------------------------------------------------ replies: one byte, then the body
 
 _OK, _ERROR = b"\0", b"\1"

@@ -137,6 +137,7 @@ class DirectoryService:
             reserve_s=config.reserve_s,
             plane_id=host.spec.plane_id,
         )
+        self._config = config
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
@@ -163,6 +164,7 @@ class DirectoryService:
             "clear": self._clear,
             "clear_stale": self._clear_stale,
             "status": self._status,
+            "plane": self._plane,
             "store": self._serve,
         }
 
@@ -442,6 +444,12 @@ class DirectoryService:
             store_bytes=store_bytes - self._directory.allocated_credit_bytes,
             bytes_unfreed=unfreed_bytes,
         ).to_bytes()
+
+    def _plane(self, payload: bytes) -> bytes:
+        spec = self._store.spec
+        return messages.encode(
+            requests.Plane(self._config.model_dump_json(), spec.kind, spec.run_id, spec.address, spec.plane_id)
+        )
 
     def _serve(self, payload: bytes) -> bytes:
         if not isinstance(self._host, Serving):

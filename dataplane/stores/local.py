@@ -166,4 +166,4 @@ def _attach(spec: StoreSpec, link: Link) -> BlockStore:
     return LinkedLocalStore(link)
 
 
-STORE = StoreEntry(lambda config, run_id, one_host: LocalHost(run_id), _attach)
+STORE = StoreEntry(lambda config, run_id, host: LocalHost(run_id), _attach)

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from ...codecs.blocks import BlockLayout
-from ...codecs.integers import round_up
-from ...codecs.memory import ALIGN
+from ...codecs.integers import ALIGN, round_up
 from ..block_store import StoreHost, StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
@@ -293,14 +292,13 @@ def _spans(
     return spans, starts, end
 
 
-def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> StoreHost:
-    """Start the store of a run. It listens on loopback if all clients are on this host, otherwise on this node's
-    address in Ray."""
-    import ray  # mooncake itself needs no Ray
-
-    host = "127.0.0.1" if one_host else ray.util.get_node_ip_address()
+def _open_host(config: StoreConfig, run_id: str, host: str) -> StoreHost:
+    """Start the store of a run. It listens on loopback if all clients are on this host, otherwise on the address
+    `host`."""
     capacity_bytes = config.capacity_mib << 20
-    return MooncakeHost(run_id, capacity_bytes, host=host, protocol=config.protocol, device=config.device)
+    return MooncakeHost(
+        run_id, capacity_bytes, host=host or "127.0.0.1", protocol=config.protocol, device=config.device
+    )
 
 
 STORE = StoreEntry(_open_host, lambda spec, link: MooncakeStore(spec))

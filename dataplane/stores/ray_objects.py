@@ -25,8 +25,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
+from .counting_host import CountingHost
 from .deadline import received_part
-from .ray_processes import RayActorsHost, end_actors
+from .ray_processes import end_actors, has_died
 from .registry import StoreEntry
 
 NAMESPACE = "headrace"
@@ -70,7 +71,7 @@ class Keeper:
             self._dropped_early.pop(next(iter(self._dropped_early)), None)
 
 
-class RayObjectsHost(RayActorsHost):
+class RayObjectsHost(CountingHost):
     """Starts a keeper (the actor that owns the blocks) on every node that is alive now. Nodes that join later use the
     first keeper. Called from one thread."""
 
@@ -137,7 +138,7 @@ class RayObjectsHost(RayActorsHost):
             try:
                 call.result(self._unfreed.timeout_s(number))
             except (RayError, FutureTimeout) as error:
-                self._undelivered(number, self._keepers[number], error)
+                self._undelivered(number, error, dead=has_died(self._keepers[number]))
             else:
                 self._unfreed.delivered(number, block_ids)
 
@@ -259,6 +260,6 @@ class RayObjectsStore:
 
 
 STORE = StoreEntry(
-    lambda config, run_id, one_host: RayObjectsHost(run_id, config.capacity_mib << 20),
+    lambda config, run_id, host: RayObjectsHost(run_id, config.capacity_mib << 20),
     lambda spec, link: RayObjectsStore(spec),
 )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from ..block_store import BlockStore, StoreHost, StoreSpec
-from ..config import StoreConfig
-from ..rpc.links import Link
+
+if TYPE_CHECKING:
+    from ..config import StoreConfig
+    from ..rpc.links import Link
 
 _MODULES = {
     "local": "local",
     "shm": "shared_memory",
+    "tcp": "tcp.host",
     "ray": "ray_objects",
     "simple": "simple",
     "mooncake": "mooncake_store",
@@ -24,18 +28,30 @@ def _nothing() -> None:
     """No-op: the processes and bytes of the store end with the process that opened it, so there are no leftovers."""
 
 
+class StorageUnitProcess(Protocol):
+    """A storage unit that this process has started. It ends with this process at the latest."""
+
+    def close(self) -> None:
+        """End the unit's process; its rows are lost. Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
     """Holds the functions through which the data plane uses one kind of store."""
 
-    open_host: Callable[[StoreConfig, str, bool], StoreHost]
-    """Function that starts the store of a run, given the configuration, the run's id, and whether all clients are on
-    this host."""
+    open_host: Callable[[StoreConfig, str, str], StoreHost]
+    """Function that starts the store of a run, given the configuration, the run's id, and the IP address of this host
+    at which clients of other hosts reach its processes; "" when all clients are on this host."""
     attach: Callable[[StoreSpec, Link], BlockStore]
     """Function that joins the store from this process, given its spec and this process's link to the directory."""
     remove_leftovers: Callable[[], object] = _nothing
     """Function that removes what killed runs with this kind of store left on this machine. It keeps whatever living
     runs use."""
+    open_unit: Callable[[StoreSpec, StoreConfig, Link, str, float], StorageUnitProcess] | None = None
+    """Function that starts a storage unit on this host for a store that runs elsewhere, given the store's spec and
+    configuration, this process's link to the directory, the IP address at which the unit listens, and a time limit in
+    seconds. None for kinds of store without units that may join."""
 
 
 def store_entry(kind: str) -> StoreEntry:

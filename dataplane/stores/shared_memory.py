@@ -10,22 +10,22 @@ block.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...codecs.integers import round_up
-from ...codecs.memory import ALIGN
+from ...codecs.integers import ALIGN, round_up
 from ...codecs.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ..block_store import StoreSpec, Want
-from ..config import StoreConfig
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges
 from .registry import StoreEntry
@@ -46,6 +46,9 @@ from .shm_folder import (
     map_slots,
     reserve_memory,
 )
+
+if TYPE_CHECKING:
+    from ..config import StoreConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -122,8 +125,10 @@ class SharedMemoryHost:
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
         """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest of the
         range. The first block keeps its slot (its entry in the table of blocks), because its writer has checked that
-        one. Raises CapacityExceeded if there are not enough slots."""
+        one. Raises CapacityExceeded if there are not enough slots, and RowsCleared if the range was freed."""
         with self._lock:
+            if block_id not in self._held:
+                raise RowsCleared(f"block {block_id} was freed before it was written", op="put")
             slot, offset, held_bytes = self._held[block_id]
             assert sum(sizes) <= held_bytes and not any(size % ALIGN for size in sizes), (sizes, held_bytes)
             slots = [slot]
@@ -157,6 +162,16 @@ class SharedMemoryHost:
                 self._quarantined.append(held)
             else:
                 self._release(held)
+
+    def holds(self, block_id: int) -> bool:
+        """Return whether a range is allocated to this block."""
+        with self._lock:
+            return block_id in self._held
+
+    def places(self, block_ids: Sequence[int]) -> list[tuple[int, int, int] | None]:
+        """Return the slot, offset in the pool and number of bytes of each block; None for a block that was freed."""
+        with self._lock:
+            return [self._held.get(block_id) for block_id in block_ids]
 
     def usage_bytes(self) -> int:
         """Return the number of bytes of all ranges in use, each rounded up to a multiple of 64. Freed ranges that a
@@ -308,6 +323,19 @@ class SharedMemoryStore:
 
         Raises RowsCleared if the put's reservation has ended, and StoreLost after the host's `close`.
         """
+        with self.writing(block_id, location) as room:
+            for part, offset in zip(parts, offsets, strict=True):
+                np.copyto(room(offset, part.nbytes), part)
+        return location
+
+    @contextlib.contextmanager
+    def writing(self, block_id: int, location: bytes) -> Iterator[Callable[[int, int], np.ndarray]]:
+        """Mark this process as the writer of a block for as long as the context lasts. Gives a function (offset in the
+        block's range, number of bytes) -> the range's memory, uint8 1-D.
+
+        Raises RowsCleared, on entry or at the end, if the put's reservation has ended, and StoreLost after the host's
+        `close`.
+        """
         started = time.monotonic()
         slot, base = _LOCATION.unpack(location)
         self._check("put", block_id, slot, started)
@@ -323,12 +351,10 @@ class SharedMemoryStore:
         try:
             # Freed before the mark was seen: the range may belong to another block by now.
             self._check("put", block_id, slot, started)
-            for part, offset in zip(parts, offsets, strict=True):
-                np.copyto(pool.range(base + offset, part.nbytes), part)
+            yield lambda offset, nbytes: pool.range(base + offset, nbytes)
         finally:
             entry[WRITER_PID] = 0
         self._check("put", block_id, slot, started)
-        return location
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
         """Return read-only views of the pool, without a copy. If `settle` raises RowsCleared later, the views may have
@@ -355,6 +381,14 @@ class SharedMemoryStore:
         for want in wants:
             self._check("get", want.block.block_id, _LOCATION.unpack(want.block.location)[0], started)
 
+    def offset_of(self, location: bytes) -> int:
+        """Return the offset in the pool of the block at this location."""
+        return _LOCATION.unpack(location)[1]
+
+    def pool_view(self) -> memoryview:
+        """Return a view of the whole pool. Raises StoreLost after `close`."""
+        return self._mapped("get", time.monotonic()).view
+
     def close(self) -> None:
         """Drop this process's mapping of the pool. The memory stays mapped until its last view is gone. The run's store
         continues to exist."""
@@ -377,7 +411,7 @@ class SharedMemoryStore:
         return StoreLost("the shared-memory pool is closed", op=op, peer=str(self._folder), elapsed_s=elapsed)
 
 
-def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> SharedMemoryHost:
+def _open_host(config: StoreConfig, run_id: str, host: str) -> SharedMemoryHost:
     return SharedMemoryHost(run_id, config.capacity_mib << 20)
 
 

@@ -86,6 +86,11 @@ class PoolMapping:
         self._mapped = bytearray(ceil_div(len(self._bytes), PIECE_BYTES))
         """For each piece of the pool, 1 when its pages are mapped into this process, else 0."""
 
+    @property
+    def view(self) -> memoryview:
+        """View of the whole pool, bytes. Only what the host has reserved may be touched."""
+        return self._bytes.data
+
     def range(self, offset: int, nbytes: int) -> np.ndarray:
         """Return a range of the pool as a uint8 array `[nbytes]`. The range must be reserved, and stays mapped as long
         as the array exists."""

@@ -40,8 +40,9 @@ except ModuleNotFoundError:
 from ..block_store import StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
+from .counting_host import CountingHost
 from .deadline import keep_freed_memory, received_part
-from .ray_processes import RayActorsHost, end_actors
+from .ray_processes import end_actors, has_died
 from .registry import StoreEntry
 
 NAMESPACE = "headrace"
@@ -191,7 +192,7 @@ def _prepare_unit(unit: Any) -> int:
     return os.getpid()
 
 
-class SimpleHost(RayActorsHost):
+class SimpleHost(CountingHost):
     """Starts and ends the storage units (TransferQueue's processes). Called from one thread of the directory's
     process."""
 
@@ -252,7 +253,7 @@ class SimpleHost(RayActorsHost):
                 if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
                     raise StoreLost(str(reply.body.get("message")), op="clear", peer=self._link.units[unit].peer)
             except StoreLost as error:
-                self._undelivered(unit, self._actors[unit], error)
+                self._undelivered(unit, error, dead=has_died(self._actors[unit]))
             else:
                 self._unfreed.delivered(unit, block_ids)
 
@@ -344,8 +345,8 @@ class SimpleStore:
         raise StoreLost(message, op="get", peer=peer)
 
 
-def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> SimpleHost:
-    return SimpleHost(run_id, config.num_units, config.capacity_mib << 20)
+def _open_host(config: StoreConfig, run_id: str, host: str) -> SimpleHost:
+    return SimpleHost(run_id, config.num_units or 1, config.capacity_mib << 20)
 
 
 STORE = StoreEntry(_open_host, lambda spec, link: SimpleStore(spec))

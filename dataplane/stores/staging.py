@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...codecs.integers import round_up
-from ...codecs.memory import ALIGN
+from ...codecs.integers import ALIGN, round_up
 
 MIN_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20

@@ -31,6 +31,11 @@ class Unfreed:
         self._silent: set[int] = set()
         self._dead: set[int] = set()
 
+    def add_peer(self, name: str) -> None:
+        """Record a process that has been started. Its number is the number of processes before it."""
+        self._peers.append(name)
+        self._blocks.append({})
+
     def add(self, peer: int, block_id: int, nbytes: int) -> None:
         """Record that a process has to free a block. Does nothing for a dead process, or a block that is recorded
         already."""

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.tests import process_pool
+from headrace.tests.dataplane.planes import as_seen, store_config
 from headrace.tests.dataplane.rows import SCHEMA, fresh_run_id
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-WITH_PROCESSES = ("ray", "simple", "mooncake")
+WITH_PROCESSES = ("tcp", "tcp-sockets", "ray", "simple", "mooncake")
 KINDS = ("local", "shm", *(pytest.param(kind, marks=pytest.mark.processes) for kind in WITH_PROCESSES))
 NUMBER = itertools.count()
 
@@ -60,18 +61,17 @@ def kind(request: pytest.FixtureRequest, no_shared_memory_left: None) -> str:
 @pytest.fixture(scope="package")
 def plane(kind: str) -> Iterator[DataPlane]:
     """A data plane in this process, with room and time."""
-    store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 64, "num_units": 2})
+    store = store_config(kind, capacity_mib=64, num_units=2)
     config = DataPlaneConfig(store=store, timeout_s=20, block_rows=8, integrity="verify")
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+    with as_seen(kind, open_data_plane(config, run_id=fresh_run_id(), in_process=True)) as plane:
         yield plane
 
 
 @pytest.fixture(scope="package")
 def tight_plane(kind: str) -> Iterator[DataPlane]:
     """One with room for 1 MiB, and leases of 0.5 s."""
-    store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 1})
-    config = DataPlaneConfig(store=store, timeout_s=20, lease_s=0.5)
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+    config = DataPlaneConfig(store=store_config(kind, capacity_mib=1), timeout_s=20, lease_s=0.5)
+    with as_seen(kind, open_data_plane(config, run_id=fresh_run_id(), in_process=True)) as plane:
         yield plane
 
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...codecs.integers import ceil_div, round_up
-from ...codecs.memory import ALIGN
+from ...codecs.integers import ALIGN, ceil_div, round_up
 
 BATCH_BYTES = 32 << 20
 """Largest number of bytes of several weights that are sent together as a batch. If the largest single weight is smaller

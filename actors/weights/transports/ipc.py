@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ....codecs.memory import ALIGN
+from ....codecs.integers import ALIGN
 from ....codecs.owned_folder import SHARED_MEMORY
 from .cuda_ipc import CudaIpcStream, RingCache
 from .deadline import Deadline

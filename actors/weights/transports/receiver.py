@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ....codecs.integers import round_up
-from ....codecs.memory import ALIGN
+from ....codecs.integers import ALIGN, round_up
 from ....codecs.weights.buckets import BucketPlan, checksum
 from ....codecs.weights.gpu_scatter import device_digest
 from .deadline import Deadline, worker_name

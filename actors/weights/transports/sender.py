@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ....codecs.memory import ALIGN
+from ....codecs.integers import ALIGN
 from ....codecs.weights.buckets import BucketPlan, expect_all
 from .deadline import Deadline
 from .protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpdate

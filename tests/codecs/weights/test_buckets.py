@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.codecs.memory import ALIGN
+from headrace.codecs.integers import ALIGN
 from headrace.codecs.messages import decode, encode
 from headrace.codecs.schema import DTYPES
 from headrace.codecs.weights.buckets import (

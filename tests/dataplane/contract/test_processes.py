@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import ray
 
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost, KeysNotFound, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.tests.dataplane.planes import as_seen, store_config
 from headrace.tests.dataplane.rows import BYTES, FIRST, SCHEMA, assert_rows, block_of, columns, fresh_run_id, keys_of
 from headrace.tests.dataplane.workers import leave, start
 
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 def open_apart(kind: str, **settings: Any) -> DataPlane:
     """A data plane whose directory is an actor."""
-    store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 64})
-    return open_data_plane(DataPlaneConfig(store=store, **{"timeout_s": 20, **settings}), run_id=fresh_run_id())
+    config = DataPlaneConfig(store=store_config(kind, capacity_mib=64), **{"timeout_s": 20, **settings})
+    return as_seen(kind, open_data_plane(config, run_id=fresh_run_id()))
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,8 @@ def store_process(plane: DataPlane) -> tuple[int, str, type[DataPlaneError]]:
     address: Any = plane.handle.store.address
     if plane.handle.store.kind == "simple":
         return address["units"][0][2], address["units"][0][1], StoreLost
+    if plane.handle.store.kind == "tcp":
+        return address["units"][0][1], address["units"][0][0], StoreLost
     if plane.handle.store.kind == "ray":
         return address["pids"][0], address["names"][0], StoreLost
     if plane.handle.store.kind == "mooncake":

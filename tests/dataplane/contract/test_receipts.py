@@ -15,6 +15,7 @@ from headrace.dataplane.errors import DataPlaneError, IntegrityError, KeysNotFou
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.stores.registry import store_entry
+from headrace.tests.dataplane.planes import LENDING, SOCKETS, catch_reads
 from headrace.tests.dataplane.rows import BYTES, FIRST, assert_rows, block_of, columns, keys_of
 
 
@@ -38,7 +39,7 @@ def test_receipts_are_read_without_the_directory_and_cut_at_will(client: Any, pa
 def test_a_data_plane_lists_its_processes(plane: DataPlane) -> None:
     processes = plane.processes()
     assert processes.pop("directory") == os.getpid(), "it is in this process"
-    expected = {"local": 0, "shm": 0, "ray": 1, "simple": 2, "mooncake": 2}
+    expected = {"local": 0, "shm": 0, "tcp": 2, "ray": 1, "simple": 2, "mooncake": 2}
     assert len(processes) == expected[plane.handle.store.kind]
     assert all(process_start(pid) is not None for pid in processes.values())
 
@@ -90,8 +91,6 @@ def test_rows_overwritten_while_they_are_read_are_never_torn(
     stop, failures, written, pauses = threading.Event(), [], threading.Condition(), [False]
     latest = [0]
     writer, reader = connect(plane.handle, name="writer"), connect(plane.handle, name="reader")
-    store = reader._operations.store
-    real = store.get
 
     def overwrite() -> None:
         try:
@@ -105,15 +104,13 @@ def test_rows_overwritten_while_they_are_read_are_never_torn(
             failures.append(error)
             stop.set()
 
-    def get_slowly(*arguments: Any) -> Any:
-        views = real(*arguments)
+    def pause(_: object) -> None:
         if pauses[0]:
             upto = latest[0] + 4  # two blocks are written in turn
             with written:
                 assert written.wait_for(lambda: latest[0] >= upto or stop.is_set(), 30)
-        return views
 
-    store.get = get_slowly  # type: ignore[method-assign]
+    catch_reads(reader._operations.store, kind, pause)
     thread = threading.Thread(target=overwrite)
     thread.start()
     refused = 0
@@ -132,7 +129,7 @@ def test_rows_overwritten_while_they_are_read_are_never_torn(
     finally:
         stop.set()
         thread.join(30)
-    assert not failures and (refused >= 12 or kind != "shm"), (failures, refused)
+    assert not failures and (refused >= 12 or kind not in LENDING), (failures, refused)
     meta = reader.lookup(raw, keys, ("x",))
     assert reader.get(meta).tensor("x").unique().tolist() == [int(meta.versions[0]) % 256]
     writer.close()
@@ -147,28 +144,25 @@ def test_rows_replaced_between_two_bytes_of_a_read(client: Any, plane: DataPlane
     keys = [f"r.{n}" for n in range(4)]
     meta = client.put(raw, keys, block_of(1, 4))
     reader, writer = connect(plane.handle, name="reader"), connect(plane.handle, name="writer")
-    store, waiting, overwritten = reader._operations.store, [True], []
-    real = store.get
+    waiting, overwritten = [True], []
 
-    def get_then_replace(*arguments: Any) -> Any:
-        views = real(*arguments)
+    def replace(views: list[dict[int, np.ndarray]]) -> None:
         if waiting.pop() if waiting else False:
             writer.put(raw, keys, block_of(2, 4), replace=True)
             # Writers without credit take the first room there is, so that one of them meets the old rows' memory.
-            for number in range(100 if kind == "shm" else 2):
+            for number in range(100 if kind in LENDING else 2):
                 with connect(plane.handle, name=f"other{number}") as other:
                     other.put(raw, [f"o{number}.{n}" for n in range(3)], block_of(3, 3))  # and no checksum fits
                 if any((part == 3).any() for found in views for part in found.values() if len(part) > 100_000):
                     overwritten.append(number)
                     break
-        return views
 
-    store.get = get_then_replace  # type: ignore[method-assign]
+    catch_reads(reader._operations.store, kind, replace)
     try:
         assert reader.get(meta).tensor("x").unique().tolist() == [1], "views that pinned the old bytes"
     except RowsCleared as error:
         assert "r.0" in str(error)
-    assert not waiting and (overwritten or kind != "shm"), "the memory was written anew, else this tests nothing"
+    assert not waiting and (overwritten or kind not in LENDING), "the memory was written anew, else this tests nothing"
     assert client.get_keys(raw, keys, ("x",)).tensor("x").unique().tolist() == [2]
     client.clear(raw)
     reader.close()
@@ -181,21 +175,21 @@ def test_damaged_bytes_are_refused_and_told_from_cleared_ones(
     raw = f"{partition}-raw"
     client.register(raw, BYTES, ("train",))
     reader = connect(plane.handle, name="reader")
-    store, clear_first = reader._operations.store, False
-    real = store.get
+    clear_first = False
 
-    def get_damaged(*arguments: Any) -> Any:
-        views = [{part: view.copy() for part, view in found.items()} for found in real(*arguments)]
+    def damage(views: list[dict[int, np.ndarray]]) -> Any:
+        if not kind.endswith(SOCKETS):
+            views = [{part: view.copy() for part, view in found.items()} for found in views]
         views[0][1][5] ^= 1
         if clear_first:
             client.clear(raw)
         return views
 
     meta = client.put(raw, ["r.0", "r.1"], block_of(1, 2))
-    store.get = get_damaged  # type: ignore[method-assign]
+    catch_reads(reader._operations.store, kind, damage)
     with pytest.raises(IntegrityError, match="r.0"):
         reader.get(meta)
-    clear_first = kind == "shm"  # the others' views are their own copy, or pin the block
+    clear_first = kind in LENDING  # the others' views are their own copy, or pin the block
     with pytest.raises(RowsCleared if clear_first else IntegrityError, match="r.0"):
         reader.get(meta)
     client.clear(raw)

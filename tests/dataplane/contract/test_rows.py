@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.codecs.jagged import pack, unpack
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import (
     AlreadyWritten,
     CapacityExceeded,
@@ -26,6 +26,7 @@ from headrace.dataplane.errors import (
     StoreLost,
 )
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.tests.dataplane.planes import store_config
 from headrace.tests.dataplane.rows import (
     BYTES,
     FIRST,
@@ -243,7 +244,7 @@ def test_batches_and_nested_tensors_can_be_put(client: Any, partition: str) -> N
 
 
 def test_closed_plane_ends_waits_and_refuses_calls(kind: str) -> None:
-    config = DataPlaneConfig(store=StoreConfig.model_validate({"kind": kind, "capacity_mib": 8}), timeout_s=30)
+    config = DataPlaneConfig(store=store_config(kind, capacity_mib=8), timeout_s=30)
     plane = open_data_plane(config, run_id=fresh_run_id(), in_process=True)
     client = connect(plane.handle)
     client.register("p", SCHEMA, ("train",))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from headrace.codecs.blocks import BlockLayout
-from headrace.codecs.memory import ALIGN
+from headrace.codecs.integers import ALIGN
 from headrace.dataplane.block_store import StoreSpec, Want
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef

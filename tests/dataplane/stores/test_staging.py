@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from headrace.codecs.memory import ALIGN
+from headrace.codecs.integers import ALIGN
 from headrace.dataplane.stores import staging
 from headrace.dataplane.stores.deadline import DeadlineThreads
 from headrace.dataplane.stores.staging import MIN_BYTES, StagingPool

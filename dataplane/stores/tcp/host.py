@@ -1,0 +1,165 @@
+"""Implements the part of the store `tcp` in the directory's process: it starts the units, and frees blocks in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ....codecs.owned_folder import remove_stale_folders
+from ...block_store import StoreSpec
+from ...config import StoreConfig
+from ...directory.requests import body_of
+from ...errors import StoreLost
+from ...handshake import new_key
+from ...rpc.links import Link
+from ..counting_host import CountingHost
+from ..registry import StoreEntry
+from .link import UnitDied, UnitLink
+from .messages import Free, UnitAddress, column, decode, encode
+from .process import UnitProcess
+from .store import UNIT_BYTES, TcpStore
+
+MAX_UNITS = 1 << (8 * UNIT_BYTES)
+
+
+class RunningUnit(Protocol):
+    """A storage unit that the host has started, in a process of its own."""
+
+    address: UnitAddress
+
+    def has_died(self) -> bool:
+        """Return whether the unit's process has certainly ended."""
+        ...
+
+    def close(self) -> None:
+        """End the unit's process, in bounded time. Idempotent."""
+        ...
+
+
+class TcpHost(CountingHost):
+    """Starts the storage units, counts their bytes, and tells them to free blocks. Called from one thread, except for
+    `serve`, which the directory's event loop calls."""
+
+    def __init__(self, run_id: str, units: Sequence[RunningUnit], key: bytes, capacity_bytes: int) -> None:
+        super().__init__([], capacity_bytes)
+        self._started = list(units)
+        self._units: list[UnitLink] = []
+        self._key = key
+        for unit in units:
+            self._add(unit.address)
+        self.spec = StoreSpec("tcp", run_id, {"units": self._listed()}, key=key)
+
+    def serve(self, request: bytes) -> bytes:
+        """Answer a client's request: `units` lists the units, and `join` with an address adds a unit that was started
+        on another host. Raises ValueError for anything else, and when there are too many units."""
+        if request == b"units":
+            return encode([unit.address for unit in self._units])
+        if request[:4] == b"join":
+            self._add(decode(request[4:], UnitAddress))
+            return b""
+        raise ValueError(f"store request: got {request[:16]!r}, expected 'units' or 'join'")
+
+    def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Make the units delete these blocks, so that nobody can read them any more. It takes one round trip to each
+        unit that holds one. Idempotent.
+
+        If a unit does not answer, its blocks are remembered, and it is asked again at the next call unless it is dead.
+        """
+        for block_id, location in blocks:
+            nbytes = self._bytes.pop(block_id, None)
+            if nbytes is None:
+                continue
+            # A block that was reserved and not committed may be in any unit, or still on its way to one.
+            for unit in [int.from_bytes(location[:UNIT_BYTES])] if location else range(len(self._units)):
+                self._unfreed.add(unit, block_id, nbytes)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Ask every unit to delete the freed blocks that it still holds."""
+        for number, block_ids in self._unfreed.waiting():
+            deadline = time.monotonic() + self._unfreed.timeout_s(number)
+            try:
+                self._units[number].ask("clear", "free", encode(Free(column(block_ids))), (), deadline)
+            except StoreLost as error:
+                dead = isinstance(error, UnitDied) or self._has_died(number)
+                self._undelivered(number, error, dead=dead)
+            else:
+                self._unfreed.delivered(number, block_ids)
+
+    def _has_died(self, number: int) -> bool:
+        return number < len(self._started) and self._started[number].has_died()
+
+    def processes(self) -> dict[str, int]:
+        """Return the pids of the units that were started on this host, by name."""
+        return {unit.address.name: unit.address.pid for unit in self._started if isinstance(unit, UnitProcess)}
+
+    def close(self) -> None:
+        """End the units that this host started, and remove their pools. Idempotent."""
+        for link in self._units:
+            link.close()
+        started, self._started = self._started, []
+        for unit in started:
+            unit.close()
+
+    def _add(self, address: UnitAddress) -> None:
+        if len(self._units) == MAX_UNITS:
+            raise ValueError(f"storage unit {address.name}: the store has {MAX_UNITS} units, and no more")
+        self._unfreed.add_peer(address.peer)
+        self._units.append(UnitLink(address, self._key))
+
+    def _listed(self) -> list[tuple[Any, ...]]:
+        return [dataclasses.astuple(unit.address) for unit in self._units]
+
+
+def _open_host(config: StoreConfig, run_id: str, host: str) -> TcpHost:
+    """Start the storage units: on this host if `host` is "" (they listen on loopback), else on every node of the Ray
+    cluster that this process belongs to. Without Ray they are on this host and listen at `host`; `open_unit` adds those
+    of other hosts."""
+    remove_stale_folders()
+    key, capacity_bytes = new_key(), config.capacity_mib << 20
+    if host and _in_ray_cluster():
+        from .ray_units import start_units
+
+        return TcpHost(run_id, start_units(run_id, config.num_units, key, capacity_bytes), key, capacity_bytes)
+    units: list[RunningUnit] = []
+    try:
+        for number in range(config.num_units or 1):
+            units.append(UnitProcess(run_id, f"unit-{number}", key, host or "127.0.0.1", capacity_bytes))
+        return TcpHost(run_id, units, key, capacity_bytes)
+    except BaseException:
+        for unit in units:
+            unit.close()
+        raise
+
+
+def _in_ray_cluster() -> bool:
+    ray = sys.modules.get("ray")  # a process that has not imported Ray is in no cluster
+    return ray is not None and ray.is_initialized()
+
+
+def _open_unit(spec: StoreSpec, config: StoreConfig, link: Link, host: str, timeout_s: float) -> UnitProcess:
+    """Start a storage unit on this host for a store that runs elsewhere, and add it to the store's units. Raises the
+    errors of `UnitProcess`, and DirectoryLost when the directory does not answer."""
+    remove_stale_folders()
+    name = f"unit-{platform.node()}-{secrets.token_hex(4)}"
+    unit = UnitProcess(spec.run_id, name, spec.key, host, config.capacity_mib << 20)
+    try:
+        request = b"join" + encode(unit.address)
+        started = time.monotonic()
+        body_of(link.call("store", request, timeout_s), "join", time.monotonic() - started)
+    except BaseException:
+        unit.close()
+        raise
+    return unit
+
+
+def _attach(spec: StoreSpec, link: Link) -> TcpStore:
+    return TcpStore(spec, link)
+
+
+STORE = StoreEntry(_open_host, _attach, remove_stale_folders, _open_unit)

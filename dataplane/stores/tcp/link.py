@@ -1,0 +1,182 @@
+"""Sends requests to one storage unit over pooled connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
+from ...handshake import HandshakeError, prove_to_server
+from .messages import DONE, FREED, FULL, UnitAddress
+from .wire import SERVICE, Connection
+
+CONNECT_AGAIN_S = 0.02
+"""Seconds between attempts to connect to a unit that has closed a connection during the handshake."""
+
+
+class UnitDied(StoreLost):
+    """Nobody listens at a storage unit's address any more, so its process has ended, and its blocks with it."""
+
+
+class UnitLink:
+    """Connections of this process to one storage unit. Thread-safe: each call takes a connection of its own."""
+
+    def __init__(self, address: UnitAddress, key: bytes) -> None:
+        self.address = address
+        self._key = key
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._idle: list[Connection] = []
+        self._closed = False
+        self._watching = threading.Lock()
+        self._watch: list[Connection] = []
+        """At most one connection, which carries nothing and whose end shows that the unit has died."""
+        self._watch_pid = 0
+        self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)  # if nobody closes the client
+
+    def ask(self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> bytes:
+        """Send a request that has no raw bytes in its reply, and return the head of the reply. op: the client's
+        operation, for errors. Raises the errors of `exchange`."""
+        with self.exchange(op, request, head, raw, deadline) as (_, answer, _):
+            return answer
+
+    @contextlib.contextmanager
+    def exchange(
+        self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float
+    ) -> Iterator[tuple[Connection, bytes, int]]:
+        """Send a request and receive the beginning of its reply. Gives the connection, the reply's head, and the number
+        of raw bytes that the context must receive from the connection.
+
+        Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, UnitDied when nobody
+        listens there, and StoreLost when the unit does not answer by the deadline or breaks the connection.
+        """
+        started = time.monotonic()
+        try:
+            connection = self._sent(request, head, raw, deadline)
+            try:
+                reply = connection.receive(deadline)
+                if reply is None:
+                    raise ConnectionResetError
+                answer, text, raw_bytes = reply
+                if answer == DONE:
+                    yield connection, text, raw_bytes
+                elif raw_bytes:
+                    raise ValueError(f"reply {answer!r} with {raw_bytes} bytes")
+            except BaseException:
+                connection.close()
+                raise
+            self._give(connection)
+        except (OSError, ValueError) as error:
+            if isinstance(error, DataPlaneError):
+                raise
+            raise self._lost(op, error, started) from None
+        if answer != DONE:
+            kind = {FREED: RowsCleared, FULL: CapacityExceeded}.get(answer, StoreLost)
+            text = text.decode(errors="replace")
+            raise kind(text, op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
+
+    def check_alive(self, op: str, deadline: float) -> None:
+        """Raise UnitDied or StoreLost unless the unit's process still holds a connection to this one, which takes a
+        microsecond. op: the client's operation, for errors.
+
+        The memory of a pool whose unit has died can be read on, but nobody marks cleared blocks in it any more.
+        """
+        started = time.monotonic()
+        with self._watching:
+            if self._watch and (self._watch_pid != os.getpid() or not self._watch[0].is_idle()):
+                self._watch.pop().socket.close()
+            if not self._watch:
+                try:
+                    self._watch.append(self._connected(deadline))
+                    self._watch_pid = os.getpid()
+                except (OSError, ValueError) as error:
+                    raise self._lost(op, error, started) from None
+
+    def close(self) -> None:
+        """Close the idle connections now, and those in use after their calls. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._finalizer()
+
+    def _sent(self, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> Connection:
+        """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
+        connection."""
+        while True:
+            connection = self._take()
+            pooled = connection is not None
+            connection = connection or self._connected(deadline)
+            try:
+                connection.send(request, head, raw, deadline)
+                return connection
+            except BaseException as error:
+                connection.close()
+                if not pooled or not isinstance(error, ConnectionError):
+                    raise
+
+    def _take(self) -> Connection | None:
+        while True:
+            with self._lock:
+                if self._pid != os.getpid():  # forked: the connections are the parent's
+                    self._pid = os.getpid()
+                    while self._idle:
+                        self._idle.pop().socket.close()  # this process's copy only
+                if not self._idle or self._closed:
+                    return None
+                connection = self._idle.pop()
+            if connection.is_idle():
+                return connection
+            connection.close()
+
+    def _give(self, connection: Connection) -> None:
+        with self._lock:
+            if not self._closed and self._pid == os.getpid():
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def _connected(self, deadline: float) -> Connection:
+        """Open a connection and carry out the handshake. A unit that has too many new connections closes some of them,
+        so this connects again until the deadline."""
+        if self._closed:
+            raise StoreLost("this client is closed", op="connect", peer=self.address.peer)
+        while True:
+            connection = socket.create_connection((self.address.host, self.address.port), _left_s(deadline))
+            try:
+                prove_to_server(connection, self._key, SERVICE, deadline)
+                return Connection(connection)
+            except BaseException as error:
+                connection.close()
+                if isinstance(error, HandshakeError) or not isinstance(error, ConnectionError):
+                    raise
+            time.sleep(min(CONNECT_AGAIN_S, _left_s(deadline)))
+
+    def _lost(self, op: str, error: Exception, started: float) -> StoreLost:
+        elapsed_s = time.monotonic() - started
+        kind = StoreLost
+        if isinstance(error, TimeoutError):
+            what = "did not answer"
+        elif isinstance(error, ConnectionRefusedError):
+            kind, what = UnitDied, "has died: nobody listens at its address"
+        elif isinstance(error, HandshakeError | ValueError):
+            what = f"is lost: {error}"
+        else:
+            what = f"is lost: the connection broke ({error.strerror if isinstance(error, OSError) else error})"
+        return kind(f"the storage unit {what}", op=op, peer=self.address.peer, elapsed_s=elapsed_s)
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _close_all(*pools: list[Connection]) -> None:
+    for connections in pools:
+        while connections:
+            connections.pop().close()

@@ -1,0 +1,349 @@
+"""Implements the client's part of the store `tcp`: it reads and writes blocks in storage units.
+
+A put goes to the unit of this process's host if there is one, through shared memory, else to any unit over TCP. A get
+reads blocks of this host's units in place, and asks other units only for the bytes of the rows that are wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ....codecs.blocks import BlockLayout
+from ....codecs.integers import ALIGN, distinct, round_up
+from ...block_store import ByteRanges, StoreSpec, Want
+from ...directory.requests import body_of
+from ...errors import CapacityExceeded, RowsCleared, StoreLost
+from ...meta import BlockRef
+from ...rpc.links import Link
+from ..shared_memory import SharedMemoryStore
+from .link import UnitDied, UnitLink
+from .messages import Cut, Get, Put, Reserve, UnitAddress, column, decode, encode, locations, memory_id
+
+UNIT_BYTES = 2
+"""Number of bytes at the beginning of a block's location that hold the number of its unit. The location in the unit's
+pool follows."""
+_PAD = memoryview(bytes(ALIGN))
+_BUFFER_BYTES = 1 << 20
+_ASK_TIMEOUT_S = 10.0
+
+
+class TcpStore:
+    """Reads and writes blocks in storage units, from any process that can reach them. Thread-safe."""
+
+    def __init__(self, spec: StoreSpec, link: Link) -> None:
+        """Join the units that the directory lists, without connecting to them. `shares_memory` False in the spec's
+        address makes this client use sockets even for units of its own host, as tests and benchmarks want it."""
+        self._key = spec.key
+        self._link = link
+        self._lock = threading.Lock()
+        self._memory_id = memory_id() if spec.address.get("shares_memory", True) else ""
+        self._units: list[UnitLink] = []
+        self._near: dict[int, SharedMemoryStore] = {}
+        """Pools of the units that are on this process's host, by the unit's number."""
+        self._dead: set[int] = set()
+        self._asked = False
+        self._closed = False
+        units: Any = spec.address["units"]
+        self._add([UnitAddress(*unit) for unit in units])
+
+    # -------------------------------------------------------------- put
+
+    def put(
+        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+    ) -> bytes:
+        """Write one block; see `put_many`."""
+        return self.put_many(block_id, [parts], timeout_s)[0]
+
+    def put_many(
+        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
+    ) -> tuple[bytes, ...]:
+        """Write the blocks to one unit. The first choice is a unit on this host; the others follow when it has no room
+        or has died.
+
+        Raises RowsCleared when the put's reservation has ended, CapacityExceeded when no unit has room in time, and
+        StoreLost when a unit does not answer or all have died.
+        """
+        started = time.monotonic()
+        deadline = started + timeout_s
+        layouts = [BlockLayout((), 0, 0, tuple([part.nbytes for part in parts])) for parts in blocks]
+        order = self._order(first_block_id, deadline)
+        full: CapacityExceeded | None = None
+        died: StoreLost | None = None
+        for attempt in range(2):  # first, no unit waits for room
+            for number in order:
+                wait_s = max(0.0, (deadline - time.monotonic()) * attempt / 2)
+                try:
+                    found = self._put_to(number, first_block_id, blocks, layouts, wait_s, deadline)
+                except CapacityExceeded as error:
+                    full = error
+                except UnitDied as error:
+                    self._dead.add(number)
+                    died = error
+                else:
+                    return tuple(number.to_bytes(UNIT_BYTES) + location for location in found)
+            order = [number for number in order if number not in self._dead][:1]
+        if full is not None:
+            raise full
+        elapsed_s = time.monotonic() - started
+        raise died or StoreLost("the store has no storage unit", op="put", elapsed_s=elapsed_s)
+
+    def _put_to(
+        self,
+        number: int,
+        first_block_id: int,
+        blocks: Sequence[Sequence[np.ndarray]],
+        layouts: Sequence[BlockLayout],
+        wait_s: float,
+        deadline: float,
+    ) -> tuple[bytes, ...]:
+        unit, sizes = self._units[number], tuple(layout.nbytes for layout in layouts)
+        near = self._near.get(number)
+        if near is None:
+            request = encode(Put(first_block_id, sizes, wait_s))
+            return locations(unit.ask("put", "put", request, _laid_out(blocks, layouts), deadline))
+        room = unit.ask("put", "reserve", encode(Reserve(first_block_id, sum(sizes), wait_s)), (), deadline)
+        bases = np.cumsum([0, *sizes[:-1]]).tolist()
+        parts = [part for block in blocks for part in block]
+        offsets = [base + at for base, layout in zip(bases, layouts, strict=True) for at in layout.offsets]
+        near.put(first_block_id, room, parts, offsets, 0.0)
+        return locations(unit.ask("put", "cut", encode(Cut(first_block_id, sizes)), (), deadline))
+
+    def _order(self, first_block_id: int, deadline: float) -> list[int]:
+        """Return the numbers of the units in the order in which a put tries them: those of this host, then the others
+        in turn from put to put."""
+        if not self._asked:
+            self._ask_directory(deadline)
+        alive = [number for number in range(len(self._units)) if number not in self._dead]
+        if not alive:
+            self._ask_directory(deadline)  # one may have joined
+            alive = [number for number in range(len(self._units)) if number not in self._dead]
+        near = [number for number in alive if number in self._near]
+        far = [number for number in alive if number not in self._near]
+        turn = first_block_id % max(1, len(far))
+        return near + far[turn:] + far[:turn]
+
+    # -------------------------------------------------------------- get
+
+    def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
+        """Return views of the wanted parts: of the pool itself for blocks of this host's units, else of memory into
+        which they were received."""
+        deadline = time.monotonic() + timeout_s
+        found: list[dict[int, np.ndarray]] = [{} for _ in wants]
+        far: list[tuple[int, Want]] = []
+        for position, want in enumerate(wants):
+            near = self._near.get(self._number(want.block, deadline))
+            if near is None:
+                far.append((position, want))
+            else:
+                self._units[self._number(want.block, deadline)].check_alive("get", deadline)
+                (found[position],) = near.get([_in_pool(want)], timeout_s)
+        if far:
+            self._get_far(far, found, deadline)
+        return found
+
+    def _get_far(self, far: list[tuple[int, Want]], found: list[dict[int, np.ndarray]], deadline: float) -> None:
+        starts, at = [], 0
+        for _, want in far:
+            sizes = want.block.layout.part_bytes
+            for part in want.parts:
+                starts.append(at)
+                at += round_up(sizes[part], ALIGN)
+        memory = np.empty(at + ALIGN, np.uint8)
+        memory = memory[-memory.ctypes.data % ALIGN :]
+        ranges = []
+        for position, want in far:
+            offsets, sizes = want.block.layout.offsets, want.block.layout.part_bytes
+            for part in want.parts:
+                begin = starts[len(ranges)]
+                view = memory[begin : begin + sizes[part]]
+                block = np.zeros(1, np.int64) + (len(found) and position)
+                ranges.append(ByteRanges(view, block, np.array([offsets[part]]), np.array([sizes[part]])))
+                found[position][part] = view
+        blocks = {position: want.block for position, want in far}
+        self._read([blocks.get(position) for position in range(len(found))], ranges, deadline)
+        for position, _ in far:
+            for view in found[position].values():
+                view.flags.writeable = False
+
+    def lends(self, blocks: Sequence[BlockRef]) -> bool:
+        """Return whether all blocks are in pools of this host, so that `get` returns views without a copy."""
+        deadline = time.monotonic() + _ASK_TIMEOUT_S
+        return all(self._number(block, deadline) in self._near for block in blocks)
+
+    def read_ranges(self, blocks: Sequence[BlockRef], ranges: Sequence[ByteRanges], timeout_s: float) -> None:
+        """Receive ranges of bytes of blocks straight into the memory where they belong. Every block is checked for
+        whether it is still there, also those without ranges.
+
+        Raises RowsCleared when a block was freed, before or while it was read, and StoreLost naming the unit that has
+        died or does not answer.
+        """
+        self._read(blocks, ranges, time.monotonic() + timeout_s)
+
+    def _read(self, blocks: Sequence[BlockRef | None], ranges: Sequence[ByteRanges], deadline: float) -> None:
+        unit_of = np.array([-1 if block is None else self._number(block, deadline) for block in blocks], np.int64)
+        columns = _Columns(ranges)
+        for number in distinct(unit_of[unit_of >= 0]).tolist():
+            positions = np.flatnonzero(unit_of == number)
+            chosen = np.flatnonzero(unit_of[columns.block] == number) if len(columns.block) else columns.block
+            near = self._near.get(number)
+            of_unit = [block for block in (blocks[position] for position in positions.tolist()) if block is not None]
+            if near is not None:
+                self._units[number].check_alive("get", deadline)
+                self._copy_near(near, of_unit, positions, columns, chosen)
+            else:
+                self._receive(self._units[number], of_unit, positions, columns, chosen, deadline)
+
+    def _receive(
+        self,
+        unit: UnitLink,
+        blocks: Sequence[BlockRef],
+        positions: np.ndarray,
+        columns: _Columns,
+        chosen: np.ndarray,
+        deadline: float,
+    ) -> None:
+        """Ask one unit for the ranges at the indices `chosen`, and receive them. positions: position of each of
+        `blocks` among all blocks of the read, in rising order."""
+        request = Get(
+            column([block.block_id for block in blocks]),
+            column(np.searchsorted(positions, columns.block[chosen])),
+            column(columns.start[chosen]),
+            column(columns.nbytes[chosen]),
+        )
+        expected = int(columns.nbytes[chosen].sum()) + 1
+        state = bytearray(1)
+        with unit.exchange("get", "get", encode(request), (), deadline) as (connection, _, raw_bytes):
+            if raw_bytes != expected:
+                raise ValueError(f"got {raw_bytes} bytes, expected {expected}")
+            connection.receive_into([*columns.targets(chosen), memoryview(state)], deadline)
+        if state != b"\1":
+            raise RowsCleared("a block was freed while it was read", op="get", peer=unit.address.peer)
+
+    def _copy_near(
+        self,
+        near: SharedMemoryStore,
+        blocks: Sequence[BlockRef],
+        positions: np.ndarray,
+        columns: _Columns,
+        chosen: np.ndarray,
+    ) -> None:
+        """Copy the ranges at the indices `chosen` out of a pool of this host."""
+        wants = [_in_pool(Want(block, ())) for block in blocks]
+        near.get(wants, 0.0)
+        pool = near.pool_view()
+        base = np.array([near.offset_of(want.block.location) for want in wants], np.int64)
+        starts = base[np.searchsorted(positions, columns.block[chosen])] + columns.start[chosen]
+        for target, start in zip(columns.each_target(chosen), starts.tolist(), strict=True):
+            target[:] = pool[start : start + target.nbytes]
+        near.settle(wants)
+
+    def settle(self, wants: Sequence[Want]) -> None:
+        """Raise RowsCleared if a block of this host's pools has been freed since the `get`. What came over TCP was
+        checked when it came."""
+        deadline = time.monotonic() + _ASK_TIMEOUT_S
+        for want in wants:
+            near = self._near.get(self._number(want.block, deadline))
+            if near is not None:
+                near.settle([_in_pool(want)])
+
+    def close(self) -> None:
+        """Disconnect from the units, which go on. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for near in self._near.values():
+                near.close()
+            for unit in self._units:
+                unit.close()
+
+    # -------------------------------------------------------------- units
+
+    def _number(self, block: BlockRef, deadline: float) -> int:
+        """Return the number of the unit that holds a block. Raises StoreLost for a unit that nobody knows."""
+        number = int.from_bytes(block.location[:UNIT_BYTES])
+        if number >= len(self._units):
+            self._ask_directory(deadline)
+            if number >= len(self._units):
+                raise StoreLost(f"block {block.block_id} is in storage unit {number}, which is not listed", op="get")
+        return number
+
+    def _ask_directory(self, deadline: float) -> None:
+        """Ask the directory for the units, as some may have joined since the data plane was opened."""
+        started = time.monotonic()
+        reply = self._link.call("store", b"units", max(0.1, min(_ASK_TIMEOUT_S, deadline - started)))
+        body = body_of(reply, "connect", time.monotonic() - started)
+        self._add(decode(body, list[UnitAddress]))
+        self._asked = True
+
+    def _add(self, units: Sequence[UnitAddress]) -> None:
+        with self._lock:
+            if self._closed:
+                raise StoreLost("this client is closed", op="connect")
+            for address in units[len(self._units) :]:
+                if address.memory == self._memory_id:
+                    try:
+                        spec = StoreSpec("shm", "", {"folder": address.folder})
+                        self._near[len(self._units)] = SharedMemoryStore(spec)
+                    except StoreLost:
+                        pass  # it has died; who asks it for a block is told so
+                self._units.append(UnitLink(address, self._key))
+
+
+class _Columns:
+    """Ranges of several `ByteRanges` as columns, with the memory to which each belongs."""
+
+    def __init__(self, ranges: Sequence[ByteRanges]) -> None:
+        none = np.empty(0, np.int64)
+        self.block = np.concatenate([item.block for item in ranges]) if ranges else none
+        self.start = np.concatenate([item.start for item in ranges]) if ranges else none
+        self.nbytes = np.concatenate([item.nbytes for item in ranges]) if ranges else none
+        self._memory = [item.into.data for item in ranges]
+        counts = [len(item.block) for item in ranges]
+        self._item = np.repeat(np.arange(len(ranges)), counts)
+        ends = np.cumsum(self.nbytes)
+        firsts = np.cumsum([0, *counts[:-1]]) if ranges else none
+        before = np.concatenate((np.zeros(1, np.int64), ends))[firsts] if ranges else none
+        self._stop = ends - np.repeat(before, counts)
+        """Byte behind each range in the memory to which it belongs."""
+
+    def targets(self, chosen: np.ndarray) -> list[memoryview]:
+        """Return the memory of the chosen ranges, in order; ranges that are neighbours in memory share one piece."""
+        if not len(chosen):
+            return []
+        item, stop = self._item[chosen], self._stop[chosen]
+        start = stop - self.nbytes[chosen]
+        breaks = np.flatnonzero((item[1:] != item[:-1]) | (start[1:] != stop[:-1])) + 1
+        first, last = np.append(0, breaks), np.append(breaks, len(chosen)) - 1
+        return self._pieces(item[first], start[first], stop[last])
+
+    def each_target(self, chosen: np.ndarray) -> list[memoryview]:
+        """Return the memory of each chosen range."""
+        stop = self._stop[chosen]
+        return self._pieces(self._item[chosen], stop - self.nbytes[chosen], stop)
+
+    def _pieces(self, item: np.ndarray, start: np.ndarray, stop: np.ndarray) -> list[memoryview]:
+        memory = self._memory
+        return [memory[i][a:b] for i, a, b in zip(item.tolist(), start.tolist(), stop.tolist(), strict=True)]
+
+
+def _in_pool(want: Want) -> Want:
+    """Return the same request with the block's location in its unit's pool."""
+    block = want.block
+    return Want(BlockRef(block.block_id, block.location[UNIT_BYTES:], block.layout), want.parts)
+
+
+def _laid_out(blocks: Sequence[Sequence[np.ndarray]], layouts: Sequence[BlockLayout]) -> list[memoryview]:
+    """Return the blocks' parts as pieces of memory, with padding between them, so that they lie as in the pool when
+    they are sent one after another."""
+    pieces = []
+    for parts, layout in zip(blocks, layouts, strict=True):
+        ends = [*layout.offsets[1:], layout.nbytes]
+        for part, start, end in zip(parts, layout.offsets, ends, strict=True):
+            pieces.append(part.data)
+            if end - start > part.nbytes:
+                pieces.append(_PAD[: end - start - part.nbytes])
+    return pieces

@@ -1,0 +1,334 @@
+"""Implements a storage unit: it keeps blocks in its host's shared memory, and serves them over TCP.
+
+Bytes of a put are received straight into the unit's pool, and bytes of a get are sent straight from it. A writer or
+reader on the unit's host uses the pool itself, and only asks the unit for room. One thread serves each connection, so
+that a client that is slow or stopped holds up no other.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...errors import RowsCleared
+from ...handshake import HandshakeError, prove_to_client
+from ..shared_memory import SharedMemoryHost, SharedMemoryStore
+from .messages import (
+    DONE,
+    FREED,
+    FULL,
+    REFUSED,
+    Cut,
+    Free,
+    Get,
+    Put,
+    Reserve,
+    UnitAddress,
+    decode,
+    encode,
+    integers,
+    memory_id,
+    shown_ids,
+)
+from .wire import SERVICE, Connection
+
+_logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+"""Seconds after which a connection is closed whose client has not proved that it knows the run's key."""
+MAX_STRANGERS = 128
+"""Largest number of connections whose clients have not proved that they know the run's key. When there are more, the
+oldest is closed; a client whose connection is closed in this way connects again."""
+STALL_S = 60.0
+"""Seconds that a client may take to send or receive the rest of a message."""
+LATE_BLOCKS = 1 << 16
+"""Number of deleted blocks that are remembered because they had not come when they were deleted."""
+LOOK_AGAIN_S = 0.25
+"""Seconds after which a put that waits for room looks again for ranges whose late writers have ended."""
+BACKLOG = 1024
+THREAD_STACK_BYTES = 512 << 10
+_VALID, _FREED = b"\1", b"\0"
+
+
+class StorageUnit:
+    """One storage unit, in threads of this process."""
+
+    def __init__(self, run_id: str, name: str, key: bytes, host: str, capacity_bytes: int) -> None:
+        """Create the pool, and listen on a free port of the address `host`.
+
+        key: the run's key, which clients must know. Raises ValueError when /dev/shm has no room for `capacity_bytes`,
+        and OSError when `host` is not an address of this host.
+        """
+        self._key = key
+        self._pool = SharedMemoryHost(f"{run_id}-{name}", capacity_bytes)
+        self._memory = SharedMemoryStore(self._pool.spec)
+        self._lock = threading.Lock()
+        self._room = threading.Condition()
+        """Notified when blocks are freed."""
+        self._late: collections.OrderedDict[int, None] = collections.OrderedDict()
+        """Ids of blocks that were deleted before they came. A block with such an id is refused."""
+        self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
+        """Connections whose clients have not proved that they know the run's key, oldest first."""
+        self._connections: set[Connection] = set()
+        self._closed = False
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        except BaseException:
+            self._pool.close()
+            raise
+        port = self._listener.getsockname()[1]
+        folder = str(self._pool.spec.address["folder"])
+        self.address = UnitAddress(name, os.getpid(), host, port, memory_id(), folder)
+        self._handlers: dict[str, Callable[[Connection, bytes, int], None]] = {
+            "put": self._put,
+            "get": self._get,
+            "reserve": self._reserve,
+            "cut": self._cut,
+            "free": self._free,
+        }
+        self._start(self._accept)
+
+    def close(self) -> None:
+        """End all connections and remove the pool. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ended = [*(known.socket for known in self._connections), *self._strangers]
+        _end(self._listener)  # wakes accept, which a close alone leaves waiting
+        self._listener.close()
+        with self._room:
+            self._room.notify_all()
+        for connection in ended:
+            _end(connection)
+        self._memory.close()
+        self._pool.close()
+
+    # -------------------------------------------------------------- connections
+
+    def _start(self, run: Callable[..., None], *arguments: object) -> None:
+        before = threading.stack_size(THREAD_STACK_BYTES)
+        try:
+            threading.Thread(target=run, args=arguments, name="storage-unit", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                _logger.warning("no connection can be accepted now: %s", error)  # descriptors may have run out
+                time.sleep(LOOK_AGAIN_S)
+                continue
+            with self._lock:
+                self._strangers[connection] = None
+                oldest = next(iter(self._strangers)) if len(self._strangers) > MAX_STRANGERS else None
+                if oldest is not None:
+                    del self._strangers[oldest]
+            if oldest is not None:
+                _end(oldest)  # its own thread notices and closes it
+            try:
+                self._start(self._admit, connection)
+            except RuntimeError as error:  # no thread could be started
+                _logger.warning("a connection is refused: %s", error)
+                self._forget(connection)
+                connection.close()
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Serve one connection once its client has proved that it knows the run's key."""
+        try:
+            prove_to_client(connection, self._key, SERVICE, time.monotonic() + HANDSHAKE_S)
+        except OSError as error:
+            if isinstance(error, HandshakeError):
+                _logger.warning("a connection was refused: %s", error)
+            self._forget(connection)
+            connection.close()
+            return
+        known = Connection(connection)
+        with self._lock:
+            self._strangers.pop(connection, None)
+            closed = self._closed
+            if not closed:
+                self._connections.add(known)
+        try:
+            if not closed:
+                self._serve(known)
+        finally:
+            with self._lock:
+                self._connections.discard(known)
+            known.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+
+    def _serve(self, connection: Connection) -> None:
+        """Answer the requests of one client until it disconnects or breaks the protocol."""
+        while True:
+            try:
+                request = connection.receive(None)
+                if request is None:
+                    return
+                op, head, raw_bytes = request
+                handler = self._handlers.get(op)
+                if handler is None:
+                    raise ValueError(f"op {op!r}")
+                handler(connection, head, raw_bytes)
+            except ValueError as error:  # not a message of ours; what follows cannot be understood, either
+                _logger.warning("a connection is closed: %s", error)
+                _try_reply(connection, REFUSED, str(error))
+                return
+            except OSError:
+                return  # the client has gone, or stopped within a message
+
+    # -------------------------------------------------------------- requests
+
+    def _put(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
+        request = decode(head, Put)
+        if not request.sizes or min(request.sizes) < 0 or sum(request.sizes) != raw_bytes:
+            raise ValueError(f"put: blocks of {sum(request.sizes)} bytes, but {raw_bytes} follow")
+        deadline = time.monotonic() + request.wait_s + STALL_S
+        location = self._room_for(request.first_block_id, raw_bytes, request.wait_s)
+        if isinstance(location, str):
+            connection.skip(raw_bytes, deadline)
+            _reply(connection, FULL, location.encode())
+            return
+        received = False
+        try:
+            with self._memory.writing(request.first_block_id, location) as room:
+                connection.receive_into([room(0, raw_bytes).data], deadline)
+                received = True
+            found = self._blocks(request.first_block_id, request.sizes)
+        except RowsCleared as error:  # its reservation has ended meanwhile
+            connection.skip(0 if received else raw_bytes, deadline)
+            _reply(connection, FREED, error.message.encode())
+            return
+        except BaseException:
+            self._pool.free(request.first_block_id, b"")
+            raise
+        _reply(connection, DONE, encode(found))
+
+    def _reserve(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
+        request = decode(head, Reserve)
+        location = self._room_for(request.first_block_id, request.nbytes, request.wait_s)
+        if isinstance(location, str):
+            _reply(connection, FULL, location.encode())
+        else:
+            _reply(connection, DONE, location)
+
+    def _cut(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
+        request = decode(head, Cut)
+        try:
+            found = self._blocks(request.first_block_id, request.sizes)
+        except RowsCleared as error:
+            _reply(connection, FREED, error.message.encode())
+            return
+        _reply(connection, DONE, encode(found))
+
+    def _get(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
+        request = decode(head, Get)
+        block_ids = integers(request.block_ids).tolist()
+        places = self._pool.places(block_ids)
+        gone = [block_id for block_id, place in zip(block_ids, places, strict=True) if place is None]
+        if gone:
+            _reply(connection, FREED, f"block {shown_ids(gone)} was freed".encode())
+            return
+        held = np.array(places, dtype=np.int64).reshape(len(places), 3)
+        starts, stops = _checked(request, held)
+        pool = self._memory.pool_view()
+        pieces = [pool[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        deadline = time.monotonic() + STALL_S
+        connection.send(DONE, b"", pieces, deadline, later_bytes=len(_VALID))
+        still = self._pool.places(block_ids) == places
+        connection.send_raw([memoryview(_VALID if still else _FREED)], deadline)
+
+    def _free(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
+        block_ids = integers(decode(head, Free).block_ids).tolist()
+        with self._lock:
+            for block_id in block_ids:
+                if not self._pool.holds(block_id):
+                    self._late[block_id] = None
+            while len(self._late) > LATE_BLOCKS:
+                self._late.popitem(last=False)
+        for block_id in block_ids:
+            self._pool.free(block_id, b"")
+        with self._room:
+            self._room.notify_all()
+        _reply(connection, DONE, b"")
+
+    # -------------------------------------------------------------- the pool
+
+    def _room_for(self, first_block_id: int, nbytes: int, wait_s: float) -> bytes | str:
+        """Allocate room for a put, waiting for it at most `wait_s` seconds. Returns its location, or why there is
+        none."""
+        deadline = time.monotonic() + wait_s
+        if self._pool.holds(first_block_id):
+            raise ValueError(f"put: block {first_block_id} is there already")
+        while True:
+            location = self._pool.allocate(first_block_id, nbytes)
+            if location is not None:
+                return location
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self._closed:
+                return self._pool.shortage()
+            with self._room:
+                self._room.wait(min(left_s, LOOK_AGAIN_S))
+
+    def _blocks(self, first_block_id: int, sizes: Sequence[int]) -> list[bytes]:
+        """Make blocks of the room that was allocated for `first_block_id`, and return their locations. Raises
+        RowsCleared when one of them has been deleted meanwhile; the others are then deleted, too."""
+        found = self._pool.cut(first_block_id, sizes)
+        block_ids = range(first_block_id, first_block_id + len(sizes))
+        with self._lock:
+            late = [block_id for block_id in block_ids if block_id in self._late]
+            for block_id in late:
+                del self._late[block_id]
+        if late:
+            for block_id in block_ids:
+                self._pool.free(block_id, b"")
+            raise RowsCleared(f"block {shown_ids(late)} was freed before it was written", op="put")
+        return found
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection without closing its descriptor, which another thread may be using."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _checked(request: Get, held: np.ndarray) -> tuple[list[int], list[int]]:
+    """Return the first byte of each requested range in the pool, and the byte after its last. Raises ValueError for
+    ranges beyond their blocks. held: (slot, offset, bytes) of each block, int64 `[B, 3]`."""
+    block, start, nbytes = integers(request.block), integers(request.start), integers(request.nbytes)
+    if not len(block) == len(start) == len(nbytes):
+        raise ValueError("get: the columns of its ranges differ in length")
+    if len(block) and not 0 <= block.min() <= block.max() < len(held):
+        raise ValueError(f"get: ranges of blocks {block.min()} to {block.max()} of {len(held)}")
+    first = held[block, 1] + start
+    wrong = (start < 0) | (nbytes < 0) | (start > held[block, 2]) | (nbytes > held[block, 2] - start)
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        text = f"get: {nbytes[at]} bytes from byte {start[at]} of a block of {held[block[at], 2]}"
+        raise ValueError(text)
+    return first.tolist(), (first + nbytes).tolist()
+
+
+def _reply(connection: Connection, op: str, head: bytes) -> None:
+    connection.send(op, head, (), time.monotonic() + STALL_S)
+
+
+def _try_reply(connection: Connection, op: str, text: str) -> None:
+    with contextlib.suppress(OSError):  # the client may have gone
+        _reply(connection, op, text.encode())

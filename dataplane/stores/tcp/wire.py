@@ -1,0 +1,183 @@
+"""Carries requests and replies between a storage unit and its clients over blocking sockets.
+
+A message is a frame of `rpc/frames.py`. Its payload is the number of bytes of its head, the head (msgpack), and then
+raw bytes, which are sent from the memory where they lie and received into the memory where they belong.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from ...rpc import tcp
+from ...rpc.frames import HEADER, MAX_FRAME_BYTES, head
+
+SERVICE = "storage unit"
+"""Name of a storage unit in handshakes."""
+MAX_HEAD_BYTES = 64 << 20
+"""Largest number of bytes of a message's head. A request for a million ranges has 20 MB."""
+_HEAD_BYTES = struct.Struct("<I")
+_BUFFER_BYTES = 64 << 10
+_LOOK_S = 1.0
+"""Longest time in seconds that a system call may wait before the deadline is looked at."""
+_MOST_VIEWS = 1024
+"""Largest number of pieces of memory that one system call takes (IOV_MAX of Linux)."""
+
+
+class Connection:
+    """One end of a connection that has passed the handshake. Not thread-safe. After any error it must be closed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take ownership of a connected TCP socket."""
+        tcp.set_up(connection)
+        # Blocking, with the kernel's own time limits: one call then moves all bytes of a request, without the
+        # interpreter in between, which a socket with Python's timeout does not.
+        connection.settimeout(None)
+        self.socket = connection
+        self._limits_s: dict[int, float] = {}
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+        """Bytes `_start` to `_end` of the buffer were received and are not used yet."""
+
+    def send(self, op: str, text: bytes, raw: Sequence[memoryview], deadline: float, *, later_bytes: int = 0) -> None:
+        """Send a message. raw: pieces of memory (bytes each) that follow its head, in this order. later_bytes: number
+        of bytes that belong to the message, too, and that the caller sends next with `send_raw`.
+
+        Raises ValueError for a message of more than MAX_FRAME_BYTES, TimeoutError at the deadline (by the clock
+        `time.monotonic()`), and ConnectionError when the other end has closed the connection.
+        """
+        nbytes = _HEAD_BYTES.size + len(text) + sum(piece.nbytes for piece in raw) + later_bytes
+        first = memoryview(head(0, nbytes, op) + _HEAD_BYTES.pack(len(text)) + text)
+        self.send_raw([first, *raw], deadline)
+
+    def send_raw(self, pieces: Sequence[memoryview], deadline: float) -> None:
+        """Send pieces of memory, one after another. Raises TimeoutError and ConnectionError as `send` does."""
+        for start in range(0, len(pieces), _MOST_VIEWS):
+            left = [piece for piece in pieces[start : start + _MOST_VIEWS] if piece.nbytes]
+            while left:
+                self._limit(socket.SO_SNDTIMEO, deadline)
+                try:
+                    sent = self.socket.sendmsg(left)
+                except BlockingIOError:
+                    continue
+                left = _rest(left, sent)
+
+    def receive(self, deadline: float | None) -> tuple[str, bytes, int] | None:
+        """Receive a message's op and head. Returns them with the number of raw bytes that follow, which must be
+        received or skipped next; None when the other end has closed the connection between two messages.
+
+        deadline: time by the clock `time.monotonic()`; None waits for the message's first byte without limit. Raises
+        ValueError for bytes that are no message, TimeoutError, and ConnectionError.
+        """
+        if not self._fill(HEADER.size, deadline, at_end=True):
+            return None
+        deadline = time.monotonic() + _LOOK_S * 60 if deadline is None else deadline
+        nbytes, _, op_bytes = HEADER.unpack_from(self._take(HEADER.size))
+        if nbytes > MAX_FRAME_BYTES or nbytes < op_bytes + _HEAD_BYTES.size:
+            raise ValueError(f"a frame of {nbytes} bytes, expected {op_bytes + _HEAD_BYTES.size} to {MAX_FRAME_BYTES}")
+        self._fill(op_bytes + _HEAD_BYTES.size, deadline)
+        op = bytes(self._take(op_bytes)).decode()
+        (head_bytes,) = _HEAD_BYTES.unpack(self._take(_HEAD_BYTES.size))
+        raw_bytes = nbytes - op_bytes - _HEAD_BYTES.size - head_bytes
+        if head_bytes > MAX_HEAD_BYTES or raw_bytes < 0:
+            raise ValueError(f"a head of {head_bytes} bytes in a frame of {nbytes}")
+        text = bytearray(head_bytes)
+        self.receive_into([memoryview(text)], deadline)
+        return op, bytes(text), raw_bytes
+
+    def receive_into(self, pieces: Sequence[memoryview], deadline: float) -> None:
+        """Fill pieces of memory with the next bytes. Raises TimeoutError at the deadline, and ConnectionError when the
+        connection ends before."""
+        left = list(pieces)
+        while left and self._end > self._start:
+            count = min(self._end - self._start, left[0].nbytes)
+            left[0][:count] = self._take(count)
+            left = _rest(left, count)
+        while left:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                count = self.socket.recvmsg_into(left[:_MOST_VIEWS], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
+            if not count and any(piece.nbytes for piece in left):
+                raise ConnectionResetError("the connection ended within a message")
+            left = _rest(left, count)
+
+    def skip(self, nbytes: int, deadline: float) -> None:
+        """Receive bytes and drop them."""
+        nothing = memoryview(bytearray(min(nbytes, 1 << 20)))
+        while nbytes:
+            count = min(nbytes, nothing.nbytes)
+            self.receive_into([nothing[:count]], deadline)
+            nbytes -= count
+
+    def is_idle(self) -> bool:
+        """Return whether nothing has come on the connection since the last message, not even its end."""
+        if self._end > self._start:
+            return False
+        try:
+            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def close(self) -> None:
+        """Close the connection, which ends the calls of other threads on it. Idempotent."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # closed, or ended by the other side
+        self.socket.close()
+
+    def _fill(self, nbytes: int, deadline: float | None, *, at_end: bool = False) -> bool:
+        """Receive into the buffer until it has at least `nbytes` unused bytes. Returns False if `at_end` is true and
+        the connection ended before the first of them."""
+        if self._start and self._start + nbytes > len(self._buffer):
+            unused = self._end - self._start
+            self._view[:unused] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, unused
+        while self._end - self._start < nbytes:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                count = self.socket.recv_into(self._view[self._end :])
+            except BlockingIOError:
+                continue
+            if not count:
+                if at_end and self._end == self._start:
+                    return False
+                raise ConnectionResetError("the connection ended within a message")
+            self._end += count
+        return True
+
+    def _take(self, nbytes: int) -> memoryview:
+        self._start += nbytes
+        taken = self._view[self._start - nbytes : self._start]
+        if self._start == self._end:
+            self._start = self._end = 0
+        return taken
+
+    def _limit(self, option: int, deadline: float | None) -> None:
+        """Set the kernel's time limit for the next call. Raises TimeoutError at the deadline."""
+        limit_s = 0.0 if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+        if deadline is not None and limit_s <= 0:
+            raise TimeoutError
+        if limit_s != self._limits_s.get(option):
+            seconds = int(limit_s)
+            microseconds = max(1, int((limit_s - seconds) * 1e6)) if limit_s else 0
+            self.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, microseconds))
+            self._limits_s[option] = limit_s
+
+
+def _rest(pieces: list[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of pieces of memory after their first `done` bytes."""
+    for number, piece in enumerate(pieces):
+        if done < piece.nbytes:
+            return [piece[done:], *pieces[number + 1 :]]
+        done -= piece.nbytes
+    return []

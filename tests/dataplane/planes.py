@@ -1,0 +1,57 @@
+"""Opens data planes of every kind of store that the tests go through, and catches the reads of their clients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from headrace.dataplane.block_store import ReadsRanges
+from headrace.dataplane.config import StoreConfig
+from headrace.dataplane.factory import DataPlane
+from headrace.dataplane.handle import DataPlaneHandle
+
+SOCKETS = "-sockets"
+LENDING = ("shm", "tcp")
+"""Kinds whose reads are views of a pool, which a later block may overwrite."""
+
+
+def store_config(kind: str, **settings: Any) -> StoreConfig:
+    """Return the configuration of a store. `tcp-sockets` is `tcp`, as its clients on other hosts see it."""
+    return StoreConfig.model_validate({"kind": kind.removesuffix(SOCKETS), **settings})
+
+
+def as_seen(kind: str, plane: DataPlane) -> DataPlane:
+    """Return the plane, whose handle makes clients of `tcp-sockets` read and write over sockets alone."""
+    if kind.endswith(SOCKETS):
+        plane.handle = over_sockets(plane.handle)
+    return plane
+
+
+def over_sockets(handle: DataPlaneHandle) -> DataPlaneHandle:
+    store = dataclasses.replace(handle.store, address={**handle.store.address, "shares_memory": False})
+    return dataclasses.replace(handle, store=store)
+
+
+def catch_reads(store: Any, kind: str, then: Callable[[list[dict[int, np.ndarray]]], Any]) -> None:
+    """Call `then` after each read of a store, with what it read before anybody used it: for each block, part number ->
+    bytes. What `then` returns, if anything, replaces it (not over sockets: there the memory itself may be changed)."""
+    if kind.endswith(SOCKETS):
+        assert isinstance(store, ReadsRanges)
+        read_ranges = store.read_ranges
+
+        def ranges(blocks: Any, wanted: Any, timeout_s: float) -> None:
+            read_ranges(blocks, wanted, timeout_s)
+            then([{1: item.into} for item in wanted])
+
+        store.read_ranges = ranges  # type: ignore[method-assign]
+        return
+    get = store.get
+
+    def views(*arguments: Any) -> Any:
+        found = get(*arguments)
+        return then(found) or found
+
+    store.get = views
