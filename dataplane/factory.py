@@ -124,8 +124,13 @@ def open_data_plane(
 def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
     link = InProcessLink(run_id, config, functools.partial(build_store_host, config, run_id))
     handle = DataPlaneHandle(run_id, config, link.host.spec, "", None, link.peer)
+
+    def end() -> None:
+        link.close()
+        store_entry(handle.store.kind).remove_leftovers()
+
     processes = {"directory": os.getpid(), **link.host.processes()}
-    return DataPlane(handle, processes, platform.node(), link.close, at_exit=True)
+    return DataPlane(handle, processes, platform.node(), end, at_exit=True)
 
 
 def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: float) -> DataPlane:

@@ -70,7 +70,10 @@ class UnitLink:
             except BaseException:
                 connection.close()
                 raise
-            self._give(connection)
+            if answer in (DONE, FREED, FULL):
+                self._give(connection)
+            else:
+                connection.close()  # as the unit does
         except (OSError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise

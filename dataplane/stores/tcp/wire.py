@@ -92,7 +92,7 @@ class Connection:
     def receive_into(self, pieces: Sequence[memoryview], deadline: float) -> None:
         """Fill pieces of memory with the next bytes. Raises TimeoutError at the deadline, and ConnectionError when the
         connection ends before."""
-        left = list(pieces)
+        left = [piece for piece in pieces if piece.nbytes]
         while left and self._end > self._start:
             count = min(self._end - self._start, left[0].nbytes)
             left[0][:count] = self._take(count)
@@ -103,7 +103,7 @@ class Connection:
                 count = self.socket.recvmsg_into(left[:_MOST_VIEWS], 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 continue
-            if not count and any(piece.nbytes for piece in left):
+            if not count:
                 raise ConnectionResetError("the connection ended within a message")
             left = _rest(left, count)
 

@@ -1,0 +1,392 @@
+"""The store `tcp`: units that stop, die, fill up or are attacked; bytes that move; processes that fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.block_store import StoreSpec
+from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
+from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.dataplane.handshake import ClientHandshake, new_key
+from headrace.dataplane.stores.tcp import unit as unit_module
+from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
+from headrace.dataplane.stores.tcp.messages import Cut, Free, Get, Put, Reserve, column, encode, locations
+from headrace.dataplane.stores.tcp.unit import MAX_STRANGERS, StorageUnit
+from headrace.dataplane.stores.tcp.wire import SERVICE, Connection
+from headrace.tests.dataplane.planes import over_sockets
+from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.process_pool import suspend
+
+KEY = new_key()
+SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("image", Kind.RAGGED, torch.uint8, ndim=2)])
+
+
+@pytest.fixture
+def unit() -> Iterator[StorageUnit]:
+    """A unit in this process, with room for 1 MiB."""
+    unit = StorageUnit(fresh_run_id(), "unit-0", KEY, "127.0.0.1", 1 << 20)
+    yield unit
+    unit.close()
+
+
+@pytest.fixture
+def link(unit: StorageUnit) -> Iterator[UnitLink]:
+    link = UnitLink(unit.address, KEY)
+    yield link
+    link.close()
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+def put(link: UnitLink, block_id: int, *blocks: bytes, wait_s: float = 0.0) -> tuple[bytes, ...]:
+    request = encode(Put(block_id, tuple(len(block) for block in blocks), wait_s))
+    return locations(link.ask("put", "put", request, [memoryview(block) for block in blocks], soon()))
+
+
+def get(link: UnitLink, *ranges: tuple[int, int, int]) -> bytes:
+    """Read (block id, first byte, bytes) each."""
+    ids = sorted({block_id for block_id, _, _ in ranges})
+    block = column([ids.index(block_id) for block_id, _, _ in ranges])
+    request = Get(column(ids), block, column([at for _, at, _ in ranges]), column([n for _, _, n in ranges]))
+    with link.exchange("get", "get", encode(request), (), soon()) as (connection, _, raw_bytes):
+        data = bytearray(raw_bytes)
+        connection.receive_into([memoryview(data)], soon())
+    assert data[-1] == 1
+    return bytes(data[:-1])
+
+
+def free(link: UnitLink, *block_ids: int) -> None:
+    link.ask("clear", "free", encode(Free(column(block_ids))), (), soon())
+
+
+# ------------------------------------------------------------------ one unit
+
+
+def test_a_unit_gives_back_any_ranges_in_the_order_asked_for(unit: StorageUnit, link: UnitLink) -> None:
+    blocks = [bytes([number]) * 64 + bytes(range(64)) for number in range(3)]
+    assert len(set(put(link, 7, *blocks))) == 3
+    ranges = [(9, 64, 64), (7, 0, 1), (8, 127, 1), (7, 0, 1), (8, 5, 0)]
+    assert get(link, *ranges) == bytes(range(64)) + b"\0" + b"\x3f" + b"\0"
+
+
+def test_a_thousand_ranges_and_more_take_several_calls_and_come_whole(unit: StorageUnit, link: UnitLink) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 1 << 18, dtype=np.uint8).tobytes()
+    put(link, 1, data)
+    starts = np.random.default_rng(1).integers(0, (1 << 18) - 300, 5000).tolist()
+    assert get(link, *[(1, start, 300) for start in starts]) == b"".join(data[at : at + 300] for at in starts)
+
+
+def test_freed_blocks_are_gone_and_their_room_is_used_again(unit: StorageUnit, link: UnitLink) -> None:
+    for number in range(100):
+        put(link, number, bytes(1 << 19))
+        free(link, number)
+    with pytest.raises(RowsCleared, match="block 7 was freed"):
+        get(link, (7, 0, 1))
+
+
+def test_a_block_that_was_deleted_before_it_came_is_refused(unit: StorageUnit, link: UnitLink) -> None:
+    free(link, 5, 6)
+    with pytest.raises(RowsCleared, match="block 6 was freed before it was written"):
+        put(link, 6, bytes(64))
+    with pytest.raises(RowsCleared, match="block 5 was freed before"):
+        put(link, 4, bytes(64), bytes(64))
+    assert unit._pool.usage_bytes() == 0
+    put(link, 7, bytes(64))
+
+
+def test_a_put_waits_for_room_and_says_why_there_is_none(unit: StorageUnit, link: UnitLink) -> None:
+    number = 0
+    with pytest.raises(CapacityExceeded, match="largest piece that is free"):
+        for number in range(100):
+            put(link, number, bytes(1 << 20))
+    other = UnitLink(unit.address, KEY)
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(put, link, 200, bytes(1 << 20), wait_s=10.0)
+        free(other, 0)
+        assert len(waiting.result(10)) == 1
+    other.close()
+    assert number > 15
+
+
+def test_a_writer_on_the_host_asks_for_room_and_cuts_it(unit: StorageUnit, link: UnitLink) -> None:
+    room = link.ask("put", "reserve", encode(Reserve(3, 256, 0.0)), (), soon())
+    unit._memory.put(3, room, [np.full(200, 9, np.uint8)], [0], 1.0)
+    link.ask("put", "cut", encode(Cut(3, (128, 64))), (), soon())
+    assert get(link, (4, 0, 64)) == bytes([9]) * 64 and unit._pool.usage_bytes() == 192
+    free(link, 3)
+    with pytest.raises(RowsCleared, match="block 3 was freed before it was written"):
+        link.ask("put", "cut", encode(Cut(3, (64,))), (), soon())
+
+
+def test_bytes_that_were_overwritten_while_they_were_sent_are_not_used(
+    unit: StorageUnit, link: UnitLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(link, 1, bytes(64))
+    places, asked = unit._pool.places, []
+
+    def then_freed(block_ids: list[int]) -> Any:
+        asked.append(block_ids)
+        if len(asked) == 2:
+            unit._pool.free(1, b"")
+        return places(block_ids)
+
+    monkeypatch.setattr(unit._pool, "places", then_freed)
+    with pytest.raises(AssertionError):
+        get(link, (1, 0, 64))
+
+
+def test_a_client_that_dies_within_a_put_leaves_no_bytes(unit: StorageUnit, link: UnitLink) -> None:
+    connection = link._connected(soon())
+    request = encode(Put(1, (1 << 16,), 0.0))
+    connection.send("put", request, [memoryview(bytes(1000))], soon(), later_bytes=(1 << 16) - 1000)
+    wait_until(lambda: unit._pool.usage_bytes() > 0)
+    connection.close()
+    wait_until(lambda: unit._pool.usage_bytes() == 0)
+
+
+def test_requests_that_are_not_valid_end_the_connection_and_nothing_else(unit: StorageUnit, link: UnitLink) -> None:
+    put(link, 1, bytes(64))
+    far = 1 << 62
+    for op, request in (
+        ("get", encode(Get(column([1]), column([0]), column([1]), column([64])))),
+        ("get", encode(Get(column([1]), column([0]), column([far]), column([far])))),
+        ("get", encode(Get(column([1]), column([-1]), column([0]), column([1])))),
+        ("get", encode(Get(column([1]), column([0, 0]), column([0]), column([1])))),
+        ("get", encode(Get(b"123", b"", b"", b""))),
+        ("put", encode(Put(2, (64,), 0.0))),
+        ("put", encode(Put(1, (0,), 0.0))),
+        ("free", b"\xc1"),
+        ("os.system", b""),
+    ):
+        with pytest.raises(StoreLost, match="unit-0"):
+            link.ask("get", op, request, (), soon())
+    assert get(link, (1, 0, 64)) == bytes(64) and unit._pool.usage_bytes() == 64
+
+
+# ------------------------------------------------------------------ strangers
+
+
+def test_who_does_not_know_the_key_gets_nothing(unit: StorageUnit) -> None:
+    with pytest.raises(StoreLost, match="is not the storage unit of this run: it does not know its key"):
+        put(UnitLink(unit.address, new_key()), 1, bytes(64))
+    with socket.create_connection((unit.address.host, unit.address.port), 5) as raw:
+        raw.sendall(b"\x93" * 4000)
+        raw.settimeout(10)
+        with pytest.raises((ConnectionError, AssertionError)):
+            assert raw.recv(1)
+
+
+def test_strangers_are_few_and_keep_nobody_out(unit: StorageUnit, link: UnitLink) -> None:
+    hello = ClientHandshake(KEY, SERVICE).hello
+    strangers = []
+    for number in range(1000):
+        stranger = socket.create_connection((unit.address.host, unit.address.port), 10)
+        stranger.sendall(hello[: number % len(hello)])
+        strangers.append(stranger)
+    put(link, 1, bytes(64))
+    assert get(link, (1, 0, 64)) == bytes(64)
+    wait_until(lambda: len(unit._strangers) <= MAX_STRANGERS)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_slow_stranger_is_ended(unit: StorageUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_module, "HANDSHAKE_S", 0.2)
+    with socket.create_connection((unit.address.host, unit.address.port), 10) as stranger:
+        stranger.sendall(ClientHandshake(KEY, SERVICE).hello[:-1])
+        assert stranger.recv(1) == b""
+    wait_until(lambda: not unit._strangers)
+
+
+def test_a_message_in_drops_and_a_mad_size(unit: StorageUnit, link: UnitLink) -> None:
+    connection = link._connected(soon())
+    sent: list[bytes] = []
+
+    class Drops:
+        def sendmsg(self, pieces: list[memoryview]) -> int:
+            sent.append(bytes(pieces[0][:1]))
+            return connection.socket.send(sent[-1])
+
+        setsockopt = connection.socket.setsockopt
+
+    real, dropper = connection.socket, Connection.__new__(Connection)
+    vars(dropper).update(vars(connection), socket=Drops())
+    dropper.send("put", encode(Put(1, (64,), 0.0)), [memoryview(bytes(64))], soon())
+    reply = connection.receive(soon())
+    assert reply is not None and reply[0] == "done" and len(sent) > 80
+    real.sendall((1 << 40).to_bytes(8, "little") + bytes(5))
+    reply = connection.receive(soon())
+    assert reply is not None and reply[0] == "refused" and b"a frame of 1099511627776 bytes" in reply[1]
+    connection.close()
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------ planes whose units are processes
+
+
+def rows(count: int, value: int = 0) -> dict[str, Any]:
+    return {
+        "ids": [torch.full((100,), value, dtype=torch.int32) for _ in range(count)],
+        "image": [torch.full((number % 3, 50), value, dtype=torch.uint8) for number in range(count)],
+    }
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[DataPlane]:
+    """Two units, each a process; the directory is in this one."""
+    store = StoreConfig(kind="tcp", capacity_mib=16, num_units=2)
+    config = DataPlaneConfig(store=store, timeout_s=10, block_rows=8)
+    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+        yield plane
+
+
+@pytest.fixture
+def client(plane: DataPlane, request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+    """Over sockets."""
+    with connect(over_sockets(plane.handle)) as client:
+        client.register(request.node.name, SCHEMA, ("a",))
+        yield client
+        client.unregister(request.node.name)
+
+
+@pytest.mark.processes
+def test_a_shuffled_read_moves_the_rows_asked_for(
+    client: DataPlaneClient, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, moved = request.node.name, [0]
+    keys = [f"k.{number}" for number in range(64)]
+    wide = {
+        "ids": [torch.full((5000,), number, dtype=torch.int32) for number in range(64)],
+        "image": [torch.full((40, 50), number, dtype=torch.uint8) for number in range(64)],
+    }
+    meta = client.put(name, keys, wide)
+    receive_into = Connection.receive_into
+
+    def counted(connection: Connection, pieces: Any, deadline: float) -> None:
+        moved[0] += sum(piece.nbytes for piece in pieces)
+        receive_into(connection, pieces, deadline)
+
+    monkeypatch.setattr(Connection, "receive_into", counted)
+    chosen = [63, 0, 17, 40]
+    batch = client.get(meta.select(chosen))
+    assert batch.jagged("ids").values.reshape(4, 5000)[:, 7].tolist() == chosen
+    wanted_bytes = 4 * (5000 * 4 + 40 * 50)
+    assert wanted_bytes < moved[0] < 1.1 * wanted_bytes + 4000, "and the index of the images of four blocks"
+
+
+@pytest.mark.processes
+def test_a_stopped_unit_is_named_and_goes_on_where_it_was(
+    plane: DataPlane, client: DataPlaneClient, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.dataplane.stores.unfreed.FREE_TIMEOUT_S", 0.5)
+    name = request.node.name
+    kept = client.put(name, ["kept.0"], rows(1, 5))
+    meta = client.put(name, [f"k.{number}" for number in range(16)], rows(16, 1))
+    pids = [pid for what, pid in plane.processes().items() if what.startswith("unit")]
+    for pid in pids:
+        suspend(pid)
+    try:
+        with pytest.raises(StoreLost, match=r"unit-\d pid=\d+ .*did not answer|did not answer.*unit-\d pid=\d+"):
+            client.get(meta, timeout_s=0.3)
+        with pytest.raises(StoreLost, match="did not answer"):
+            client.put(name, ["late.0"], rows(1), timeout_s=0.5)
+        client.clear(name, meta.keys, timeout_s=30)
+        assert client.status(timeout_s=30).bytes_unfreed > 0
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: client.status().bytes_unfreed == 0)
+    with pytest.raises(RowsCleared, match="k.0"):
+        client.get(meta)
+    assert client.get(kept).jagged("ids").values.unique().tolist() == [5]
+    wait_until(lambda: client.status().store_bytes == client.status().bytes_used)
+
+
+@pytest.mark.processes
+def test_a_forked_process_has_connections_of_its_own() -> None:
+    config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16), timeout_s=10)
+    with (
+        open_data_plane(config, run_id=fresh_run_id(), process=True) as plane,
+        connect(over_sockets(plane.handle)) as client,
+    ):
+        client.register("p", SCHEMA)
+        use_in_a_fork(client)
+
+
+def use_in_a_fork(client: DataPlaneClient) -> None:
+    name = "p"
+    meta = client.put(name, ["a.0"], rows(1, 3))
+    assert client.get(meta).num_rows == 1
+    child = os.fork()
+    if not child:
+        try:
+            values = client.get(meta).jagged("ids").values.unique().tolist()
+            client.put(name, ["b.0"], rows(1, 4))
+            os._exit(0 if values == [3] else 1)
+        except BaseException:
+            os._exit(2)
+    for _ in range(20):
+        assert client.get(meta).jagged("ids").values.unique().tolist() == [3]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client.get_keys(name, ["b.0"], ["ids"]).jagged("ids").values.unique().tolist() == [4]
+
+
+@pytest.mark.processes
+def test_the_death_of_a_unit_takes_its_rows_and_no_others() -> None:
+    store = StoreConfig(kind="tcp", capacity_mib=16, num_units=2)
+    config = DataPlaneConfig(store=store, timeout_s=10, block_rows=1)
+    with (
+        open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane,
+        connect(over_sockets(plane.handle)) as far,
+        connect(plane.handle) as near,
+    ):
+        far.register("p", SCHEMA, ("a",))
+        metas = [far.put("p", [f"k.{number}"], rows(1, number)) for number in range(8)]
+        units = [int.from_bytes(meta.blocks[0].location[:2]) for meta in metas]
+        assert set(units) == {0, 1}, "puts are spread over the units"
+        os.kill(plane.processes()["unit-0"], signal.SIGKILL)
+        for meta, unit, client in zip(metas, units, [far, near] * 4, strict=True):
+            if unit == 1:
+                assert client.get(meta).num_rows == 1
+                continue
+            with pytest.raises(StoreLost, match="has died.*unit-0 pid="):
+                client.get(meta)
+        for number in range(4):
+            assert far.get(far.put("p", [f"new.{number}"], rows(1))).num_rows == 1
+            assert near.get(near.put("p", [f"near.{number}"], rows(1))).num_rows == 1
+        assert far.clear("p") == 16
+        assert far.status().store_bytes == 0
+
+
+def test_a_client_of_a_plane_that_has_gone_is_told_so() -> None:
+    from headrace.dataplane.stores.tcp.messages import UnitAddress
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = UnitAddress("unit-9", 1, "127.0.0.1", listener.getsockname()[1], "elsewhere", "/nowhere")
+    listener.close()
+    link = UnitLink(address, KEY)
+    with pytest.raises(UnitDied, match="nobody listens at its address .*unit-9"):
+        put(link, 1, bytes(64))
+    assert "key" not in repr(StoreSpec("tcp", "r", {}))
