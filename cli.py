@@ -486,7 +486,10 @@ def _add_bench_commands(commands: Any) -> None:
     transfer.add_argument("--stores", nargs="+", metavar="STORE", help="local shm ray simple mooncake; default: all")
     transfer.add_argument("--workloads", nargs="+", metavar="NAME", help="rl-256, rl-1024, ...; default: all")
     transfer.add_argument(
-        "--pattern", nargs="+", metavar="NAME", help="put get shuffled field write-back clear claim step; default: all"
+        "--pattern",
+        nargs="+",
+        metavar="NAME",
+        help="put get shuffled field write-back clear claim step padding; default: all",
     )
     transfer.add_argument("--quick", action="store_true", help="few workloads and repeats, under five minutes")
 

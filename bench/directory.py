@@ -30,6 +30,8 @@ GROUP_SIZE = 8
 BLOCK_ROWS = 64
 PUT_ROWS = 1024
 """Number of rows in each call, for every operation."""
+FEW_ROWS = 1024
+"""Number of rows of the small directory whose ClaimTimeout is timed, for comparison with that of the full one."""
 PROBES = 50
 """Number of timed calls of each operation on the full directory."""
 TOKENS = 1000
@@ -69,9 +71,11 @@ def run_directory(
 def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Fill a directory in this process, without a store, with `num_rows` rows, and time its operations. Returns the
     summary and, for each operation, the seconds of each call."""
-    directory = Directory(capacity_bytes=1 << 50, lease_s=600.0, reserve_s=60.0)
-    directory.register(_PARTITION, _schema(), (_TASK,), GROUP_SIZE)
     times: dict[str, list[float]] = {}
+    few = _empty_directory()
+    _write(few, _put_rows(0, FEW_ROWS))
+    _probe_timeouts(few, FEW_ROWS, times, "claim_timeout_few")
+    directory = _empty_directory()
     before = _resident_bytes()
     starts = range(0, num_rows, PUT_ROWS)
     for start in starts:
@@ -86,6 +90,7 @@ def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[f
         with _timed(times, "lookup"):
             directory.lookup(_PARTITION, keys, _NAMES)
     _probe_claims(directory, num_rows, size, times)
+    _probe_timeouts(directory, num_rows, times, "claim_timeout")
     for start in [starts[i] for i in rng.permutation(len(starts))[:PROBES]]:
         count = min(PUT_ROWS, num_rows - start)
         keys = [_key(row) for row in range(start, start + count)]
@@ -98,7 +103,8 @@ def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[f
     for op, found in times.items():
         summary[f"directory.{op}.latency_us"] = _micros(found)
         summary[f"directory.{op}.p99_us"] = _micros(found, 0.99)
-        summary[f"directory.{op}.rows_per_s"] = size / float(np.median(found))
+        if not op.startswith("claim_timeout"):  # which moves no rows
+            summary[f"directory.{op}.rows_per_s"] = size / float(np.median(found))
     return summary, times
 
 
@@ -113,6 +119,17 @@ def _probe_claims(directory: Directory, num_rows: int, size: int, times: dict[st
         assert receipt is not None, "the rows are there"
         with _timed(times, "release"):
             directory.release(_PARTITION, _TASK, receipt.lease_id, receipt.keys, "retry" if number % 2 else "done")
+
+
+def _probe_timeouts(directory: Directory, num_rows: int, times: dict[str, list[float]], op: str) -> None:
+    """Time what the directory does for a claim that times out: a try that finds too few rows, and the error's text."""
+    claim = ClaimRows(_PARTITION, _TASK, _NAMES, (num_rows // GROUP_SIZE + 1) * GROUP_SIZE, whole_groups=True)
+    directory.claim(claim, 0.0)  # builds the index, unless an earlier claim has
+    for _ in range(PROBES):
+        with _timed(times, op):
+            receipt = directory.claim(claim, 0.0)
+            message = directory.shortage(claim)
+        assert receipt is None and "rows are ready" in message
 
 
 def measure_calls(in_process: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
@@ -156,13 +173,19 @@ def directory_table(summary: dict[str, float]) -> Table:
     ops = [name.split(".", 1)[1].rsplit(".", 1)[0] for name in summary if name.endswith(".latency_us")]
     for op in ops:
         speed = summary.get(f"directory.{op}.rows_per_s")
-        count = SMALL_ROWS if op.startswith("actor.") else min(PUT_ROWS, rows)
+        count = SMALL_ROWS if op.startswith("actor.") else 0 if op.startswith("claim_timeout") else min(PUT_ROWS, rows)
         median, late = summary[f"directory.{op}.latency_us"], summary[f"directory.{op}.p99_us"]
         table.add_row(op, str(count), f"{median:.0f}", f"{late:.0f}", "" if speed is None else f"{speed:,.0f}")
     return table
 
 
 # ---------------------------------------------------------------- inside
+
+
+def _empty_directory() -> Directory:
+    directory = Directory(capacity_bytes=1 << 50, lease_s=600.0, reserve_s=60.0)
+    directory.register(_PARTITION, _schema(), (_TASK,), GROUP_SIZE)
+    return directory
 
 
 def _schema() -> Schema:

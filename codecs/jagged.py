@@ -15,7 +15,8 @@ from .columns import tensordict_types, to_column
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_ragged
 from .integers import round_up
 from .memory import fresh
-from .schema import Field, Kind, Schema
+from .padding import PaddedRows
+from .schema import Kind, Schema
 
 if TYPE_CHECKING:  # see `tensordict_types`
     from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -229,8 +230,6 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 # ---------------- Jagged columns to and from right-padded tensors: where a trainer's padding begins and ends.
 
-_SAME_SIZE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
 
 def to_padded(
     batch: Batch,
@@ -259,8 +258,8 @@ def to_padded(
     if pad_to is not None and longest > pad_to:
         raise ValueError(f"pad_to: got {pad_to}, but row {int(lengths.argmax())} has {longest} tokens")
     width = round_up(longest if pad_to is None else pad_to, multiple_of)
-    valid = np.arange(width) < lengths[:, None]
-    padded = {name: _scatter(batch.schema[name], batch.jagged(name).values, valid) for name in names}
+    rows = PaddedRows(lengths, width)
+    padded = {name: rows.pad(batch.schema[name], batch.jagged(name).values) for name in names}
     return padded, torch.from_numpy(lengths.copy())
 
 
@@ -272,25 +271,16 @@ def from_padded(schema: Schema, padded: Mapping[str, torch.Tensor], lengths: tor
     """
     rows = torch.as_tensor(lengths, dtype=torch.int64).cpu().numpy()
     columns: dict[str, Column] = {}
+    by_width: dict[int, PaddedRows] = {}
     for name, tensor in padded.items():
         if name not in schema or schema[name].kind is not Kind.PER_TOKEN:
             raise ValueError(f"field {name!r}: expected a per_token field of the schema, which has {', '.join(schema)}")
-        if tensor.shape[:1] != (len(rows),) or tensor.ndim < 2:
+        if tensor.shape[:1] != rows.shape or tensor.ndim < 2:
             raise ValueError(f"field {name!r}: got shape {list(tensor.shape)}, expected [{len(rows)}, Lmax, ...]")
-        if len(rows) and not 0 <= rows.min() <= rows.max() <= tensor.shape[1]:
-            raise ValueError(f"lengths: got {rows.min()} to {rows.max()}, expected 0 to {tensor.shape[1]} ({name!r})")
-        valid = torch.from_numpy(np.arange(tensor.shape[1]) < rows[:, None])
-        columns[name] = Jagged(tensor.detach().cpu()[valid], rows)
+        width = tensor.shape[1]
+        if len(rows) and not 0 <= rows.min() <= rows.max() <= width:
+            raise ValueError(f"lengths: got {rows.min()} to {rows.max()}, expected 0 to {width} ({name!r})")
+        if width not in by_width:
+            by_width[width] = PaddedRows(rows, width)
+        columns[name] = Jagged(by_width[width].unpad(tensor), rows)
     return pack(schema, columns, num_rows=len(rows))
-
-
-def _scatter(field: Field, values: torch.Tensor, valid: np.ndarray) -> torch.Tensor:
-    """Return a tensor `[N, Lmax, *trailing]` that has `values` `[T, *trailing]`, in order, where `valid` `[N, Lmax]` is
-    true, and the field's pad value elsewhere."""
-    assert field.dtype is not None
-    out = fresh(field.dtype, (*valid.shape, *field.trailing)).fill_(field.pad_value)
-    # As unsigned integers of the same size: numpy knows no bf16 and fp8, and its masked copy is the fastest there is.
-    plain = _SAME_SIZE[field.dtype.itemsize]
-    target = as_bytes(out).view(plain).reshape(out.shape)
-    target[valid] = as_bytes(values).view(plain).reshape(values.shape)
-    return out

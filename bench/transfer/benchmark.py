@@ -18,19 +18,19 @@ from ...trainers.run import doctor
 from ..conditions import conditions
 from .baselines import factory as baselines
 from .contenders import CHECKSUMMED, Contender, Op
-from .pool import PoolHost, ProcessPool, RayPool, ThreadPool
+from .pool import PRODUCER, PoolHost, ProcessPool, RayPool, ThreadPool, call
 from .results import PAIRED, Result, StepResult, summarise, write_records, write_summary
 from .rounds import Pattern, measure
 from .step import BLOCK_ROWS, DP, measure_steps
 from .stores import StoreContender
+from .workloads import STEP_ENDS, LoadSpec
 from .workloads import WORKLOADS as DESCRIBED
-from .workloads import LoadSpec
 
 _logger = logging.getLogger(__name__)
 
-WORKLOADS = tuple(name for name in DESCRIBED if name != "step")
-"""Names of the workloads on which each operation is timed by itself. The workload `step` is measured as a whole
-step."""
+WORKLOADS = tuple(name for name in DESCRIBED if name not in ("step", STEP_ENDS))
+"""Names of the workloads on which each operation is timed by itself. The workload `step` is measured as a whole step,
+and the workload `step-ends` is padded in one process."""
 STORES = ("local", "shm", "ray", "simple", "mooncake")
 PATTERNS: dict[str, frozenset[Op]] = {
     "put": frozenset(("put",)),
@@ -41,6 +41,7 @@ PATTERNS: dict[str, frozenset[Op]] = {
     "clear": frozenset(("clear",)),
     "claim": frozenset(("claim",)),
     "step": frozenset(("step",)),
+    "padding": frozenset(("padding",)),
 }
 TOGETHER = ("wide-32", "narrow-1")
 """Workloads that are measured in the same rounds, because the summary has the ratio of their times."""
@@ -185,7 +186,7 @@ def _first_run(
             if name != baselines.SECOND_RUN
         ]
         checked = next((name for name in CHECKSUM_WORKLOADS if name in options.workloads), None)
-        if pattern.ops - {"step"}:
+        if pattern.ops - {"step", "padding"}:
             for number, specs in enumerate(options.specs()):
                 sums: list[Contender] = []
                 if any(spec.name == checked for spec in specs):
@@ -199,6 +200,9 @@ def _first_run(
                     results += measure([(pool, contender) for contender in seated], specs, pattern, tell)
                 for contender in sums:
                     contender.close()
+        if "padding" in pattern.ops:
+            tell(f"{STEP_ENDS}: padded tensors to packed columns and back")
+            results += call(pool, PRODUCER, "pad", LoadSpec(STEP_ENDS, options.share), options.repeats)
         if "step" in pattern.ops:
             for store in stores:
                 if store is not None:

@@ -17,9 +17,10 @@ from tensordict import TensorDict
 from .digests import Digests
 from .workloads import Load, LoadSpec
 
-Op = Literal["put", "get", "gets", "field", "write_back", "clear", "claim", "step"]
+Op = Literal["put", "get", "gets", "field", "write_back", "clear", "claim", "step", "padding"]
 """Names of the operations. `gets` reads shuffled rows with several readers, `field` reads one field of many, and
-`claim` is a consumer's claim that is already waiting when the rows are put."""
+`claim` is a consumer's claim that is already waiting when the rows are put. `padding` needs no contender: it converts
+padded tensors to packed columns and back in one process."""
 
 ROW_OPS: frozenset[Op] = frozenset(("put", "get", "gets", "field", "write_back", "clear", "step"))
 STORE_OPS: frozenset[Op] = frozenset(("claim", *ROW_OPS))

@@ -28,7 +28,7 @@ def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: P
     moved = [result for result in timed if result.nbytes and result.op in SHOWN_OPS]
     if not moved:
         return []
-    names = list(dict.fromkeys(result.contender for result in timed))
+    names = list(dict.fromkeys(result.contender for result in moved))
     colour = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     ops = [op for op in SHOWN_OPS if any(result.op == op for result in moved)]
     figures = {

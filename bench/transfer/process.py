@@ -14,6 +14,8 @@ from tensordict import TensorDict
 from .baselines.served import Server
 from .contenders import ByteEndpoint, ClaimEndpoint, Endpoint, RowEndpoint, Share
 from .digests import Digests, check, row_digests
+from .padding import measure_padding
+from .results import Result
 from .workloads import Load, LoadSpec, build_load, column_bytes
 
 
@@ -197,6 +199,10 @@ class BenchProcess:
     def forget(self, label: str) -> None:
         """Drop the columns that the stages of a step have read, so that the next step reads them again."""
         self._open[label].kept.clear()
+
+    def pad(self, spec: LoadSpec, repeats: int) -> list[Result]:
+        """Time `from_padded` and `to_padded` on the workload's columns, in turn with a baseline."""
+        return measure_padding(self._load(spec), repeats)
 
     # -------------------------------------------------------------- verification and counts
 

@@ -19,7 +19,7 @@ STEP_NOTE = (
     "Times are sums over the stages, from the first start to the last end; times with calls include the benchmark's "
     "own calls between its processes."
 )
-MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear", "claim")
+MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear", "claim", "from_padded", "to_padded")
 
 
 def tables(report: TransferReport) -> list[Table]:

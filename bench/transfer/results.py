@@ -16,6 +16,10 @@ from .contenders import CHECKSUMMED
 PAIRED = "+paired"
 """Suffix of a store's name in rounds with only one baseline, which cannot run beside the others."""
 
+OWN_PADDING = "headrace"
+MASKED_COPY = "masked copy"
+"""Names of the two ways to pad rows that are compared: the functions of `codecs.jagged`, and a masked copy in torch."""
+
 SUMMARY_OPS = ("put", "get", "get8", "clear")
 
 
@@ -137,6 +141,10 @@ def summarise(
             other = median.get((workload, op, contender))
             if other is not None and (baseline in paired_baselines) == name.endswith(PAIRED):
                 summary[f"{workload}.{op}.{store}.vs_{baseline}"] = other / seconds
+    for (workload, op, name), seconds in median.items():
+        if name == OWN_PADDING:
+            summary[f"{workload}.{op}.milliseconds"] = seconds * 1e3
+            summary[f"{workload}.{op}.vs_masked_copy"] = median[workload, op, MASKED_COPY] / seconds
     summary |= _step_summary(steps, stores)
     for store in stores:
         for op in ("put", "get"):

@@ -17,6 +17,8 @@ from ...codecs.schema import Field, Kind, Schema
 SEED = 20240
 WRITE_BACK = "written_back"
 """Name of the column that consumers write back, with a float32 per token, or per row when rows have no tokens."""
+STEP_ENDS = "step-ends"
+"""Name of the workload whose columns are converted from padded tensors and back."""
 STEP_FIRST = ("input_ids", "mask", "generation_logprobs")
 """Names of the fields of the GRPO step's first put; the others are written back."""
 
@@ -259,6 +261,20 @@ def _step(rng: np.random.Generator, share: float) -> Any:
     return values, fields, 16
 
 
+def _step_ends(rng: np.random.Generator, share: float) -> Any:
+    """Build the eight columns that a step has at its ends, 29 bytes per token: those of the workload `step`, the policy
+    version and the entropy of each token."""
+    values, fields, group_size = _step(rng, share)
+    lengths = values["input_ids"].lengths
+    tokens = int(lengths.sum())
+    values |= {
+        "versions": Jagged(torch.from_numpy(rng.integers(0, 4, tokens, dtype=np.int32)), lengths),
+        "entropies": Jagged(torch.from_numpy(rng.random(tokens, dtype=np.float32)), lengths),
+    }
+    more = [Field("versions", Kind.PER_TOKEN, torch.int32), Field("entropies", Kind.PER_TOKEN, torch.float32)]
+    return values, [*fields, *more], group_size
+
+
 WORKLOADS = {
     "rl-256": Description("256 rows, log-normal, mean 1k tokens: ids, log-probs, mask, reward", _rl(256)),
     "rl-1024": Description("1024 rows like those of rl-256", _rl(1024)),
@@ -270,4 +286,5 @@ WORKLOADS = {
     "tiny": Description("4096 rows of 3 scalars", _tiny),
     "vision": Description("64 rows with ragged pixels and messages", _vision),
     "step": Description("a GRPO step's columns: 256 rows of 1k to 4k tokens, 21 bytes per token", _step),
+    STEP_ENDS: Description("a GRPO step's ends: 256 rows of 1k to 4k tokens in 8 columns, padded", _step_ends),
 }

@@ -7,13 +7,15 @@ import time
 from collections import deque
 
 from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
 from ..directory.requests import Space
 
 RECENT_PUTS = 8
 SLACK_PART = 4
-"""Divisor for the slack in a request for space: a quarter of the largest recent put is added, because the lengths of
-rows differ from put to put."""
-GRAIN_BYTES = 4096
+"""Divisor for the largest slack in a request for space: as the lengths of rows differ from put to put, the difference
+between the largest recent put and the smallest is added, up to a quarter of the largest. Puts of one size get no slack.
+What a put leaves over of its space becomes a hole between blocks, and with holes that are too small for such a put the
+store could not be filled."""
 MAX_BYTES = 64 << 20
 """Largest number of bytes of space that is requested ahead of a put. For larger puts, the extra call that reserves
 space costs little beside moving the bytes."""
@@ -62,9 +64,10 @@ class Credit:
         """Return the space to request with the commit of the current put, for the puts after it, as (number of bytes,
         number of blocks); (0, 0) requests nothing."""
         with self._lock:
-            nbytes = max((size for size, _ in self._recent), default=0)
+            largest = max((size for size, _ in self._recent), default=0)
+            smallest = min((size for size, _ in self._recent), default=0)
             num_blocks = max((count for _, count in self._recent), default=0)
-        nbytes = round_up(nbytes + nbytes // SLACK_PART, GRAIN_BYTES)
+        nbytes = round_up(largest + min(largest // SLACK_PART, largest - smallest), ALIGN)
         return (nbytes, num_blocks + num_blocks // SLACK_PART + 1) if 0 < nbytes <= MAX_BYTES else (0, 0)
 
     def drop_all(self) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ from .registry import StoreEntry
 from .shm_folder import (
     CLOSED,
     GENERATION,
-    MAX_SLOTS,
     OPEN,
     PIECE_BYTES,
     SLOT_BYTES,
@@ -58,7 +57,7 @@ up for holes between ranges."""
 SPARE_BYTES = 16 << 20
 """Number of bytes by which the pool may exceed the capacity, in addition to the share that SPARE_PART gives."""
 
-_LOCATION = struct.Struct("<IQ")  # slot, offset
+_LOCATION = struct.Struct("<QQ")  # slot, offset
 
 
 def pool_bytes(capacity_bytes: int) -> int:
@@ -125,18 +124,19 @@ class SharedMemoryHost:
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
         """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest of the
         range. The first block keeps its slot (its entry in the table of blocks), because its writer has checked that
-        one. Raises CapacityExceeded if there are not enough slots, and RowsCleared if the range was freed."""
+        one. Raises CapacityExceeded if /dev/shm has no room for more slots, and RowsCleared if the range was freed."""
         with self._lock:
             if block_id not in self._held:
                 raise RowsCleared(f"block {block_id} was freed before it was written", op="put")
             slot, offset, held_bytes = self._held[block_id]
-            assert sum(sizes) <= held_bytes and not any(size % ALIGN for size in sizes), (sizes, held_bytes)
+            assert sum(sizes) <= held_bytes, (sizes, held_bytes)
+            assert all(size and size % ALIGN == 0 for size in sizes), sizes
             slots = [slot]
             while len(slots) < len(sizes):
                 more = self._take_slot()
                 if more is None:
                     self._free_slots += slots[1:]
-                    raise CapacityExceeded(f"no slots for {len(sizes)} blocks: {MAX_SLOTS} at most", op="put")
+                    raise CapacityExceeded(f"no slots for {len(sizes)} blocks: {self._refused}", op="put")
                 slots.append(more)
             locations = []
             for number, (size, own) in enumerate(zip(sizes, slots, strict=True)):
@@ -188,15 +188,13 @@ class SharedMemoryHost:
 
     def shortage(self) -> str:
         """Return a text for an error message that says why `allocate` finds no room: unfinished writers, a full
-        /dev/shm, no free entry in the table of blocks, or only free ranges that are too small."""
+        /dev/shm, or only free ranges that are too small."""
         unfreed_bytes = self.unfreed_bytes()
         with self._lock:
             if unfreed_bytes:
                 return f"writers that have not stopped are still in {unfreed_bytes} bytes of cleared blocks"
             if self._refused:
                 return self._refused
-            if not self._free_slots and self._next_slot == MAX_SLOTS:
-                return f"the store holds {MAX_SLOTS - 1} blocks, and no more"
             grown = self._limit_bytes - self._ranges.size_bytes
             largest = max(self._ranges.largest_bytes, self._ranges.tail_bytes + grown)
             return f"the largest piece that is free has {largest} bytes of {self._ranges.free_bytes + grown}"
@@ -259,9 +257,7 @@ class SharedMemoryHost:
         if self._free_slots:
             return self._free_slots.pop()
         if self._next_slot == self._backed_slots:
-            if self._backed_slots == MAX_SLOTS or not self._back(
-                "slots", self._backed_slots * SLOT_BYTES, SLOTS_CHUNK * SLOT_BYTES
-            ):
+            if not self._back("slots", self._backed_slots * SLOT_BYTES, SLOTS_CHUNK * SLOT_BYTES):
                 return None
             self._backed_slots += SLOTS_CHUNK
         self._next_slot += 1

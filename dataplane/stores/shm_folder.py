@@ -3,7 +3,8 @@
 `/dev/shm/headrace-{run_id}/` holds
   `owner`   locked by the host's process for as long as it lives (see `codecs/owned_folder.py`)
   `slots`   a table with a 32-byte entry for each live block: its generation (block id + 1), and the pid and start time
-            of the process that is writing it
+            of the process that is writing it; a sparse file with entries for as many blocks as fit into the pool, of
+            which the host reserves the beginning
   `pool`    the bytes: a sparse file of the largest size that the pool may reach, of which the host reserves the
             beginning
 
@@ -21,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ...codecs.integers import ceil_div
+from ...codecs.integers import ceil_div, round_up
+from ...codecs.memory import ALIGN
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder
 
 SLOT_BYTES = 32
-MAX_SLOTS = 1 << 20
 SLOTS_CHUNK = 2048
 """Number of entries of the table of blocks (slots) for which memory is reserved at a time (64 KiB). The rest of the
 file is a hole without memory."""
@@ -54,22 +55,25 @@ def create_folder(run_id: str, pool_bytes: int, root: Path = SHARED_MEMORY) -> t
 
 
 def _make_files(pool_bytes: int, folder: Path) -> None:
+    # A block takes ALIGN bytes of the pool at least, so the pool is full before the table is. Two more slots: slot 0,
+    # and the one of a block that finds no room.
+    num_slots = round_up(pool_bytes // ALIGN + 2, SLOTS_CHUNK)
     with open(folder / "slots", "wb") as file:
-        file.truncate(MAX_SLOTS * SLOT_BYTES)
+        file.truncate(num_slots * SLOT_BYTES)
         os.posix_fallocate(file.fileno(), 0, SLOTS_CHUNK * SLOT_BYTES)
     with open(folder / "pool", "wb") as file:
         file.truncate(pool_bytes)
 
 
 def map_slots(folder: Path) -> np.ndarray:
-    """Map the table of blocks as a uint64 array `[MAX_SLOTS, 4]`. The mapping exists as long as the array. Raises
-    FileNotFoundError if there is no table."""
+    """Map the table of blocks as a uint64 array `[slots, 4]`, with as many slots as blocks fit into the pool. The
+    mapping exists as long as the array. Raises FileNotFoundError if there is no table."""
     descriptor = os.open(folder / "slots", os.O_RDWR)
     try:
-        mapping = mmap.mmap(descriptor, MAX_SLOTS * SLOT_BYTES)
+        mapping = mmap.mmap(descriptor, 0)  # the whole file
     finally:
         os.close(descriptor)
-    return np.frombuffer(mapping, np.uint64).reshape(MAX_SLOTS, SLOT_BYTES // 8)
+    return np.frombuffer(mapping, np.uint64).reshape(-1, SLOT_BYTES // 8)
 
 
 class PoolMapping:

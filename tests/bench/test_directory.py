@@ -18,7 +18,7 @@ def test_files_and_summary(tmp_path: Path):
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written.pop("conditions")["rows"] == 5000
     assert written == summary and all(math.isfinite(value) for value in summary.values())
-    for op in ("put", "lookup", "claim", "clear", "actor.put", "actor.claim"):
+    for op in ("put", "lookup", "claim", "claim_timeout", "claim_timeout_few", "clear", "actor.put", "actor.claim"):
         assert summary[f"directory.{op}.latency_us"] > 0
     assert summary["directory.put.rows_per_s"] > 1000
     assert directory_table(summary).row_count >= 12

@@ -11,6 +11,7 @@ from headrace.codecs.blocks import RowSource, assemble, encode_block, read_heade
 from headrace.codecs.jagged import concat, from_padded, pack, select_rows, slice_rows, to_padded, to_tensordict, unpack
 from headrace.codecs.objects import encode
 from headrace.codecs.schema import DTYPES, Field, Kind, Schema
+from headrace.tests.codecs.random_bits import random_bits
 
 modest = settings(max_examples=60, deadline=None)
 
@@ -60,15 +61,6 @@ def rows_by_field(draw, max_rows=6):
         }[field.kind]
         data[field.name] = [random_bits(rng, field.dtype, shapes(row)) for row in range(num_rows)]
     return schema, num_rows, data
-
-
-def random_bits(rng, dtype, shape):
-    """Any bit pattern, NaNs of all kinds among them."""
-    top = 2 if dtype == torch.bool else 256
-    count = int(np.prod(shape, dtype=np.int64))
-    out = torch.empty(count, dtype=dtype)
-    out.view(torch.uint8).copy_(torch.from_numpy(rng.integers(0, top, count * dtype.itemsize, dtype=np.uint8)))
-    return out.reshape(shape)
 
 
 def bits(row):

@@ -47,6 +47,7 @@ def test_summary_is_flat_and_has_the_names_that_others_rely_on(small: tuple[Tran
     expected |= {f"step.{store}.{name}" for store in ("local", "shm") for name in step}
     expected |= {f"wide_vs_narrow.{op}.{store}" for op in ("put", "get") for store in ("local", "shm")}
     expected |= {f"checksum_cost.{store}" for store in ("local", "shm")}
+    expected |= {f"step-ends.{op}.vs_masked_copy" for op in ("from_padded", "to_padded")}
     assert expected <= set(summary)
     assert all(math.isfinite(value) and value > 0 for value in summary.values())
 
@@ -71,7 +72,7 @@ def test_step_moves_what_it_says(small: tuple[TransferReport, TransferOptions]):
 
 def test_files(small: tuple[TransferReport, TransferOptions]):
     report, chosen = small
-    assert [len(table.columns) > 1 for table in tables(report)] == [True] * 5
+    assert [len(table.columns) > 1 for table in tables(report)] == [True] * 6
     text = write_report(report, chosen, "headrace bench transfer --quick").read_text()
     assert "not measured: transferqueue: needs Ray" in text and "commit: " in text
     for name in ("throughput.png", "size.png", "latency.png"):

@@ -195,7 +195,11 @@ def test_puts_of_many_tasks_at_once_never_pass_the_capacity(plane: DataPlane, cl
 def test_what_is_asked_for() -> None:
     credit = Credit(lifetime_s=60)
     assert credit.next_request() == (0, 0) and credit.take(100_000, 3) == (None, ())
-    assert credit.next_request() == (126_976, 4), "a quarter more, in whole pages"
+    assert credit.next_request() == (100_032, 4), "puts of one size leave no holes between their blocks"
+    credit.take(90_000, 3)
+    assert credit.next_request() == (110_016, 4), "as much more as they differ"
+    credit.take(1000, 1)
+    assert credit.next_request() == (125_056, 4), "a quarter more at most"
     for space_id, nbytes in enumerate((500, 200, 300)):
         credit.add(Space(space_id, 1, 2, nbytes, b""))
     space, _ = credit.take(250, 2)
