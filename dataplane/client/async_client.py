@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from ..status import DataPlaneStatus
 from ..traffic import ClientStats
 from .operations import Ask, Fields, Keys, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
+from .saving import load, save
 
 T = TypeVar("T")
 
@@ -168,6 +170,17 @@ class AsyncDataPlaneClient:
             "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
+
+    async def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
+        """Write a partition into one file and return how many rows it has, as `DataPlaneClient.save` does."""
+        return await self._move("save", save(self._operations, partition, path, timeout_s))
+
+    async def load(
+        self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
+    ) -> str:
+        """Register a partition that `save` wrote into a file, put its rows back and return its name, as
+        `DataPlaneClient.load` does."""
+        return await self._move("load", load(self._operations, path, partition, timeout_s))
 
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the numbers of rows, leases and bytes at this moment, as `DataPlaneClient.status` does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -23,6 +24,7 @@ from ..status import DataPlaneStatus
 from ..traffic import ClientStats
 from .operations import Ask, Fields, Keys, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
+from .saving import load, save
 
 T = TypeVar("T")
 
@@ -244,6 +246,31 @@ class DataPlaneClient:
             "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
+
+    def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
+        """Write a partition into one file, and return how many rows it has.
+
+        The file holds the rows with all fields, tags, versions and groups, the schema, the group size, and the tasks
+        with their progress, as they were at one moment; other calls go on meanwhile. Rows that are leased then are
+        saved as rows that their task has not finished. The file gets its name only once it is whole and on the disk; it
+        replaces a file of that name. Memory holds one chunk of rows at a time. timeout_s bounds each call that this
+        takes, not their sum. Raises RowsCleared when rows are cleared or replaced before they have been read, and
+        OSError when the file cannot be written; no file is left then.
+        """
+        return self._move("save", save(self._operations, partition, path, timeout_s))
+
+    def load(
+        self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
+    ) -> str:
+        """Register a partition that `save` wrote into a file, put its rows and its tasks' progress back, and return its
+        name. partition: another name to give it; None takes the name under which it was saved.
+
+        Versions, groups, tags, order of arrival and what each task has finished are as they were. Groups have new
+        numbers, and no row is leased. Rows become readable chunk by chunk. timeout_s bounds each call that this takes,
+        not their sum. When it raises, nothing is left: ValueError for a file that is not a saved partition or is
+        damaged or truncated, or for a name that is registered; CapacityExceeded when the rows find no room.
+        """
+        return self._move("load", load(self._operations, path, partition, timeout_s))
 
     def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the current numbers of rows and leases (of all partitions, or only of `partition`), and of bytes in

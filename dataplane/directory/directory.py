@@ -21,7 +21,7 @@ from ..meta import BlockRef, KVBatchMeta
 from ..partition_rows import PartitionRows
 from ..status import DataPlaneStatus
 from .block_table import BlockTable, FreedBlock, Reservation
-from .partition import ClaimRows, Committed, Partition, PutRows
+from .partition import ClaimRows, Committed, Partition, PartitionState, PutRows
 from .ready import ReadyView
 from .rows import ROW_BITS, Numbers, pick
 from .samplers import TaskConfig
@@ -128,6 +128,30 @@ class Directory:
         part = self._partition(partition)
         part.add_fields(fields)
         return part.schema
+
+    def export(self, partition: str) -> tuple[PartitionState, PartitionRows, list[KVBatchMeta]]:
+        """Return what is needed to save a partition as it is now: its definition and its tasks' progress, its rows, and
+        for each set of fields a receipt (keys and locations) of the rows that have just these fields written. In the
+        list and in each receipt the rows are in order of arrival."""
+        part = self._partition(partition)
+        rows = part.rows.live()
+        receipts = [self._receipt(part, having, fields) for fields, having in part.by_fields(rows) if fields]
+        return part.state(), part.listing(rows), receipts
+
+    def restore(self, name: str, state: PartitionState, rows: PartitionRows) -> None:
+        """Register a saved partition under a name, with its rows, of which no field is written yet, and its tasks'
+        progress. Raises ValueError if a partition of that name is registered, and the errors of `register`; nothing is
+        registered then."""
+        if name in self._partitions:
+            raise ValueError(
+                f"load: partition {name!r} is registered already; expected another name (partition=), or unregister it"
+            )
+        self.register(name, state.schema, [task.config for task in state.tasks], state.group_size)
+        try:
+            self._partitions[name].restore(rows, state.tasks, self._group_numbers)
+        except BaseException:
+            del self._partitions[name]
+            raise
 
     # -------------------------------------------------------------- put
 

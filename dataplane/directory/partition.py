@@ -21,7 +21,7 @@ from ..partition_rows import PartitionRows
 from .ready import ReadyView
 from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
-from .task_cursor import TaskCursor
+from .task_cursor import DONE, TaskCursor
 
 # ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
 
@@ -175,6 +175,29 @@ def schema_id(schema: Schema) -> int:
     return zlib.crc32(messages.encode(schema))
 
 
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """Describes one task (consumer) of a partition and its progress, for `Partition.restore`."""
+
+    config: TaskConfig
+    done: bytes
+    """One bit for each row, in order of arrival: 1 if the task has finished the row. Leased rows count as not
+    finished."""
+    first_prompt: int | None
+    """Lowest position in the prompt stream that is not settled; None for samplers that do not follow the prompts."""
+    settled: tuple[int, ...]
+    """Settled positions after `first_prompt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionState:
+    """Describes a partition without its rows, for `Directory.restore`."""
+
+    schema: Schema
+    group_size: int
+    tasks: tuple[TaskState, ...]
+
+
 class Partition:
     """Holds the rows and groups of one partition (a named flow of data), and the progress of each of its tasks."""
 
@@ -248,6 +271,28 @@ class Partition:
             tagged,
             {name: slots[rows] != UNWRITTEN for name, slots in table.slots.items()},
         )
+
+    def by_fields(self, rows: np.ndarray) -> list[tuple[tuple[str, ...], np.ndarray]]:
+        """Divide rows by the fields that are written in them. Returns (fields, the rows that have just these) for each
+        set of fields that occurs, with the rows in the given order."""
+        parts: list[tuple[tuple[str, ...], np.ndarray]] = [((), rows)]
+        for name, slots in self.rows.slots.items():
+            divided = []
+            for fields, some in parts:
+                has = slots[some] != UNWRITTEN
+                divided += [((*fields, name), some[has]), (fields, some[~has])]
+            parts = [(fields, some) for fields, some in divided if len(some)]
+        return parts
+
+    def state(self) -> PartitionState:
+        """Return the partition's definition and the progress of its tasks."""
+        rows = self.rows.live()
+        tasks = []
+        for cursor in self.tasks.values():
+            done = np.packbits(cursor.column[rows] == DONE).tobytes()
+            first, ahead = (None, ()) if cursor.progress is None else (cursor.progress.first, cursor.progress.ahead)
+            tasks.append(TaskState(cursor.config, done, first, tuple(sorted(ahead))))
+        return PartitionState(self.schema, self.groups.group_size, tuple(tasks))
 
     def check_fields(self, fields: Sequence[str]) -> None:
         """Raise SchemaMismatch unless `fields` is a list of one or more declared fields without repeats."""
@@ -396,6 +441,31 @@ class Partition:
         for cursor in self.tasks.values():
             cursor.refresh(rows, requeue=put.replace)
         return replaced
+
+    def restore(self, rows: PartitionRows, tasks: Sequence[TaskState], numbering: Numbers) -> None:
+        """Add the rows of a saved partition, without any written field, and the progress of its tasks. The partition
+        must be new. Raises DuplicateKeys for a key that occurs twice, and SchemaMismatch for a group of more than
+        group_size rows."""
+        keys: list[str] = rows.keys.tolist()
+        check_distinct(keys, self.name, "load")
+        grouping = Grouping.of(keys, rows.group_names.tolist())
+        if self.groups.overfull(grouping.names, np.bincount(grouping.index)) is not None:
+            message = f"a group holds more than group_size={self.groups.group_size} rows"
+            raise SchemaMismatch(message, op="load", partition=self.name)
+        groups = self.groups.intern(grouping.names, numbering)[grouping.index]
+        numbers = self.rows.add(keys, groups)
+        self.groups.add(numbers, groups)
+        self.rows.versions[numbers] = rows.versions
+        for name, given in rows.tagged.items():
+            self.rows.set_tag(name, numbers[given], rows.tags[name][given])
+        for task in tasks:
+            cursor = self.tasks[task.config.name]
+            cursor.grow()
+            done = np.unpackbits(np.frombuffer(task.done, np.uint8), count=len(keys)).astype(bool)
+            cursor.set(numbers[done], DONE)
+            if cursor.progress is not None and task.first_prompt is not None:
+                cursor.progress.first = task.first_prompt
+                cursor.progress.ahead = set(task.settled)
 
     def tag(self, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
         """Set tags of existing rows: for each tag, a value for each key. Raises DuplicateKeys, KeysNotFound, and

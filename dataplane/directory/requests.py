@@ -13,7 +13,7 @@ from ...codecs import messages
 from ...codecs.schema import Schema
 from .. import errors
 from .directory import Outcome
-from .partition import ClaimRows, Committed, PutRows
+from .partition import ClaimRows, Committed, PartitionState, PutRows
 from .samplers import TaskConfig
 
 
@@ -149,6 +149,35 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Export:
+    """Request for what is needed to save a partition. The reply is `Exported`."""
+
+    partition: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Reply that describes a partition at one moment."""
+
+    state: PartitionState
+    rows: bytes
+    """All rows in order of arrival, as `PartitionRows.to_bytes` encodes them."""
+    receipts: tuple[bytes, ...]
+    """For each set of fields, the receipt (keys and locations) of the rows that have just these fields written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Request to register a saved partition under a name, with its rows but without their fields, which puts must
+    follow to write."""
+
+    partition: str
+    state: PartitionState
+    rows: bytes
+    """As in `Exported`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """Request to lease rows to a task, waiting at most `timeout_s` for them. The reply is a receipt (their keys and
     locations)."""
@@ -204,7 +233,9 @@ CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve", "lookup"))
 """Names of the requests that may have to wait, and that can be cancelled while they do."""
-TAKE_EFFECT = frozenset(("register", "unregister", "claim", "release", "clear", "clear_stale", "tag", "add_fields"))
+TAKE_EFFECT = frozenset(
+    ("register", "unregister", "claim", "release", "clear", "clear_stale", "tag", "add_fields", "restore")
+)
 """Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
 the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))

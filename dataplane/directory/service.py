@@ -40,6 +40,7 @@ from ..errors import (
     KeysNotFound,
     shown,
 )
+from ..partition_rows import PartitionRows
 from . import requests
 from .block_table import FreedBlock, Reservation
 from .directory import Directory
@@ -168,6 +169,8 @@ class DirectoryService:
             "unregister": self._unregister,
             "describe": self._describe,
             "add_fields": self._add_fields,
+            "export": self._export,
+            "restore": self._restore,
             "reserve": self._reserve,
             "commit": self._commit,
             "abort": self._abort,
@@ -506,6 +509,16 @@ class DirectoryService:
     def _add_fields(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.AddFields)
         return messages.encode(self._directory.add_fields(request.partition, list(request.fields.values())))
+
+    def _export(self, payload: bytes) -> bytes:
+        state, rows, receipts = self._directory.export(messages.decode(payload, requests.Export).partition)
+        encoded = tuple(receipt.to_bytes() for receipt in receipts)
+        return messages.encode(requests.Exported(state, rows.to_bytes(), encoded))
+
+    def _restore(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Restore)
+        self._directory.restore(request.partition, request.state, PartitionRows.from_bytes(request.rows))
+        return b""
 
     async def _status(self, payload: bytes) -> bytes:
         status = self._directory.status(messages.decode(payload, requests.Status).partition, self._now())
