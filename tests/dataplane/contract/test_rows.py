@@ -116,7 +116,10 @@ def test_refused_put_leaves_nothing(client: Any, partition: str) -> None:
     keys = keys_of(range(2))
     good = columns(keys)
     bad: list[tuple[dict[str, Any], str]] = [
-        ({**good, "ids": [row.to(torch.int64) for row in columns(keys)["ids"]]}, "ids.*int"),
+        (
+            {**good, "ids": [row.long() + 2**33 for row in columns(keys)["ids"]]},
+            r"ids.: row \d holds \d+, expected.*int32",
+        ),
         ({**good, "reward": torch.zeros(len(keys), dtype=torch.float64)}, "reward.*float"),
         ({**good, "mask": [torch.ones(3, dtype=torch.bool)] * len(keys)}, "mask"),
         ({**good, "reward": torch.zeros(len(keys) - 1)}, "reward"),
