@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.dataplane.client.async_client import AsyncDataPlaneClient
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory import requests
@@ -20,6 +21,7 @@ from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.stores.local import LocalHost
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
+from headrace.tests.dataplane.rpc.served import Served
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -94,6 +96,33 @@ def test_a_cancelled_lookup_leaves_nothing(plane: DataPlane, client: DataPlaneCl
 
     asyncio.run(cancel())
     assert not client._link._service._ready["p"]._waiters  # type: ignore[attr-defined]
+
+
+def test_lookups_over_sockets_that_are_cancelled_wait_no_more() -> None:
+    served = Served()
+    waiters = served.service._ready_pulse("p")._waiters
+
+    async def cancel(twin: AsyncDataPlaneClient) -> None:
+        waiting = asyncio.create_task(twin.lookup("p", ["a.0"], ["ids"], wait=True))
+        while not waiters:
+            await asyncio.sleep(0.005)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not waiters, "the directory was told before the caller went on"
+
+    async def use() -> None:
+        async with connect_async(served.handle) as twin:
+            await twin.register("p", SCHEMA)
+            await cancel(twin)
+            waiting = asyncio.create_task(twin.lookup("p", ["a.0"], ["ids"], wait=True))
+            await twin.put("p", ["a.0"], {"ids": ids(1)})
+            assert (await waiting).keys == ("a.0",)
+
+    try:
+        asyncio.run(use())
+    finally:
+        served.close()
 
 
 def test_waits_are_forgotten_when_they_end() -> None:
