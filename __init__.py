@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .dataplane.factory import DataPlane, connect, connect_async, open_data_plane
     from .dataplane.handle import DataPlaneHandle
     from .dataplane.meta import KVBatchMeta
+    from .dataplane.partition_rows import PartitionRows
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
     from .trainers.errors import ConfigError, UserError
@@ -70,6 +71,7 @@ __all__ = [
     "KeysNotFound",
     "Kind",
     "LeaseLost",
+    "PartitionRows",
     "PeerLost",
     "RowsCleared",
     "SamplerError",
@@ -96,6 +98,7 @@ _MODULES = {
     "dataplane.factory": "DataPlane connect connect_async open_data_plane",
     "dataplane.handle": "DataPlaneHandle",
     "dataplane.meta": "KVBatchMeta",
+    "dataplane.partition_rows": "PartitionRows",
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",
     "trainers.errors": "ConfigError UserError",

@@ -1,14 +1,15 @@
 """Checks the rows of one field (tensors, arrays or lists) and converts them into one contiguous column.
 
-The schema decides what a value means; nothing is guessed from its shape. Tensors of another dtype are never cast. Every
-error is a ValueError that names field, row, what was given and what was expected.
+The schema decides what a value means; nothing is guessed from its shape. Integers of another integer dtype are
+converted if every value fits; no other tensor is cast. Every error is a ValueError that names field, row, what was
+given and what was expected.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ def to_column(field: Field, value: Any) -> Column:
     PER_SAMPLE  N rows `[*trailing]`, or dense `[N, *trailing]`
     RAGGED      N rows of `ndim` dimensions, or dense `[N, *shape]`
     OBJECT      a list of N objects (or NonTensorStack, or an array of objects or strings)
-    Python numbers and numpy integers are converted to the field's dtype if every value fits; Python floats are rounded.
+    Python numbers, and integer tensors and arrays of another integer dtype, are converted to the field's dtype if every
+    value fits; Python floats are rounded.
     Raises ValueError for any other value.
     """
     if isinstance(value, tensordict_types("NonTensorData", "NonTensorStack")):
@@ -68,12 +70,12 @@ def num_rows(column: Column) -> int:
 
 def _per_token(field: Field, value: Any) -> Jagged:
     if isinstance(value, Jagged):
-        values = _tensor(field, value.values, "values")
         lengths = _extents(field, value.lengths, ndim=1)
+        values = _tensor(field, value.values, "values", _row_finder(lengths))
         _expect_shape(field, "values", values.shape, (int(lengths.sum()), *field.trailing))
         return Jagged(values, lengths)
     if isinstance(value, torch.Tensor | np.ndarray):
-        dense = _tensor(field, value, "the dense tensor")
+        dense = _tensor(field, value, "the dense tensor", int)
         _expect_shape(field, "the dense tensor", dense.shape, ("N", "L", *field.trailing))
         count, length = dense.shape[:2]
         return Jagged(dense.reshape(count * length, *field.trailing), np.full(count, length, dtype=np.int64))
@@ -85,7 +87,7 @@ def _per_token(field: Field, value: Any) -> Jagged:
 
 def _per_sample(field: Field, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor | np.ndarray):
-        dense = _tensor(field, value, "the dense tensor")
+        dense = _tensor(field, value, "the dense tensor", int)
         _expect_shape(field, "the dense tensor", dense.shape, ("N", *field.trailing))
         return dense
     rows = _rows(field, value)
@@ -104,13 +106,13 @@ def _per_sample(field: Field, value: Any) -> torch.Tensor:
 
 def _ragged(field: Field, value: Any) -> Ragged:
     if isinstance(value, Ragged):
-        values = _tensor(field, value.values, "values")
         shapes = _extents(field, value.shapes, ndim=2)
         _expect_shape(field, "shapes", shapes.shape, ("N", field.ndim))
+        values = _tensor(field, value.values, "values", _row_finder(shapes.prod(axis=1)))
         _expect_shape(field, "values", values.shape, (int(shapes.prod(axis=1).sum()),))
         return Ragged(values, shapes)
     if isinstance(value, torch.Tensor | np.ndarray):
-        dense = _tensor(field, value, "the dense tensor")
+        dense = _tensor(field, value, "the dense tensor", int)
         _expect_shape(field, "the dense tensor", dense.shape, ("N", *["*"] * field.ndim))
         shapes = np.tile(np.array(dense.shape[1:], dtype=np.int64), (len(dense), 1))
         return Ragged(dense.reshape(-1), shapes)
@@ -170,20 +172,27 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
     except ValueError:
         _name_the_row(field, rows, shape)
         raise
-    if kinds != {torch.Tensor} or not _all_fit(field, rows, shape):
-        rows = [_row(field, row, index, shape) for index, row in enumerate(rows)]
+    dtype = _common_dtype(field, rows, shape) if kinds == {torch.Tensor} else None
+    if dtype is None:
+        dtype, rows = field.dtype, [_row(field, row, index, shape) for index, row in enumerate(rows)]
     if not all([row.is_cpu for row in rows]):
         rows = [row.cpu() for row in rows]
     with torch.no_grad():
-        out = fresh(field.dtype, (sum([row.shape[0] for row in rows]), *field.trailing))
-        return torch.cat(tuple(rows), out=out)
+        lengths = [row.shape[0] for row in rows]
+        out = fresh(dtype, (sum(lengths), *field.trailing))
+        joined = torch.cat(tuple(rows), out=out)
+    return joined if dtype == field.dtype else _tensor(field, joined, "the rows", _row_finder(lengths))
 
 
-def _all_fit(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> bool:
-    """Return whether all rows are strided tensors with the field's dtype and the given shape. Optimised for speed,
-    because there may be thousands of rows."""
-    plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(field.dtype, len(shape), torch.strided)}
-    return plain and (not field.trailing or all([row.shape[1:] == field.trailing for row in rows]))
+def _common_dtype(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> torch.dtype | None:
+    """Return the dtype of the rows if all of them are strided tensors of the same dtype and the given shape, and their
+    dtype is the field's or can be converted to it. Returns None otherwise. Optimised for speed, because there may be
+    thousands of rows."""
+    dtype = rows[0].dtype
+    plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(dtype, len(shape), torch.strided)}
+    if not plain or (field.trailing and not all([row.shape[1:] == field.trailing for row in rows])):
+        return None
+    return dtype if dtype == field.dtype or _converts(field, dtype) else None
 
 
 def _name_the_row(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> None:
@@ -203,24 +212,43 @@ def _row(field: Field, row: Any, index: int, shape: tuple[int | str, ...]) -> to
     return tensor
 
 
-def _tensor(field: Field, value: Any, where: str) -> torch.Tensor:
+def _tensor(field: Field, value: Any, where: str, row_of: Callable[[int], int] | None = None) -> torch.Tensor:
     """Return `value` as a contiguous CPU tensor without grad. Raises ValueError when it is not a strided tensor or an
-    array of the field's dtype; numpy integers of another integer dtype are converted if all values fit."""
+    array of the field's dtype. Integers of another integer dtype are converted if all values fit.
+
+    row_of: function that returns the row to which an index along the first dimension of `value` belongs, for errors;
+    None when `where` names the row already.
+    """
     if isinstance(value, np.ndarray):
-        return _from_numpy(field, value, where)
+        return _from_numpy(field, value, where, row_of)
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"field {field.name!r}: {where} is {_what(value)}, expected a tensor")
-    if value.dtype != field.dtype:
+    if value.dtype != field.dtype and not _converts(field, value.dtype):
         raise ValueError(
             f"field {field.name!r}: {where} has dtype {value.dtype}, expected {field.dtype}; "
-            f"cast it where it is made, tensors are never cast on the way"
+            f"cast it where it is made, only integers are converted on the way"
         )
     if value.is_nested or value.layout is not torch.strided:
         raise ValueError(f"field {field.name!r}: {where} has layout {value.layout}, expected a plain (strided) tensor")
-    return value.detach().cpu().contiguous().resolve_neg()
+    plain = value.detach().cpu()
+    if plain.dtype != field.dtype:
+        return _from_numpy(field, plain.numpy(), where, row_of)
+    return plain.contiguous().resolve_neg()
 
 
-def _from_numpy(field: Field, array: np.ndarray, where: str) -> torch.Tensor:
+def _converts(field: Field, dtype: torch.dtype) -> bool:
+    """Return whether values of `dtype` may be converted to the field's dtype if they fit: whether both are integers."""
+    assert field.dtype is not None
+    return _is_integer(dtype) and _is_integer(field.dtype)
+
+
+def _row_finder(items: Sequence[int] | np.ndarray) -> Callable[[int], int]:
+    """Return a function that finds the row of the item with a given index, when rows follow one another. items: number
+    of items of each row, `[N]`."""
+    return lambda index: int(np.searchsorted(np.cumsum(items), index, side="right"))
+
+
+def _from_numpy(field: Field, array: np.ndarray, where: str, row_of: Callable[[int], int] | None) -> torch.Tensor:
     assert field.dtype is not None
     name, target = array.dtype.name, field.dtype
     if name == field.dtype_name:
@@ -229,8 +257,8 @@ def _from_numpy(field: Field, array: np.ndarray, where: str) -> torch.Tensor:
         return torch.from_numpy(native if native.flags.writeable else native.copy())
     if array.dtype.kind not in "iu" or not _is_integer(target):
         raise ValueError(f"field {field.name!r}: {where} is a numpy array of dtype {name}, expected {field.dtype_name}")
-    _expect_range(field, array, where)
-    return torch.from_numpy(array.astype(np.dtype(field.dtype_name)))
+    _expect_range(field, array, where, row_of)
+    return torch.from_numpy(array.astype(np.dtype(field.dtype_name), order="C"))
 
 
 def _from_python(field: Field, value: Any, where: str) -> torch.Tensor:
@@ -273,11 +301,14 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return dtype != torch.bool and not dtype.is_floating_point
 
 
-def _expect_range(field: Field, array: np.ndarray, where: str) -> None:
+def _expect_range(field: Field, array: np.ndarray, where: str, row_of: Callable[[int], int] | None = None) -> None:
+    """Raise ValueError for an integer that the field's dtype cannot hold. row_of: as in `_tensor`."""
     assert field.dtype is not None
     limits = torch.iinfo(field.dtype)
     for value in (int(array.min()), int(array.max())) if array.size else ():
         if not limits.min <= value <= limits.max:
+            if row_of is not None:
+                where = f"row {row_of(int(np.argwhere(array == value)[0, 0]))}"
             raise ValueError(
                 f"field {field.name!r}: {where} holds {value}, expected {limits.min} to {limits.max} "
                 f"({field.dtype_name})"

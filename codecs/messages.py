@@ -14,12 +14,17 @@ import msgspec
 import numpy as np
 
 from .schema import Schema
+from .texts import is_text, pack_texts, unpack_texts
 
 T = TypeVar("T")
 
 _ARRAY = 1
 """Code of the msgpack extension for a numpy array. Its data: 1 byte length of the dtype's name, 1 byte number of
 dimensions (255 for 1-D without a shape), the dtype's name, the int64 shape unless 1-D, the values."""
+
+_TEXTS = 2
+"""Code of the msgpack extension for a 1-D numpy array of dtype object that holds only str. Its data is what
+`pack_texts` returns."""
 
 _KINDS = "biufUS"
 """Kinds of numpy dtype that can be encoded: bool, integers, floats, fixed-width strings."""
@@ -29,7 +34,8 @@ def encode(obj: Any) -> bytes:
     """Encode `obj` as one message.
 
     Takes (nested) dataclasses, enums, numpy arrays and scalars, `Schema`, str, bytes, None, bool, int, float, lists,
-    tuples, sets and dicts. Raises TypeError naming any other type.
+    tuples, sets and dicts. Of numpy arrays of dtype object it takes those with one dimension of str. Raises TypeError
+    naming any other type.
     """
     return _ENCODER.encode(obj)
 
@@ -53,6 +59,8 @@ def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
 
 def _enc_hook(obj: Any) -> Any:
     if isinstance(obj, np.ndarray):
+        if is_text(obj):
+            return msgspec.msgpack.Ext(_TEXTS, pack_texts(obj))
         return msgspec.msgpack.Ext(_ARRAY, _array_bytes(obj))
     if isinstance(obj, np.generic):
         return obj.item()
@@ -82,6 +90,11 @@ def _array_bytes(array: np.ndarray) -> bytes:
 
 
 def _ext_hook(code: int, data: memoryview) -> np.ndarray:
+    if code == _TEXTS:
+        try:
+            return unpack_texts(data)
+        except (TypeError, ValueError) as error:
+            raise msgspec.ValidationError(f"damaged column of text: {error}") from error
     if code != _ARRAY or len(data) < 2:
         raise msgspec.ValidationError(f"msgpack extension {code} of {len(data)} bytes is not a numpy array")
     dtype_end, ndim = 2 + data[0], data[1]

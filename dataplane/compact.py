@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..codecs.blocks import RowSource
+from ..codecs.texts import pack_texts, unpack_texts
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4
@@ -78,16 +80,27 @@ def unpack_keys(data: bytes) -> list[str]:
     return text.decode().split("\0")
 
 
-def check_keys(keys: Sequence[str], argument: str = "keys") -> list[str]:
-    """Return `keys` as a list. Raises ValueError naming the argument unless each key is a non-empty str without NUL
-    that UTF-8 can encode."""
+def check_keys(keys: Sequence[str] | np.ndarray, argument: str = "keys") -> list[str]:
+    """Return `keys` as a list of str. Strings of numpy, and arrays `[N]` of strings (dtype U or object), are converted.
+    Raises ValueError naming the argument unless each key is a non-empty str without NUL that UTF-8 can encode."""
     if isinstance(keys, str):
         raise ValueError(f"{argument}: got the string {keys!r}, expected a sequence of strings")
-    checked = list(keys)
+    if isinstance(keys, np.ndarray) and keys.ndim != 1:
+        raise ValueError(f"{argument}: got an array of shape {list(keys.shape)}, expected one dimension of strings")
+    checked = plain_strings(keys)
     if set(map(type, checked)) - {str} or "" in checked or not _is_plain("".join(checked)):
         bad = next(key for key in checked if type(key) is not str or not key or not _is_plain(key))
         raise ValueError(f"{argument}: got {bad!r}, expected non-empty strings of valid Unicode without NUL")
     return checked
+
+
+def plain_strings(values: Sequence[Any] | np.ndarray) -> list[Any]:
+    """Return `values` as a list in which each string of numpy (`np.str_`) is a plain str. Other items are kept as they
+    are."""
+    items = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    if np.str_ in set(map(type, items)):
+        items = [str(item) if isinstance(item, np.str_) else item for item in items]
+    return items
 
 
 def _is_plain(text: str) -> bool:
@@ -98,6 +111,21 @@ def _is_plain(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+def pack_tag(values: np.ndarray) -> bytes:
+    """Encode a tag's values `[N]`: integers compactly by `pack_ints`, texts (dtype object) by `pack_texts`, others as
+    their plain bytes."""
+    if values.dtype.kind == "O":
+        return pack_texts(values)
+    return pack_ints(values) if values.dtype.kind in "iu" else values.tobytes()
+
+
+def unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
+    """Decode what `pack_tag` encoded from values of this dtype."""
+    if dtype.kind == "O":
+        return unpack_texts(data)
+    return unpack_ints(data).astype(dtype) if dtype.kind in "iu" else np.frombuffer(data, dtype)
 
 
 def pack_source(source: RowSource, lengths: np.ndarray) -> list:

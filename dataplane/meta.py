@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -12,11 +13,23 @@ import xxhash
 from ..codecs.blocks import BlockLayout, RowSource
 from ..codecs.integers import distinct
 from ..codecs.schema import Field, Kind, Schema
-from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys, unpack_source
+from .compact import (
+    pack_ints,
+    pack_keys,
+    pack_source,
+    pack_tag,
+    plain_strings,
+    unpack_ints,
+    unpack_keys,
+    unpack_source,
+    unpack_tag,
+)
 
 POSITION = "position"
 """Name of the tag (here an integer attached to each row) that holds a row's position in the prompt stream; the samplers
 `in_order` and `windowed` follow it."""
+Tags: TypeAlias = "Mapping[str, np.ndarray | Sequence[str] | Sequence[float]]"
+"""Type of tags: name -> a number or a string for each row, `[N]`."""
 _FORMAT = "receipt3"
 _SUM_BYTES = 8
 """Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
@@ -57,8 +70,8 @@ class KVBatchMeta:
     """Group number of each row, int64 `[N]`: the rows of one prompt form a group, and its number is unique in the
     directory."""
     tags: Mapping[str, np.ndarray]
-    """Tags of the rows: name -> a number for each row, numpy array `[N]`, to filter and balance rows without reading
-    them. A tag is included only when every row of the receipt was given it."""
+    """Tags of the rows: name -> a number or a text for each row, numpy array `[N]` (dtype object for texts), to filter
+    and balance rows without reading them. A tag is included only when every row of the receipt was given it."""
     blocks: tuple[BlockRef, ...]
     """Blocks that hold the rows; `sources` refer to them by their position here."""
     sources: tuple[RowSource, ...]
@@ -112,7 +125,7 @@ class KVBatchMeta:
 
     def where(self, mask: np.ndarray) -> KVBatchMeta:
         """Return a receipt (keys and locations, without content) for the rows at which `mask` is true, in order. mask:
-        bool `[N]`, such as `meta.tags["valid"] > 0`. Raises ValueError for any other array."""
+        bool `[N]`, such as `meta.tags["source"] == "math"`. Raises ValueError for any other array."""
         mask = np.asarray(mask)
         if mask.dtype != np.bool_ or mask.shape != (len(self),):
             raise ValueError(f"where: got {mask.dtype} {list(mask.shape)}, expected a bool mask of {len(self)} rows")
@@ -136,13 +149,14 @@ class KVBatchMeta:
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
         """Return a receipt for the rows of this receipt followed by those of `others`.
 
-        Raises ValueError unless data plane, partition, schema, fields and tags of all receipts are the same. If all
-        receipts have the same lease, the result keeps it. If not, the result has no lease, and the receipts that
-        `claim` returned must be released instead of it.
+        Raises ValueError unless data plane, partition, fields and tags of all receipts are the same, and their schemas,
+        too, but for fields that were added to the partition between two receipts. If all receipts have the same lease,
+        the result keeps it. If not, the result has no lease, and the receipts that `claim` returned must be released
+        instead of it.
         """
         metas = (self, *others)
         for other in others:
-            for name in ("plane_id", "partition", "schema"):
+            for name in ("plane_id", "partition"):
                 if getattr(other, name) != getattr(self, name):
                     raise ValueError(f"concat: the receipts differ in {name}")
             for name in ("fields", "tags"):
@@ -150,9 +164,11 @@ class KVBatchMeta:
                     raise ValueError(
                         f"concat: {name} {list(getattr(other, name))}, expected {list(getattr(self, name))}"
                     )
+        schema = _joint_schema("concat", metas)
         blocks, maps = _merge_blocks(metas)
         return replace(
             self,
+            schema=schema,
             keys=tuple(key for meta in metas for key in meta.keys),
             lengths=np.concatenate([meta.lengths for meta in metas]),
             versions=np.concatenate([meta.versions for meta in metas]),
@@ -183,6 +199,7 @@ class KVBatchMeta:
         sources = [_remap(source, maps[i]) for i, meta in enumerate((left, other)) for source in meta.sources]
         return replace(
             left,
+            schema=_joint_schema("merge_fields", (self, other)),
             fields=kept + other.fields,
             lengths=lengths,
             tags={**self.tags, **other.tags},
@@ -190,10 +207,10 @@ class KVBatchMeta:
             sources=tuple(sources),
         )
 
-    def with_tags(self, **tags: np.ndarray) -> KVBatchMeta:
-        """Return a copy of this receipt with `tags` (name -> a number for each row) added or replaced. The tags are not
-        sent to the directory (the metadata service). Raises ValueError unless each tag is an array `[N]` of numbers or
-        bools."""
+    def with_tags(self, **tags: np.ndarray | Sequence[str] | Sequence[float]) -> KVBatchMeta:
+        """Return a copy of this receipt with `tags` (name -> a number or a string for each row) added or replaced. The
+        tags are not sent to the directory (the metadata service). Raises ValueError unless each tag is one number, bool
+        or string for each row."""
         return replace(self, tags={**self.tags, **check_tags(tags, len(self))})
 
     def to_bytes(self) -> bytes:
@@ -208,7 +225,7 @@ class KVBatchMeta:
                 pack_keys(self.keys, squeeze=True),
                 self.fields,
                 [pack_ints(column) for column in (self.lengths, self.versions, self.groups)],
-                [[name, values.dtype.str, _pack_tag(values)] for name, values in self.tags.items()],
+                [[name, values.dtype.str, pack_tag(values)] for name, values in self.tags.items()],
                 field_sets,
                 [
                     [ref.block_id, ref.location, field_sets.index(at.fields), at.num_rows, at.num_tokens, at.part_bytes]
@@ -248,7 +265,7 @@ def _from_body(body: bytes) -> KVBatchMeta:
         lengths,
         versions,
         groups,
-        {name: _unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
+        {name: unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
         tuple(
             BlockRef(block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes)))
             for block_id, location, names, rows, tokens, part_bytes in blocks
@@ -260,28 +277,50 @@ def _from_body(body: bytes) -> KVBatchMeta:
     )
 
 
-def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-    """Return `tags` as numpy arrays. Raises ValueError unless each is an array `[num_rows]` of bool, integers or
-    floats."""
+def check_tags(tags: Tags, num_rows: int) -> dict[str, np.ndarray]:
+    """Return `tags` as numpy arrays `[num_rows]` of bool, integers or floats, or of dtype object for texts (str).
+
+    Raises ValueError unless each tag is one number, bool or string for each row. Texts may be a list, or an array of
+    dtype U or object.
+    """
     checked = {}
     for name, values in tags.items():
-        array = np.asarray(values)
-        if array.dtype.kind not in "biuf" or array.shape != (num_rows,):
+        array = _tag_column(name, values)
+        if array.dtype.kind not in "biufO" or array.shape != (num_rows,):
             raise ValueError(
-                f"tag {name!r}: got {array.dtype} {list(array.shape)}, expected one number for each of {num_rows} rows"
+                f"tag {name!r}: got {array.dtype} {list(array.shape)}, "
+                f"expected one number or string for each of {num_rows} rows"
             )
         checked[name] = array
     return checked
 
 
-def _pack_tag(values: np.ndarray) -> bytes:
-    """Encode a tag's values: integers compactly by `pack_ints`, others as their plain bytes."""
-    return pack_ints(values) if values.dtype.kind in "iu" else values.tobytes()
+def _tag_column(name: str, values: Any) -> np.ndarray:
+    """Return the values of a tag as an array, of dtype object only if they are one dimension of str. Raises ValueError
+    for strings among other values, and for strings that are not valid Unicode."""
+    if isinstance(values, list | tuple):
+        holds_text = any(isinstance(item, str) for item in values)
+    else:
+        values = np.asarray(values)
+        holds_text = values.ndim == 1 and values.dtype.kind in "UO"
+    if not holds_text:
+        return np.asarray(values)
+    items = plain_strings(values)
+    for item in items:
+        if type(item) is not str:
+            raise ValueError(f"tag {name!r}: got {item!r} among strings, expected a string for each row")
+    try:
+        "".join(items).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"tag {name!r}: got {error.object[error.start]!r}, expected valid Unicode text") from None
+    column = np.empty(len(items), dtype=object)
+    column[:] = items
+    return column
 
 
-def _unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
-    """Decode what `_pack_tag` encoded."""
-    return unpack_ints(data).astype(dtype) if dtype.kind in "iu" else np.frombuffer(data, dtype)
+def tag_type(dtype: np.dtype) -> str:
+    """Return the type of a tag's values for error messages: `text`, or the name of the dtype."""
+    return "text" if dtype.kind == "O" else str(dtype)
 
 
 def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple[RowSource, ...]:
@@ -294,6 +333,16 @@ def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple
         if names:
             kept.append(RowSource(names, source.block, source.row, source.start))
     return tuple(kept)
+
+
+def _joint_schema(op: str, metas: Sequence[KVBatchMeta]) -> Schema:
+    """Return the schema of the receipt that was issued last, which has the fields of the others and those that were
+    added to the partition since. Raises ValueError when the schemas differ in another way. op: name for the error."""
+    newest = max((meta.schema for meta in metas), key=len)
+    for meta in metas:
+        if any(newest.get(name) != field for name, field in meta.schema.items()):
+            raise ValueError(f"{op}: the receipts differ in schema")
+    return newest
 
 
 def _merge_blocks(metas: Sequence[KVBatchMeta]) -> tuple[tuple[BlockRef, ...], list[np.ndarray]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -12,19 +13,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...codecs.batch import Batch
-from ...codecs.schema import Schema
+from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
 from ..directory.directory import Outcome
 from ..directory.requests import body_of
 from ..directory.samplers import TaskConfig
 from ..errors import DataPlaneTimeout, DirectoryLost
 from ..handle import DataPlaneHandle
-from ..meta import KVBatchMeta
+from ..meta import KVBatchMeta, Tags
+from ..partition_rows import PartitionRows
 from ..rpc.links import Link
 from ..status import DataPlaneStatus
 from ..traffic import ClientStats
-from .operations import Ask, Fields, Moved, Operations, Steps, Work
+from .operations import Ask, Fields, Keys, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
+from .saving import load, save
 
 T = TypeVar("T")
 
@@ -55,24 +58,36 @@ class AsyncDataPlaneClient:
         return self._operations.stats
 
     async def register(
-        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig] = (), *, group_size: int = 1
+        self,
+        partition: str,
+        schema: Schema,
+        tasks: Sequence[str | TaskConfig] = (),
+        *,
+        group_size: int = 1,
+        redefine: bool = False,
     ) -> None:
         """Declare a partition (a named set of rows), as `DataPlaneClient.register` does."""
-        await self._run("register", self._operations.register(partition, schema, tasks, group_size))
+        await self._run("register", self._operations.register(partition, schema, tasks, group_size, redefine))
 
     async def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition and return how many rows it had, as `DataPlaneClient.unregister` does."""
         return await self._run("unregister", self._operations.unregister(partition, timeout_s))
 
+    async def add_fields(
+        self, partition: str, fields: Schema | Iterable[Field], *, timeout_s: float | None = None
+    ) -> None:
+        """Add fields to a partition's schema, as `DataPlaneClient.add_fields` does."""
+        await self._run("add_fields", self._operations.add_fields(partition, fields, timeout_s))
+
     async def put(
         self,
         partition: str,
-        keys: Sequence[str],
+        keys: Keys,
         fields: Fields,
         *,
         versions: int | np.ndarray | None = None,
-        groups: Sequence[str] | None = None,
-        tags: Mapping[str, np.ndarray] | None = None,
+        groups: Keys | None = None,
+        tags: Tags | None = None,
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
@@ -91,19 +106,28 @@ class AsyncDataPlaneClient:
     async def lookup(
         self,
         partition: str,
-        keys: Sequence[str],
+        keys: Keys,
         fields: Sequence[str] | None = None,
         *,
+        wait: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Return a receipt (keys and locations) for the rows with these keys, as `DataPlaneClient.lookup` does."""
-        return await self._run("lookup", self._operations.lookup(partition, keys, fields, timeout_s))
+        return await self._run("lookup", self._operations.lookup(partition, keys, fields, wait, timeout_s))
+
+    async def rows(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> PartitionRows:
+        """Return a list of the partition's rows without their content, as `DataPlaneClient.rows` does."""
+        return await self._run("rows", self._operations.rows(partition, keys, timeout_s))
 
     async def get_keys(
-        self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
+        self, partition: str, keys: Keys, fields: Sequence[str], *, timeout_s: float | None = None
     ) -> Batch:
         """Read fields of the rows with these keys, as `DataPlaneClient.get_keys` does."""
         return await self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+
+    async def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
+        """Set tags of existing rows without writing a field, as `DataPlaneClient.tag` does."""
+        await self._run("tag", self._operations.tag(partition, keys, tags, timeout_s))
 
     async def claim(
         self,
@@ -126,7 +150,7 @@ class AsyncDataPlaneClient:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt, as `DataPlaneClient.release` does."""
         await self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 
-    async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
+    async def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows from a partition and return how many, as `DataPlaneClient.clear` does."""
         return await self._run("clear", self._operations.clear(partition, keys, timeout_s))
 
@@ -146,6 +170,17 @@ class AsyncDataPlaneClient:
             "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
+
+    async def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
+        """Write a partition into one file and return how many rows it has, as `DataPlaneClient.save` does."""
+        return await self._move("save", save(self._operations, partition, path, timeout_s))
+
+    async def load(
+        self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
+    ) -> str:
+        """Register a partition that `save` wrote into a file, put its rows back and return its name, as
+        `DataPlaneClient.load` does."""
+        return await self._move("load", load(self._operations, path, partition, timeout_s))
 
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the numbers of rows, leases and bytes at this moment, as `DataPlaneClient.status` does."""

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ...codecs.batch import Batch
-from ...codecs.schema import Schema
+from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
 from ..directory.directory import Outcome
 from ..directory.requests import body_of
 from ..directory.samplers import TaskConfig
 from ..handle import DataPlaneHandle
-from ..meta import KVBatchMeta
+from ..meta import KVBatchMeta, Tags
+from ..partition_rows import PartitionRows
 from ..rpc.links import Link
 from ..status import DataPlaneStatus
 from ..traffic import ClientStats
-from .operations import Ask, Fields, Moved, Operations, Steps, Work
+from .operations import Ask, Fields, Keys, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
+from .saving import load, save
 
 T = TypeVar("T")
 
@@ -45,17 +48,24 @@ class DataPlaneClient:
         return self._operations.stats
 
     def register(
-        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig] = (), *, group_size: int = 1
+        self,
+        partition: str,
+        schema: Schema,
+        tasks: Sequence[str | TaskConfig] = (),
+        *,
+        group_size: int = 1,
+        redefine: bool = False,
     ) -> None:
         """Declare a partition, which is a named set of rows: its fields, its consumers (tasks) and the number of rows
         in a whole group (the rows of one prompt).
 
         tasks: a TaskConfig says in what order the task's claims take rows; a name alone means lowest version first.
-        Calling this again with equal arguments does nothing, from any process. With other arguments it raises
-        ValueError naming what differs. It also raises ValueError for a sampler that the directory's process cannot
-        import or build.
+        Calling this again with equal arguments does nothing, from any process, also after fields were added. With other
+        arguments it raises ValueError naming what differs; with `redefine` it removes the partition with its rows,
+        leases and tasks instead, and registers it anew, so that a notebook's cell can be run again. It also raises
+        ValueError for a sampler that the directory's process cannot import or build.
         """
-        self._run("register", self._operations.register(partition, schema, tasks, group_size))
+        self._run("register", self._operations.register(partition, schema, tasks, group_size, redefine))
 
     def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition with its rows, leases, tasks and schema, and return how many rows it had.
@@ -65,15 +75,24 @@ class DataPlaneClient:
         """
         return self._run("unregister", self._operations.unregister(partition, timeout_s))
 
+    def add_fields(self, partition: str, fields: Schema | Iterable[Field], *, timeout_s: float | None = None) -> None:
+        """Add fields to a partition's schema; no row has a value of them yet. A field that the partition has already is
+        ignored.
+
+        Processes that know the schema without these fields go on working; a client learns of them when a put names one.
+        Idempotent. Raises ValueError for a field that is declared in another way already, and then adds none.
+        """
+        self._run("add_fields", self._operations.add_fields(partition, fields, timeout_s))
+
     def put(
         self,
         partition: str,
-        keys: Sequence[str],
+        keys: Keys,
         fields: Fields,
         *,
         versions: int | np.ndarray | None = None,
-        groups: Sequence[str] | None = None,
-        tags: Mapping[str, np.ndarray] | None = None,
+        groups: Keys | None = None,
+        tags: Tags | None = None,
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
@@ -82,8 +101,9 @@ class DataPlaneClient:
 
         keys: ids of the N rows; new keys create rows, known keys get further fields. fields: anything that
         `codecs.jagged.pack` takes. versions: policy version of each new row, or one for all of them (None means -1).
-        groups: name of each row's group; None takes each key up to its last ".". tags: name -> a number for each row,
-        `[N]`; a later put of a tag overwrites it. The integer tag `position` is a row's position in the prompt stream.
+        groups: name of each row's group; None takes each key up to its last ".". tags: name -> a number or a string for
+        each row, `[N]`; a later put of a tag overwrites it with values of the same type. The integer tag `position` is
+        a row's position in the prompt stream.
 
         The length of a row is that of its PER_TOKEN fields, which must agree; it reads as 0 until one is written. A
         field of a row is written again only with replace=True. This may also change the row's version, and its length
@@ -118,24 +138,44 @@ class DataPlaneClient:
     def lookup(
         self,
         partition: str,
-        keys: Sequence[str],
+        keys: Keys,
         fields: Sequence[str] | None = None,
         *,
+        wait: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Return a receipt (keys and locations) for the rows with these keys, in that order; a key may repeat.
 
         fields: fields that the receipt gives access to; None means all fields that have been written for every key.
-        Does not wait for rows: raises KeysNotFound or FieldsNotReady naming what is missing. Idempotent.
+        Raises KeysNotFound or FieldsNotReady naming what is missing. With `wait` it blocks instead until all keys exist
+        and all fields are written for them (with None, until at least one is), woken by the put that completes them;
+        after `timeout_s` it raises DataPlaneTimeout naming the keys that were never put and the fields that were never
+        written. Idempotent.
         """
-        return self._run("lookup", self._operations.lookup(partition, keys, fields, timeout_s))
+        return self._run("lookup", self._operations.lookup(partition, keys, fields, wait, timeout_s))
 
-    def get_keys(
-        self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
-    ) -> Batch:
+    def rows(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> PartitionRows:
+        """Return a list of the partition's rows, in order of arrival, without their content: keys, versions, groups,
+        lengths, tags, and which fields are written.
+
+        keys: None lists all rows; otherwise the rows with these keys are listed, in that order. Idempotent. Raises
+        KeysNotFound naming the keys that do not exist.
+        """
+        return self._run("rows", self._operations.rows(partition, keys, timeout_s))
+
+    def get_keys(self, partition: str, keys: Keys, fields: Sequence[str], *, timeout_s: float | None = None) -> Batch:
         """Read `fields` of the rows with these keys, in the order of the keys: a `lookup` followed by a `get`, with the
         errors of both."""
         return self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+
+    def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
+        """Set tags of existing rows without writing a field. tags: name -> a number or a string for each key, `[N]`.
+
+        Receipts that were issued before keep their tags. Claims that wait are served anew, because samplers may choose
+        rows by their tags. Idempotent. Raises KeysNotFound naming the keys that do not exist, DuplicateKeys, and
+        SchemaMismatch for values of another type than the tag's earlier ones; no tag is changed then.
+        """
+        self._run("tag", self._operations.tag(partition, keys, tags, timeout_s))
 
     def claim(
         self,
@@ -176,7 +216,7 @@ class DataPlaneClient:
         """
         self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 
-    def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
+    def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows and their leases from a partition, and return how many rows were removed. keys: None means all of
         the partition.
 
@@ -206,6 +246,31 @@ class DataPlaneClient:
             "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
+
+    def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
+        """Write a partition into one file, and return how many rows it has.
+
+        The file holds the rows with all fields, tags, versions and groups, the schema, the group size, and the tasks
+        with their progress, as they were at one moment; other calls go on meanwhile. Rows that are leased then are
+        saved as rows that their task has not finished. The file gets its name only once it is whole and on the disk; it
+        replaces a file of that name. Memory holds one chunk of rows at a time. timeout_s bounds each call that this
+        takes, not their sum. Raises RowsCleared when rows are cleared or replaced before they have been read, and
+        OSError when the file cannot be written; no file is left then.
+        """
+        return self._move("save", save(self._operations, partition, path, timeout_s))
+
+    def load(
+        self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
+    ) -> str:
+        """Register a partition that `save` wrote into a file, put its rows and its tasks' progress back, and return its
+        name. partition: another name to give it; None takes the name under which it was saved.
+
+        Versions, groups, tags, order of arrival and what each task has finished are as they were. Groups have new
+        numbers, and no row is leased. Rows become readable chunk by chunk. timeout_s bounds each call that this takes,
+        not their sum. When it raises, nothing is left: ValueError for a file that is not a saved partition or is
+        damaged or truncated, or for a name that is registered; CapacityExceeded when the rows find no room.
+        """
+        return self._move("load", load(self._operations, path, partition, timeout_s))
 
     def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the current numbers of rows and leases (of all partitions, or only of `partition`), and of bytes in

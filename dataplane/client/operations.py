@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -20,7 +20,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
 from ...codecs.jagged import pack
-from ...codecs.schema import Schema
+from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
 from ..compact import check_keys, pack_keys, unpack_keys
 from ..directory import requests
@@ -29,7 +29,8 @@ from ..directory.partition import ClaimRows, Committed, Grouping, PutRows, check
 from ..directory.samplers import TaskConfig
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from ..handle import DataPlaneHandle
-from ..meta import KVBatchMeta, check_tags
+from ..meta import KVBatchMeta, Tags, check_tags
+from ..partition_rows import PartitionRows
 from ..rpc.links import Undo
 from ..status import DataPlaneStatus
 from ..traffic import ClientStats
@@ -47,6 +48,9 @@ _MAX_VERSION = (1 << 63) - 1
 
 Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 """Type of the rows that `put` takes: anything that `codecs.jagged.pack` takes."""
+
+Keys: TypeAlias = "Sequence[str] | np.ndarray"
+"""Type of keys and names of groups: strings, also those of numpy, or an array `[N]` of strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +119,12 @@ class Operations:
         return float(timeout_s)
 
     def register(
-        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int
+        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int, redefine: bool
     ) -> Steps[None]:
         if isinstance(tasks, str):
             raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
         configs = tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
-        request = requests.Register(partition, schema, configs, group_size)
+        request = requests.Register(partition, schema, configs, group_size, redefine)
         yield Ask("register", requests.encode(request), self.timeout(None))
         self._schemas[partition] = schema
 
@@ -129,40 +133,44 @@ class Operations:
         self._schemas.pop(partition, None)
         return messages.decode(reply, int)
 
+    def add_fields(self, partition: str, fields: Schema | Iterable[Field], timeout_s: float | None) -> Steps[None]:
+        added = fields if isinstance(fields, Schema) else Schema(fields)
+        request = requests.AddFields(partition, added)
+        reply = yield Ask("add_fields", requests.encode(request), self.timeout(timeout_s))
+        self._schemas[partition] = messages.decode(reply, Schema)
+
     def put(
         self,
         partition: str,
-        keys: Sequence[str],
+        keys: Keys,
         fields: Fields,
         versions: int | np.ndarray | None,
-        groups: Sequence[str] | None,
-        tags: Mapping[str, np.ndarray] | None,
+        groups: Keys | None,
+        tags: Tags | None,
         replace: bool,
         timeout_s: float | None,
     ) -> Steps[Moved[KVBatchMeta]]:
         bound = self.timeout(timeout_s)
         deadline = time.monotonic() + bound
-        schema = yield from self._schema(partition, bound)
+        cached = self._schemas.get(partition)
+        schema = cached or (yield from self._schema(partition, bound))
         names = check_keys(keys)
         check_distinct(names, partition)
         group_names = None if groups is None else check_keys(groups, "groups")
         if group_names is not None and len(group_names) != len(names):
             raise ValueError(f"groups: got {len(group_names)} names, expected one for each of {len(names)} keys")
 
-        def prepare() -> tuple[PutRows, list[EncodedBlock]]:
+        def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
             batch = _packed(partition, schema, fields, names)
-            groups = Grouping.of(names, group_names)
-            config = self.handle.config
-            encoder = BatchEncoder(batch)
-            cuts = cut(groups.index, rows_a_block(batch.num_rows, encoder.column_bytes, config.block_rows))
-            blocks = encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id)
+            grouping = Grouping.of(names, group_names)
+            blocks = self._encoded(batch, grouping)
             put = PutRows(
                 partition,
                 names,
                 tuple(batch),
                 batch.lengths,
                 _versions(versions, len(names)),
-                groups,
+                grouping,
                 check_tags(tags or {}, len(names)),
                 tuple(block.layout for block in blocks),
                 replace,
@@ -172,7 +180,17 @@ class Operations:
             return put, blocks
 
         try:
-            put, blocks = yield Work("put", prepare, deadline)
+            try:
+                put, blocks = yield Work("put", lambda: prepare(schema), deadline)
+            except SchemaMismatch:
+                if cached is None:
+                    raise
+                self._schemas.pop(partition, None)
+                schema = yield from self._schema(partition, max(0.0, deadline - time.monotonic()))
+                if schema == cached:
+                    raise
+                # Fields were added meanwhile, or the partition was registered anew.
+                put, blocks = yield Work("put", lambda: prepare(schema), deadline)
             if not names:
                 return Moved(_empty_receipt(partition, schema, put.fields, self._plane_id), 0)
             written = yield from self._place(put, blocks, deadline)
@@ -180,6 +198,13 @@ class Operations:
             self._schemas.pop(partition, None)  # it may have been registered anew
             raise
         return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
+
+    def _encoded(self, batch: Batch, grouping: Grouping) -> list[EncodedBlock]:
+        """Encode a batch as blocks, of which none holds part of a group that would fit in it as a whole."""
+        config = self.handle.config
+        encoder = BatchEncoder(batch)
+        cuts = cut(grouping.index, rows_a_block(batch.num_rows, encoder.column_bytes, config.block_rows))
+        return encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id)
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
         """Carry out a put: write its blocks into space that was granted ahead, or else into space that is reserved now,
@@ -267,17 +292,28 @@ class Operations:
         return Moved(batch, sum(map(column_bytes, batch.values())))
 
     def lookup(
-        self, partition: str, keys: Sequence[str], fields: Sequence[str] | None, timeout_s: float | None
+        self, partition: str, keys: Keys, fields: Sequence[str] | None, wait: bool, timeout_s: float | None
     ) -> Steps[KVBatchMeta]:
         names = None if fields is None else tuple(fields)
-        request = requests.Lookup(partition, pack_keys(check_keys(keys)), names)
-        reply = yield Ask("lookup", requests.encode(request), self.timeout(timeout_s))
+        bound = self.timeout(timeout_s)
+        request = requests.Lookup(partition, pack_keys(check_keys(keys)), names, bound if wait else None)
+        reply = yield Ask("lookup", requests.encode(request), bound)
         return KVBatchMeta.from_bytes(reply)
 
+    def rows(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[PartitionRows]:
+        request = requests.Rows(partition, None if keys is None else pack_keys(check_keys(keys)))
+        reply = yield Ask("rows", requests.encode(request), self.timeout(timeout_s))
+        return PartitionRows.from_bytes(reply)
+
+    def tag(self, partition: str, keys: Keys, tags: Tags, timeout_s: float | None) -> Steps[None]:
+        names = check_keys(keys)
+        request = requests.Tag(partition, pack_keys(names), check_tags(tags, len(names)))
+        yield Ask("tag", requests.encode(request), self.timeout(timeout_s))
+
     def get_keys(
-        self, partition: str, keys: Sequence[str], fields: Sequence[str], timeout_s: float | None
+        self, partition: str, keys: Keys, fields: Sequence[str], timeout_s: float | None
     ) -> Steps[Moved[Batch]]:
-        meta = yield from self.lookup(partition, keys, fields, timeout_s)
+        meta = yield from self.lookup(partition, keys, fields, False, timeout_s)
         return (yield from self.get(meta, None, timeout_s))
 
     def claim(
@@ -306,7 +342,7 @@ class Operations:
             yield Ask("release", requests.encode(request), self.timeout(timeout_s))
             self._leases.drop(meta.lease_id, len(meta))
 
-    def clear(self, partition: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[int]:
+    def clear(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[int]:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))
         reply = yield Ask("clear", requests.encode(request), self.timeout(timeout_s))
         return messages.decode(reply, int)

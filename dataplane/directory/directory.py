@@ -7,7 +7,7 @@ happens in full or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +15,13 @@ import numpy as np
 
 from ...codecs.blocks import BlockLayout, RowSource
 from ...codecs.integers import distinct
-from ...codecs.schema import Kind, Schema
+from ...codecs.schema import Field, Kind, Schema
 from ..errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
+from ..partition_rows import PartitionRows
 from ..status import DataPlaneStatus
 from .block_table import BlockTable, FreedBlock, Reservation
-from .partition import ClaimRows, Committed, Partition, PutRows
+from .partition import ClaimRows, Committed, Partition, PartitionState, PutRows
 from .ready import ReadyView
 from .rows import ROW_BITS, Numbers, pick
 from .samplers import TaskConfig
@@ -63,12 +64,24 @@ class Directory:
 
     # -------------------------------------------------------------- partitions
 
-    def register(self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int) -> None:
-        """Declare a partition. Repeating the call with equal arguments does nothing.
+    def register(
+        self,
+        name: str,
+        schema: Schema,
+        tasks: Sequence[str | TaskConfig],
+        group_size: int,
+        *,
+        redefine: bool = False,
+    ) -> list[FreedBlock] | None:
+        """Declare a partition. Repeating the call with equal arguments does nothing, also after fields were added.
 
         tasks: consumers of the partition. A task given only by its name uses the default sampler, which takes the rows
-        of the lowest policy version first. Raises ValueError for invalid arguments, for a sampler that cannot be built,
-        and if the partition is already registered with other arguments; the error names the difference.
+        of the lowest policy version first. redefine: whether to replace a partition that is registered with other
+        arguments, whose rows, leases and tasks are forgotten then. Returns the blocks to which no row refers any more
+        if a partition was replaced, None otherwise.
+
+        Raises ValueError for invalid arguments, for a sampler that cannot be built, and without `redefine` if the
+        partition is already registered with other arguments; the error names the difference.
         """
         configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
         if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
@@ -79,14 +92,25 @@ class Directory:
         known = self._partitions.get(name)
         if known is None:
             self._partitions[name] = Partition(name, schema, list(configs.values()), group_size)
-            return
+            return None
+        if known.knows(schema):
+            schema = known.schema  # fields were added since the caller wrote its own
         for what, old, new in (
             ("schema", known.schema, schema),
             ("tasks", _described(cursor.config for cursor in known.tasks.values()), _described(configs.values())),
             ("group_size", known.groups.group_size, group_size),
         ):
+            if old != new and redefine:
+                replacement = Partition(name, schema, list(configs.values()), group_size)
+                freed = self.unregister(name)[1]
+                self._partitions[name] = replacement
+                return freed
             if old != new:
-                raise ValueError(f"register {name!r}: {what} {new}, but it is registered with {old}")
+                raise ValueError(
+                    f"register {name!r}: {what} {new}, but it is registered with {old}; redefine=True replaces it and "
+                    "drops its rows, unregister drops it"
+                )
+        return None
 
     def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
         """Forget a partition. Returns the number of rows that were in it, and the blocks to which no row refers any
@@ -97,6 +121,37 @@ class Directory:
 
     def schema(self, partition: str) -> Schema:
         return self._partition(partition).schema
+
+    def add_fields(self, partition: str, fields: Sequence[Field]) -> Schema:
+        """Extend a partition's schema by fields, and return the schema. Fields that it has already are ignored. Raises
+        ValueError for a field that is declared in another way already; no field is added then."""
+        part = self._partition(partition)
+        part.add_fields(fields)
+        return part.schema
+
+    def export(self, partition: str) -> tuple[PartitionState, PartitionRows, list[KVBatchMeta]]:
+        """Return what is needed to save a partition as it is now: its definition and its tasks' progress, its rows, and
+        for each set of fields a receipt (keys and locations) of the rows that have just these fields written. In the
+        list and in each receipt the rows are in order of arrival."""
+        part = self._partition(partition)
+        rows = part.rows.live()
+        receipts = [self._receipt(part, having, fields) for fields, having in part.by_fields(rows) if fields]
+        return part.state(), part.listing(rows), receipts
+
+    def restore(self, name: str, state: PartitionState, rows: PartitionRows) -> None:
+        """Register a saved partition under a name, with its rows, of which no field is written yet, and its tasks'
+        progress. Raises ValueError if a partition of that name is registered, and the errors of `register`; nothing is
+        registered then."""
+        if name in self._partitions:
+            raise ValueError(
+                f"load: partition {name!r} is registered already; expected another name (partition=), or unregister it"
+            )
+        self.register(name, state.schema, [task.config for task in state.tasks], state.group_size)
+        try:
+            self._partitions[name].restore(rows, state.tasks, self._group_numbers)
+        except BaseException:
+            del self._partitions[name]
+            raise
 
     # -------------------------------------------------------------- put
 
@@ -202,6 +257,14 @@ class Directory:
         self._leases.drop_rows(leases)
         return self._blocks.unlink(slots)
 
+    def tag(self, partition: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
+        """Set tags of existing rows: for each tag (a named number or text of a row), a value for each key.
+
+        Raises DuplicateKeys, KeysNotFound, and SchemaMismatch for values of another type than the tag's earlier ones;
+        no tag is changed then.
+        """
+        self._partition(partition).tag(keys, tags)
+
     # -------------------------------------------------------------- read and consume
 
     def lookup(self, partition: str, keys: Sequence[str], fields: Sequence[str] | None) -> KVBatchMeta:
@@ -212,6 +275,8 @@ class Directory:
         written for every row, or if no field is.
         """
         part = self._partition(partition)
+        if fields is not None:
+            part.check_fields(fields)
         rows = part.find(keys, "lookup")
         if fields is None:
             fields = [name for name in part.schema if part.rows.written(rows, (name,)).all()]
@@ -219,7 +284,6 @@ class Directory:
                 raise FieldsNotReady(
                     "no field is written for all the keys", op="lookup", partition=partition, keys=keys
                 )
-        part.check_fields(fields)
         for name in fields:
             ready = part.rows.written(rows, (name,))
             if not ready.all():
@@ -227,6 +291,33 @@ class Directory:
                 message = f"field {name!r} is not written for {len(missing)} of {len(keys)} keys"
                 raise FieldsNotReady(message, op="lookup", partition=partition, keys=missing)
         return self._receipt(part, rows, tuple(fields))
+
+    def rows(self, partition: str, keys: Sequence[str] | None) -> PartitionRows:
+        """Return a list of the rows of `keys`, in that order, or of all rows of the partition in order of arrival if
+        `keys` is None. Raises KeysNotFound for unknown keys."""
+        part = self._partition(partition)
+        return part.listing(part.rows.live() if keys is None else part.find(keys, "rows"))
+
+    def absent(
+        self, partition: str, keys: Sequence[str], fields: Sequence[str] | None
+    ) -> tuple[list[str], dict[str, list[str]]]:
+        """Return (the keys that do not exist, for each field the existing keys for which it is not written), with only
+        the fields for which there are such keys. Both are empty if `lookup` with these arguments would succeed.
+
+        `fields` None stands for any field that is written for every key; the result is then about rows alone. Raises
+        SchemaMismatch for invalid fields.
+        """
+        part = self._partition(partition)
+        if fields is not None:
+            part.check_fields(fields)
+        rows = part.rows.find(keys)
+        there = np.flatnonzero(rows >= 0)
+        unwritten: dict[str, list[str]] = {}
+        for name in fields or ():
+            lacking = there[~part.rows.written(rows[there], (name,))]
+            if len(lacking):
+                unwritten[name] = list(pick(keys, lacking))
+        return list(pick(keys, np.flatnonzero(rows < 0))), unwritten
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
         """Lease `num_rows` ready rows, chosen by the task's sampler, and return a receipt (their keys and locations).

@@ -14,13 +14,14 @@ import numpy as np
 from ...codecs import messages
 from ...codecs.blocks import BlockLayout, RowSource
 from ...codecs.integers import distinct
-from ...codecs.schema import Kind, Schema
+from ...codecs.schema import Field, Kind, Schema
 from ..errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
-from ..meta import POSITION, BlockRef, KVBatchMeta
+from ..meta import POSITION, BlockRef, KVBatchMeta, tag_type
+from ..partition_rows import PartitionRows
 from .ready import ReadyView
 from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
-from .task_cursor import TaskCursor
+from .task_cursor import DONE, TaskCursor
 
 # ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
 
@@ -135,8 +136,8 @@ class Committed:
     groups: np.ndarray
     """Id of each row's group, int64 `[N]`, unique in the directory."""
     tags: dict[str, np.ndarray]
-    """Values of the tags (named numbers, one for each committed row) that every one of these rows already had from
-    earlier puts: tag name -> values."""
+    """Values of the tags (named numbers or texts, one for each committed row) that every one of these rows already had
+    from earlier puts: tag name -> values."""
 
     def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
         """Build the put's receipt (the keys and locations of its rows), with which only the fields of this put can be
@@ -174,6 +175,29 @@ def schema_id(schema: Schema) -> int:
     return zlib.crc32(messages.encode(schema))
 
 
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """Describes one task (consumer) of a partition and its progress, for `Partition.restore`."""
+
+    config: TaskConfig
+    done: bytes
+    """One bit for each row, in order of arrival: 1 if the task has finished the row. Leased rows count as not
+    finished."""
+    first_prompt: int | None
+    """Lowest position in the prompt stream that is not settled; None for samplers that do not follow the prompts."""
+    settled: tuple[int, ...]
+    """Settled positions after `first_prompt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionState:
+    """Describes a partition without its rows, for `Directory.restore`."""
+
+    schema: Schema
+    group_size: int
+    tasks: tuple[TaskState, ...]
+
+
 class Partition:
     """Holds the rows and groups of one partition (a named flow of data), and the progress of each of its tasks."""
 
@@ -181,7 +205,8 @@ class Partition:
         """Raise ValueError for a task whose sampler cannot be built."""
         self.name = name
         self.schema = schema
-        self._schema_id = schema_id(schema)
+        self._schemas = {schema_id(schema): schema}
+        """The schema and its earlier states, which lack fields that were added later, by their digest."""
         self.rows = RowTable(schema)
         self.groups = GroupTable(group_size)
         self.tasks = {task.name: TaskCursor(task, name, self.rows, self.groups) for task in tasks}
@@ -231,6 +256,44 @@ class Partition:
             )
         return rows
 
+    def listing(self, rows: np.ndarray) -> PartitionRows:
+        """Return what the partition knows of `rows`, without the content of their fields."""
+        table, groups = self.rows, self.rows.groups[rows]
+        tagged = {name: given[rows] for name, given in table.tag_given.items() if given[rows].any()}
+        return PartitionRows(
+            self.name,
+            table.keys[rows],
+            np.maximum(table.lengths[rows], 0).astype(np.int64),
+            table.versions[rows],
+            self.groups.numbers[groups],
+            self.groups.names[groups],
+            {name: table.tag_of(name, rows) for name in tagged},
+            tagged,
+            {name: slots[rows] != UNWRITTEN for name, slots in table.slots.items()},
+        )
+
+    def by_fields(self, rows: np.ndarray) -> list[tuple[tuple[str, ...], np.ndarray]]:
+        """Divide rows by the fields that are written in them. Returns (fields, the rows that have just these) for each
+        set of fields that occurs, with the rows in the given order."""
+        parts: list[tuple[tuple[str, ...], np.ndarray]] = [((), rows)]
+        for name, slots in self.rows.slots.items():
+            divided = []
+            for fields, some in parts:
+                has = slots[some] != UNWRITTEN
+                divided += [((*fields, name), some[has]), (fields, some[~has])]
+            parts = [(fields, some) for fields, some in divided if len(some)]
+        return parts
+
+    def state(self) -> PartitionState:
+        """Return the partition's definition and the progress of its tasks."""
+        rows = self.rows.live()
+        tasks = []
+        for cursor in self.tasks.values():
+            done = np.packbits(cursor.column[rows] == DONE).tobytes()
+            first, ahead = (None, ()) if cursor.progress is None else (cursor.progress.first, cursor.progress.ahead)
+            tasks.append(TaskState(cursor.config, done, first, tuple(sorted(ahead))))
+        return PartitionState(self.schema, self.groups.group_size, tuple(tasks))
+
     def check_fields(self, fields: Sequence[str]) -> None:
         """Raise SchemaMismatch unless `fields` is a list of one or more declared fields without repeats."""
         unknown = [name for name in fields if name not in self.schema]
@@ -239,7 +302,30 @@ class Partition:
                 f"fields {list(fields)}: expected one or more of {list(self.schema)}, each once", partition=self.name
             )
 
+    def knows(self, schema: Schema) -> bool:
+        """Return whether `schema` is the partition's schema, or was before fields were added to it."""
+        return schema in self._schemas.values()
+
     # -------------------------------------------------------------- writing
+
+    def add_fields(self, fields: Sequence[Field]) -> None:
+        """Extend the schema by the fields that it does not have yet; no row has a value of them. Writers that know an
+        earlier state of the schema may still put.
+
+        Raises ValueError for a field that is declared in another way already; no field is added then.
+        """
+        added = Schema(fields)
+        for field in added.values():
+            known = self.schema.get(field.name)
+            if known is not None and known != field:
+                raise ValueError(f"add_fields {self.name!r}: got {field}, but the partition has {known}")
+        new = [field for field in added.values() if field.name not in self.schema]
+        if not new:
+            return
+        self.schema = Schema([*self.schema.values(), *new])
+        self._schemas[schema_id(self.schema)] = self.schema
+        self._token_fields += [field.name for field in new if field.kind is Kind.PER_TOKEN]
+        self.rows.add_fields(field.name for field in new)
 
     def check_put(self, put: PutRows) -> np.ndarray:
         """Check a put against the partition. Returns the row number of each key, int64 `[N]`, -1 for new keys.
@@ -250,7 +336,7 @@ class Partition:
         """
         check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
-        if put.schema_id != self._schema_id:
+        if put.schema_id not in self._schemas:
             raise self._mismatch("the writer knows another schema: the partition was registered anew", put.keys)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
             raise self._mismatch(f"blocks of {[at.num_rows for at in put.layouts]} rows", put.keys)
@@ -264,13 +350,21 @@ class Partition:
                     raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
         self._check_lengths(put, rows, old)
         self._check_identity(put, rows, old)
-        if POSITION in put.tags and put.tags[POSITION].dtype.kind not in "iu":
-            raise self._mismatch(f"tag {POSITION!r}: got {put.tags[POSITION].dtype}, expected integers", put.keys)
-        for name, values in put.tags.items():
-            column = self.rows.tags.get(name)
-            if column is not None and column.dtype != values.dtype:
-                raise self._mismatch(f"tag {name!r}: got {values.dtype}, expected {column.dtype} as before", put.keys)
+        self._check_tags("put", put.keys, put.tags)
         return rows
+
+    def _check_tags(self, op: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
+        """Raise SchemaMismatch for a tag whose values have another type than before, and for positions in the prompt
+        stream that are not integers. op, keys: context for the error."""
+        for name, values in tags.items():
+            got, column = tag_type(values.dtype), self.rows.tags.get(name)
+            if name == POSITION and values.dtype.kind not in "iu":
+                message = f"tag {name!r}: got {got}, expected integers"
+            elif column is not None and column.dtype != values.dtype:
+                message = f"tag {name!r}: got {got}, expected {tag_type(column.dtype)} as before"
+            else:
+                continue
+            raise SchemaMismatch(message, op=op, partition=self.name, keys=keys)
 
     def _check_lengths(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
         """Raise SchemaMismatch for a row whose length differs from that of its PER_TOKEN fields written earlier. A put
@@ -348,6 +442,43 @@ class Partition:
             cursor.refresh(rows, requeue=put.replace)
         return replaced
 
+    def restore(self, rows: PartitionRows, tasks: Sequence[TaskState], numbering: Numbers) -> None:
+        """Add the rows of a saved partition, without any written field, and the progress of its tasks. The partition
+        must be new. Raises DuplicateKeys for a key that occurs twice, and SchemaMismatch for a group of more than
+        group_size rows."""
+        keys: list[str] = rows.keys.tolist()
+        check_distinct(keys, self.name, "load")
+        grouping = Grouping.of(keys, rows.group_names.tolist())
+        if self.groups.overfull(grouping.names, np.bincount(grouping.index)) is not None:
+            message = f"a group holds more than group_size={self.groups.group_size} rows"
+            raise SchemaMismatch(message, op="load", partition=self.name)
+        groups = self.groups.intern(grouping.names, numbering)[grouping.index]
+        numbers = self.rows.add(keys, groups)
+        self.groups.add(numbers, groups)
+        self.rows.versions[numbers] = rows.versions
+        for name, given in rows.tagged.items():
+            self.rows.set_tag(name, numbers[given], rows.tags[name][given])
+        for task in tasks:
+            cursor = self.tasks[task.config.name]
+            cursor.grow()
+            done = np.unpackbits(np.frombuffer(task.done, np.uint8), count=len(keys)).astype(bool)
+            cursor.set(numbers[done], DONE)
+            if cursor.progress is not None and task.first_prompt is not None:
+                cursor.progress.first = task.first_prompt
+                cursor.progress.ahead = set(task.settled)
+
+    def tag(self, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
+        """Set tags of existing rows: for each tag, a value for each key. Raises DuplicateKeys, KeysNotFound, and
+        SchemaMismatch for values of another type than before; no tag is changed then."""
+        check_distinct(keys, self.name, "tag")
+        rows = self.find(keys, "tag")
+        self._check_tags("tag", keys, tags)
+        for name, values in tags.items():
+            self.rows.set_tag(name, rows, values)
+        if POSITION in tags:  # by which views may be sorted
+            for cursor in self.tasks.values():
+                cursor.refresh(rows, requeue=True)
+
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forget rows, given without repeats. Returns the slots (numbers that locate a value by block and row) of all
         their fields, and the ids of the leases that held the rows; an id occurs once for each row."""
@@ -386,9 +517,9 @@ class Partition:
         return SchemaMismatch(message, op="put", partition=self.name, keys=keys)
 
 
-def check_distinct(keys: Sequence[str], partition: str) -> None:
+def check_distinct(keys: Sequence[str], partition: str, op: str = "put") -> None:
     """Raise DuplicateKeys if a key occurs more than once. The error names these keys."""
     if len(set(keys)) < len(keys):
         seen: set[str] = set()
         twice = [key for key in keys if key in seen or seen.add(key)]
-        raise DuplicateKeys("keys occur twice in one put", op="put", partition=partition, keys=twice)
+        raise DuplicateKeys(f"keys occur twice in one {op}", op=op, partition=partition, keys=twice)

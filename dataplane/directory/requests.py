@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ...codecs import messages
 from ...codecs.schema import Schema
 from .. import errors
 from .directory import Outcome
-from .partition import ClaimRows, Committed, PutRows
+from .partition import ClaimRows, Committed, PartitionState, PutRows
 from .samplers import TaskConfig
 
 
@@ -21,6 +23,8 @@ class Register:
     schema: Schema
     tasks: tuple[TaskConfig, ...]
     group_size: int
+    redefine: bool = False
+    """Whether to replace a partition that is registered with other arguments, and to forget its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,15 @@ class Describe:
     """Request for a partition's `Schema`."""
 
     partition: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddFields:
+    """Request to extend a partition's schema. The reply is the extended `Schema`."""
+
+    partition: str
+    fields: Schema
+    """Fields to add. Those that the partition has already are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,16 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class Tag:
+    """Request to set tags of existing rows."""
+
+    partition: str
+    keys: bytes
+    tags: Mapping[str, np.ndarray]
+    """For each tag, a value for each key, `[N]`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """Request for a receipt (the keys and locations) of the rows with given keys. `fields` None stands for all fields
     that are written for every row."""
@@ -113,6 +136,45 @@ class Lookup:
     partition: str
     keys: bytes
     fields: tuple[str, ...] | None
+    wait_s: float | None = None
+    """Maximum number of seconds to wait for rows and fields that are missing; None refuses the request instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Request for the `PartitionRows` of a partition: of the rows with given keys, or of all rows (None)."""
+
+    partition: str
+    keys: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Request for what is needed to save a partition. The reply is `Exported`."""
+
+    partition: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Reply that describes a partition at one moment."""
+
+    state: PartitionState
+    rows: bytes
+    """All rows in order of arrival, as `PartitionRows.to_bytes` encodes them."""
+    receipts: tuple[bytes, ...]
+    """For each set of fields, the receipt (keys and locations) of the rows that have just these fields written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Request to register a saved partition under a name, with its rows but without their fields, which puts must
+    follow to write."""
+
+    partition: str
+    state: PartitionState
+    rows: bytes
+    """As in `Exported`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +244,11 @@ class Plane:
 _OK, _ERROR = b"\0", b"\1"
 CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
-WAITING_OPS = frozenset(("claim", "reserve"))
+WAITING_OPS = frozenset(("claim", "reserve", "lookup"))
 """Names of the requests that may have to wait, and that can be cancelled while they do."""
-TAKE_EFFECT = frozenset(("register", "unregister", "claim", "release", "clear", "clear_stale"))
+TAKE_EFFECT = frozenset(
+    ("register", "unregister", "claim", "release", "clear", "clear_stale", "tag", "add_fields", "restore")
+)
 """Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
 the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))

@@ -85,7 +85,7 @@ class RowTable:
         """For each field, the number of rows in which it is written."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
-        """For each tag (a named number of a row), a bool array that is True for the rows that were given it."""
+        """For each tag (a named number or text of a row), a bool array that is True for the rows that were given it."""
         self._numbers = Numbers()
         self._arrived = 0
 
@@ -95,6 +95,12 @@ class RowTable:
     @property
     def capacity(self) -> int:
         return len(self.keys)
+
+    def add_fields(self, names: Iterable[str]) -> None:
+        """Add columns for fields that are written for no row yet."""
+        for name in names:
+            self.slots[name] = np.full(self.capacity, UNWRITTEN, dtype=np.int64)
+            self.num_written[name] = 0
 
     def find(self, keys: Sequence[str]) -> np.ndarray:
         """Return the row number of each key, int64 `[N]`, -1 for unknown keys."""
@@ -124,16 +130,23 @@ class RowTable:
 
     def set_tag(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
         if name not in self.tags:
-            self.tags[name] = np.zeros(self.capacity, values.dtype)
+            self.tags[name] = np.full(self.capacity, _blank(values.dtype), values.dtype)
             self.tag_given[name] = np.zeros(self.capacity, dtype=bool)
         self.tags[name][rows] = values
         self.tag_given[name][rows] = True
 
     def tags_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the tags (named numbers) that every one of `rows` was given, as tag name -> values of these rows."""
+        """Return the tags (named numbers or texts) that every one of `rows` was given, as tag name -> values of these
+        rows."""
         return {
             name: self.tags[name][rows] for name, given in self.tag_given.items() if len(rows) and given[rows].all()
         }
+
+    def tag_of(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return the values of one tag `[N]`; 0, False or "" for rows that were not given it."""
+        values = self.tags[name][rows]
+        values[~self.tag_given[name][rows]] = _blank(values.dtype)
+        return values
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
         """Return each row's position in the prompt stream, int64 `[N]`, NO_POSITION for rows without the tag
@@ -164,8 +177,13 @@ class RowTable:
         self.groups = grown(self.groups, size, -1)
         self.arrivals = grown(self.arrivals, size, -1)
         self.slots = {name: grown(column, size, UNWRITTEN) for name, column in self.slots.items()}
-        self.tags = {name: grown(column, size, 0) for name, column in self.tags.items()}
+        self.tags = {name: grown(column, size, _blank(column.dtype)) for name, column in self.tags.items()}
         self.tag_given = {name: grown(column, size, False) for name, column in self.tag_given.items()}
+
+
+def _blank(dtype: np.dtype) -> object:
+    """Return the value that a column of tags holds for rows that were not given the tag."""
+    return "" if dtype.kind == "O" else 0
 
 
 class GroupTable:

@@ -111,8 +111,8 @@ class Candidates:
 
     @property
     def tags(self) -> Mapping[str, np.ndarray]:
-        """Tags (named numbers of rows) that all rows of the items were given, as tag name -> array `[N, rows per
-        item]`."""
+        """Tags (named numbers or texts of rows) that all rows of the items were given, as tag name -> array
+        `[N, rows per item]`, of dtype object for texts."""
         return _Tags(self._rows, self._members)
 
     @property
@@ -127,8 +127,8 @@ class Candidates:
 
 
 class _Tags(Mapping[str, np.ndarray]):
-    """Mapping from the names of tags (named numbers of rows) to arrays. Each array is looked up only when it is
-    accessed."""
+    """Mapping from the names of tags (named numbers or texts of rows) to arrays. Each array is looked up only when it
+    is accessed."""
 
     def __init__(self, rows: RowTable, members: np.ndarray) -> None:
         self._rows = rows

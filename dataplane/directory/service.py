@@ -1,9 +1,11 @@
-"""Serves requests to the directory. A claim or put that has to wait is woken by the event that it waits for.
+"""Serves requests to the directory. A call that has to wait is woken by the event that it waits for.
 
 request          waits for                       unblocked by
 claim            its turn in its task's queue    the claim before it (first come, first served)
                  enough ready rows, and its      commit, release(retry), a lease that expires, clear
                  sampler's choice of them
+lookup (wait)    keys that are put, fields        commit
+                 that are written
 reserve (put)    its turn among waiting puts     the put before it
                  space                           revoking the credit of idle writers; blocks freed by
                                                  clear, replace, abort or expiry
@@ -28,7 +30,17 @@ from ...codecs import messages
 from ..block_store import Serving, StoreHost
 from ..compact import pack_keys, unpack_keys
 from ..config import DataPlaneConfig
-from ..errors import CapacityExceeded, ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
+from ..errors import (
+    CapacityExceeded,
+    ClaimTimeout,
+    DataPlaneError,
+    DataPlaneTimeout,
+    DirectoryLost,
+    FieldsNotReady,
+    KeysNotFound,
+    shown,
+)
+from ..partition_rows import PartitionRows
 from . import requests
 from .block_table import FreedBlock, Reservation
 from .directory import Directory
@@ -48,19 +60,23 @@ class Pulse:
     def __init__(self) -> None:
         self.count = 0
         """Number of times that the event has happened."""
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        """Futures of the waiting coroutines, in the order in which they came."""
 
     async def wait(self, seen: int) -> None:
         """Wait for the next event. Returns at once if `count` is no longer `seen`, as an event has happened since."""
         if self.count == seen:
             future = asyncio.get_running_loop().create_future()
-            self._waiters.append(future)
-            await future
+            self._waiters[future] = None
+            try:
+                await future
+            finally:
+                self._waiters.pop(future, None)  # it is still there if the wait was cancelled
 
     def fire(self) -> None:
         self.count += 1
         if self._waiters:
-            waiters, self._waiters = self._waiters, []
+            waiters, self._waiters = self._waiters, {}
             for future in waiters:
                 if not future.done():
                     future.set_result(None)
@@ -153,10 +169,15 @@ class DirectoryService:
             "register": self._register,
             "unregister": self._unregister,
             "describe": self._describe,
+            "add_fields": self._add_fields,
+            "export": self._export,
+            "restore": self._restore,
             "reserve": self._reserve,
             "commit": self._commit,
             "abort": self._abort,
             "withdraw": self._withdraw,
+            "tag": self._tag,
+            "rows": self._rows,
             "lookup": self._lookup,
             "claim": self._claim,
             "renew": self._renew,
@@ -347,12 +368,59 @@ class DirectoryService:
         await self._free(freed)
         return b""
 
+    def _tag(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Tag)
+        self._directory.tag(request.partition, unpack_keys(request.keys), request.tags)
+        self._ready_pulse(request.partition).fire()  # samplers may look at tags
+        return b""
+
     # -------------------------------------------------------------- read and consume
 
-    def _lookup(self, payload: bytes) -> bytes:
+    def _lookup(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Lookup)
         keys = unpack_keys(request.keys)
-        return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
+        try:
+            return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
+        except (KeysNotFound, FieldsNotReady) as error:
+            if request.wait_s is None:
+                raise
+            return self._lookup_later(request, keys, error)
+
+    async def _lookup_later(
+        self, request: requests.Lookup, keys: list[str], lacking: KeysNotFound | FieldsNotReady
+    ) -> bytes:
+        """Wait until the rows and fields of a lookup are there. lacking: what its first attempt raised."""
+        assert request.wait_s is not None
+        partition, fields = request.partition, request.fields
+        try:
+            async with asyncio.timeout(request.wait_s):
+                while True:
+                    pulse = self._ready_pulse(partition)
+                    await self._wait(pulse, pulse.count)
+                    try:
+                        # One row that was missing is looked up first: all of them only once that one is there.
+                        self._directory.lookup(partition, lacking.keys[:1], fields)
+                        return self._directory.lookup(partition, keys, fields).to_bytes()
+                    except (KeysNotFound, FieldsNotReady) as error:
+                        lacking = error
+        except TimeoutError:
+            raise self._lookup_timeout(request, keys) from None
+
+    def _lookup_timeout(self, request: requests.Lookup, keys: list[str]) -> DataPlaneTimeout:
+        """Build the error of a lookup that waited in vain, which names the keys and fields that are missing."""
+        unknown, unwritten = self._directory.absent(request.partition, keys, request.fields)
+        reasons = [f"{len(unknown)} were never put"] if unknown else []
+        reasons += [f"{len(names)} lack field {name!r} ({shown(names)})" for name, names in unwritten.items()]
+        message = f"waited for {len(keys)} keys; {', '.join(reasons) or 'no field is written for all of them'}"
+        missing = unknown or next(iter(unwritten.values()), keys)
+        return DataPlaneTimeout(
+            message, op="lookup", partition=request.partition, keys=missing, elapsed_s=request.wait_s
+        )
+
+    def _rows(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Rows)
+        keys = None if request.keys is None else unpack_keys(request.keys)
+        return self._directory.rows(request.partition, keys).to_bytes()
 
     def _claim(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Claim)
@@ -416,15 +484,22 @@ class DirectoryService:
 
     # -------------------------------------------------------------- partitions and the rest
 
-    def _register(self, payload: bytes) -> bytes:
+    def _register(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Register)
-        self._directory.register(request.partition, request.schema, request.tasks, request.group_size)
-        return b""
+        freed = self._directory.register(
+            request.partition, request.schema, request.tasks, request.group_size, redefine=request.redefine
+        )
+        return b"" if freed is None else self._dropped(request.partition, b"", freed)
 
     def _unregister(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         partition = messages.decode(payload, requests.Unregister).partition
         count, freed = self._directory.unregister(partition)
-        reply = self._cleared(partition, messages.encode(count), freed)  # claims that wait notice that it is gone
+        return self._dropped(partition, messages.encode(count), freed)
+
+    def _dropped(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
+        """Free the blocks of a partition that was unregistered or replaced, and return `body` once they are gone from
+        the store."""
+        reply = self._cleared(partition, body, freed)  # claims that wait notice that it is gone
         self._ready.pop(partition)
         for key in [key for key, queue in self._claim_queues.items() if key[0] == partition and not queue.waiting]:
             del self._claim_queues[key]
@@ -432,6 +507,20 @@ class DirectoryService:
 
     def _describe(self, payload: bytes) -> bytes:
         return messages.encode(self._directory.schema(messages.decode(payload, requests.Describe).partition))
+
+    def _add_fields(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.AddFields)
+        return messages.encode(self._directory.add_fields(request.partition, list(request.fields.values())))
+
+    def _export(self, payload: bytes) -> bytes:
+        state, rows, receipts = self._directory.export(messages.decode(payload, requests.Export).partition)
+        encoded = tuple(receipt.to_bytes() for receipt in receipts)
+        return messages.encode(requests.Exported(state, rows.to_bytes(), encoded))
+
+    def _restore(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Restore)
+        self._directory.restore(request.partition, request.state, PartitionRows.from_bytes(request.rows))
+        return b""
 
     async def _status(self, payload: bytes) -> bytes:
         status = self._directory.status(messages.decode(payload, requests.Status).partition, self._now())

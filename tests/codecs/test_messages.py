@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -75,6 +76,22 @@ def test_arrays_keep_dtype_shape_and_bits(array):
     got = decode(encode({"a": array}), dict[str, np.ndarray])["a"]
     assert got.dtype == array.dtype and got.shape == array.shape and got.tobytes() == array.tobytes()
     assert got.flags.owndata and got.flags.writeable and got.flags.aligned
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["math", "", "code"]) | st.text(st.characters(exclude_categories=("Cs",)), max_size=5)))
+def test_columns_of_text_travel(texts):
+    column = np.array(texts, dtype=object)
+    got = decode(encode({"a": column}), dict[str, np.ndarray])["a"]
+    assert got.dtype == object and got.tolist() == texts
+
+
+def test_texts_that_repeat_take_a_byte_or_two_each():
+    few = np.array([("math", "code")[number % 2] for number in range(1000)], dtype=object)
+    many = np.array([f"source {number % 300}" for number in range(1000)], dtype=object)
+    assert len(encode(few)) < 1050 and len(encode(many)) < 2000 + 300 * 12
+    with pytest.raises(ValueError, match="damaged column of text"):
+        decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(2, b"abc")), np.ndarray)
 
 
 def test_strided_arrays_and_scalars():

@@ -58,6 +58,41 @@ def test_numpy_integers_are_narrowed_where_they_fit():
         pack(SCHEMA, {"mask": [np.array([1]), np.array([256])]})
 
 
+def test_integer_tensors_are_narrowed_where_they_fit():
+    rows = [torch.arange(2), torch.arange(0), torch.tensor([2**31 - 1])]
+    jagged = Jagged(torch.cat(rows), np.array([2, 0, 1]))
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for given in (rows, [rows[0].to(torch.int16), *rows[1:]], [rows[0], [], [2**31 - 1]], jagged, nested):
+        values = pack(SCHEMA, {"input_ids": given}).jagged("input_ids").values
+        assert values.dtype == torch.int32 and values.tolist() == [0, 1, 2**31 - 1]
+    experts = torch.arange(24).reshape(2, 2, 3, 2).transpose(1, 2)  # not contiguous
+    values = pack(SCHEMA, {"experts": experts}).jagged("experts").values
+    assert values.is_contiguous() and torch.equal(values.long(), experts.reshape(6, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [torch.tensor([1, 2]), torch.arange(0), torch.tensor([3, 256])],
+        [torch.tensor([1], dtype=torch.int16), torch.arange(2), torch.tensor([256])],
+        torch.tensor([[1, 2], [3, 4], [5, 256]]),
+        np.array([[1, 2], [3, 4], [5, 256]]),
+        Jagged(torch.tensor([1, 2, 256]), np.array([1, 1, 1])),
+        torch.nested.nested_tensor([torch.ones(n).long() * 64 * n for n in (1, 2, 4)], layout=torch.jagged),
+    ],
+    ids=["rows", "rows of several dtypes", "dense", "array", "jagged", "nested"],
+)
+def test_an_integer_that_does_not_fit_is_named_with_its_row(given: object):
+    with pytest.raises(ValueError, match="field 'mask': row 2 holds 256, expected 0 to 255 .uint8."):
+        pack(SCHEMA, {"mask": given})
+
+
+def test_an_element_that_does_not_fit_is_named_with_its_row():
+    shapes = np.array([[1, 2], [0, 3], [1, 1]])
+    with pytest.raises(ValueError, match="field 'image': row 2 holds -1, expected 0 to 255 .uint8."):
+        pack(SCHEMA, {"image": Ragged(torch.tensor([1, 2, -1]), shapes)})
+
+
 def test_dense_tensors():
     experts = torch.arange(2 * 3 * 4, dtype=torch.int8).reshape(2, 3, 2, 2)
     batch = pack(SCHEMA, {"experts": experts, "image": torch.zeros(2, 5, 4, dtype=torch.uint8)})
@@ -136,10 +171,14 @@ BAD = {
         {"input_ids": [torch.zeros(2)]},
         "'input_ids': row 0 has dtype torch.float32, expected torch.int32",
     ),
-    "wider tensor": ({"input_ids": torch.zeros(1, 2, dtype=torch.int64)}, "dtype torch.int64, expected torch.int32"),
+    "wider float": (
+        {"logprobs": torch.zeros(1, 2, dtype=torch.float64)},
+        "dtype torch.float64, expected torch.float32",
+    ),
+    "bool for int": ({"mask": [torch.ones(2, dtype=torch.bool)]}, "row 0 has dtype torch.bool, expected torch.uint8"),
     "second row's dtype": (
-        {"input_ids": [torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)]},
-        "row 1 has dtype torch.int64",
+        {"input_ids": [torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.float32)]},
+        "row 1 has dtype torch.float32",
     ),
     "int too large": ({"input_ids": [[1], [2**40]]}, "row 1 holds 1099511627776, expected -2147483648 to 2147483647"),
     "float for int": ({"input_ids": [[1], [1.5]]}, "row 1 is a list with values of type float64, expected int32"),

@@ -190,6 +190,31 @@ def test_merge_fields_adds_and_replaces() -> None:
         meta.merge_fields(late.select([1, 0, *range(2, 20)]))
 
 
+def test_receipts_carry_texts() -> None:
+    meta = receipt(20).with_tags(source=[("math", "code", "")[number % 3] for number in range(20)])
+    read = KVBatchMeta.from_bytes(meta.to_bytes())
+    assert read.tags["source"].dtype == object and read.tags["source"].tolist() == meta.tags["source"].tolist()
+    assert len(meta.to_bytes()) < len(receipt(20).to_bytes()) + 60
+    maths = read.where(read.tags["source"] == "math")
+    assert maths.keys == meta.keys[::3] and set(maths.tags["source"]) == {"math"}
+    joined = maths.concat(read.where(read.tags["source"] != "math"))
+    assert joined.tags["source"].tolist() == ["math"] * 7 + ["code", ""] * 6 + ["code"]
+    assert meta.merge_fields(read.with_tags(source=["x"] * 20)).tags["source"].tolist() == ["x"] * 20
+    assert pickle.loads(pickle.dumps(meta)).tags["source"].tolist() == meta.tags["source"].tolist()
+
+
+def test_receipts_from_before_and_after_a_field_was_added_join() -> None:
+    meta = receipt(8)
+    wide = Schema([*SCHEMA.values(), Field("later", Kind.PER_SAMPLE, torch.float32)])
+    newer = dataclasses.replace(receipt(8, first_block=100, prefix="other"), schema=wide)
+    for joined in (meta.concat(newer), newer.concat(meta)):
+        assert joined.schema == wide and len(joined) == 16
+    assert meta.merge_fields(dataclasses.replace(meta, schema=wide)).schema == wide
+    other = Schema([Field("ids", Kind.PER_TOKEN, torch.int64), *list(SCHEMA.values())[1:]])
+    with pytest.raises(ValueError, match="differ in schema"):
+        meta.concat(dataclasses.replace(newer, schema=other))
+
+
 def _places(meta: KVBatchMeta, source: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return meta.sources[source].block, meta.sources[source].row, meta.sources[source].start
 
@@ -198,6 +223,12 @@ def test_with_tags() -> None:
     meta = receipt(4)
     assert meta.with_tags(advantage=np.arange(4.0)).tags["advantage"].tolist() == [0, 1, 2, 3]
     assert "advantage" not in meta.tags
+    for texts in (["a", "", "a", "\0"], np.array(["a", "", "a", "\0"], object), np.array(["a", "", "b", "c"])):
+        tagged = meta.with_tags(source=texts).tags["source"]
+        assert tagged.dtype == object and tagged.tolist() == list(texts)
+    for wrong in (["a", 1, "b", "c"], ["a"], "abcd", [b"a"] * 4, ["\ud800"] * 4, np.array([1, 2, 3, 4], object)):
+        with pytest.raises(ValueError, match="tag 'source': got"):
+            meta.with_tags(source=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="advantage"):
         meta.with_tags(advantage=np.arange(3))
 
@@ -220,7 +251,16 @@ def test_keys_round_trip(keys: list[str]) -> None:
     assert unpack_keys(pack_keys(check_keys(keys))) == keys
 
 
-@pytest.mark.parametrize("keys", ["abc", [""], ["a\0b"], [1], [b"a"]])
+@pytest.mark.parametrize("dtype", ["U4", object])
+def test_strings_of_numpy_are_keys(dtype: str) -> None:
+    for keys in (np.array(["a.0", "b.0"], dtype), [np.str_("a.0"), "b.0"], (np.str_("a.0"), np.str_("b.0"))):
+        checked = check_keys(keys)
+        assert checked == ["a.0", "b.0"] and set(map(type, checked)) == {str}
+
+
+@pytest.mark.parametrize(
+    "keys", ["abc", np.str_("abc"), [""], ["a\0b"], [1], [b"a"], np.array("a"), np.array([["a"]]), np.array([b"a"])]
+)
 def test_keys_that_are_not_keys(keys: object) -> None:
     with pytest.raises(ValueError, match="keys"):
         check_keys(keys)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -26,9 +25,10 @@ from ....codecs.batch import Ragged
 from ....codecs.schema import Field, Kind, Schema
 from ....codecs.weights.buckets import BucketPlan, read_plan
 from ....dataplane.client.client import DataPlaneClient
-from ....dataplane.errors import DataPlaneError, KeysNotFound, RowsCleared
+from ....dataplane.errors import DataPlaneError, DataPlaneTimeout, KeysNotFound, RowsCleared
 from ....dataplane.factory import connect
 from ....dataplane.handle import DataPlaneHandle
+from ....dataplane.meta import KVBatchMeta
 from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 from .receiver import Receiver, Stream
@@ -38,12 +38,9 @@ KIND = "store"
 PARTITION = "weights"
 SCHEMA = Schema([Field("payload", Kind.RAGGED, torch.uint8, ndim=1), Field("frame", Kind.OBJECT)])
 _KEPT = 2
-_TICK_S = 0.002
-_LONGEST_TICK_S = 0.02
-"""Longest pause in seconds between two queries to the data plane's directory. Pauses grow up to this limit, to reduce
-the load on the directory."""
 _LOOK_S = 0.1
-"""Seconds between two checks that the update has not been ended, while its next bucket is missing."""
+"""Seconds of one wait for a row at the data plane's directory, which ends as soon as the row is put. Between two waits
+the receiver checks that the update has not been ended and that it has not been closed itself."""
 _CLOSE_S = 5.0
 
 
@@ -170,18 +167,30 @@ class _Reader:
         self._location = location
         self._deadline = deadline
 
-    def row(self, name: str) -> tuple[dict[str, Any], torch.Tensor] | None:
+    def row(self, name: str, wait_s: float | None = None) -> tuple[dict[str, Any], torch.Tensor] | None:
         """Return the metadata and the payload of the row `name`; None when there is no such row. Raises
-        WeightTransferError when reading fails."""
+        WeightTransferError when reading fails. wait_s: number of seconds to wait for the row to be put; None does not
+        wait."""
+        left_s = max(self._deadline.left_s, 1e-3)
         try:
-            batch = self._client.get_keys(
-                PARTITION, [f"{self._location}.{name}"], tuple(SCHEMA), timeout_s=max(self._deadline.left_s, 1e-3)
-            )
-        except (KeysNotFound, RowsCleared):
+            meta = self._find(f"{self._location}.{name}", left_s, wait_s)
+            if meta is None:
+                return None
+            batch = self._client.get(meta, timeout_s=left_s)
+        except RowsCleared:
             return None
         except DataPlaneError as error:
             raise self._deadline.error(f"bucket {name}: {error}") from error
         return batch.objects("frame")[0], batch.ragged("payload").values
+
+    def _find(self, key: str, left_s: float, wait_s: float | None) -> KVBatchMeta | None:
+        """Return the receipt of a row (its key and location); None when there is no such row."""
+        try:
+            if wait_s is None:
+                return self._client.lookup(PARTITION, [key], tuple(SCHEMA), timeout_s=left_s)
+            return self._client.lookup(PARTITION, [key], tuple(SCHEMA), wait=True, timeout_s=wait_s)
+        except (KeysNotFound, DataPlaneTimeout):
+            return None
 
     def plan(self) -> BucketPlan:
         found = self.row("plan")
@@ -221,18 +230,13 @@ class StoreStream(Stream):
         self._rows.expect_there("at the end")
 
     def _wait(self, name: str, what: str) -> tuple[dict[str, Any], torch.Tensor]:
-        looked, tick_s = time.monotonic(), _TICK_S
-        while (found := self._rows.row(name)) is None:
+        while (found := self._rows.row(name, wait_s=min(_LOOK_S, self.deadline.left_s))) is None:
             self.check_open()
             if not self.deadline.left_s:
                 raise self.deadline.error(f"{what} did not come from the sender")
-            if time.monotonic() >= looked + _LOOK_S:
-                looked = time.monotonic()
-                self._rows.expect_there(f"waiting for {what}")
-                if self._rows.row("whole") is not None and self._rows.row(name) is None:
-                    raise self.deadline.error(f"{what} never came, though the sender finished")
-            time.sleep(tick_s)
-            tick_s = min(tick_s * 1.5, _LONGEST_TICK_S)
+            self._rows.expect_there(f"waiting for {what}")
+            if self._rows.row("whole") is not None and self._rows.row(name) is None:
+                raise self.deadline.error(f"{what} never came, though the sender finished")
         self.check_open()
         return found
 

@@ -74,6 +74,30 @@ def test_get_names_what_is_missing_and_never_returns_less(client: Any, partition
         client.get_keys("nowhere", keys, ("ids",))
 
 
+def test_a_lookup_waits_for_its_rows_and_rows_are_listed(client: Any, plane: DataPlane, partition: str) -> None:
+    keys = keys_of(range(2))
+    found: list[Any] = []
+
+    def wait() -> None:
+        other = connect(plane.handle)
+        found.append(other.get(other.lookup(partition, keys, ("ids", "logp"), wait=True)))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    client.put(partition, keys[:5], columns(keys[:5], ("logp",)), tags={"source": ["text"] * 5})
+    for start, stop in ((0, 3), (3, 8)):
+        client.put(partition, keys[start:stop], columns(keys[start:stop]))
+    assert not found
+    client.put(partition, keys[5:], columns(keys[5:], ("logp",)))
+    waiting.join(10)
+    assert_rows(found[0], keys, ("ids", "logp"))
+    rows = client.rows(partition)
+    assert rows.keys.tolist() == keys and rows.lengths.tolist() == found[0].lengths.tolist()
+    assert rows.tagged["source"].tolist() == [True] * 5 + [False] * 3
+    assert rows.written["logp"].all() and not rows.written["advantage"].any()
+    assert client.lookup(partition, rows.keys[rows.tags["source"] == "text"]).keys == tuple(keys[:5])
+
+
 # ------------------------------------------------------------------ 2. put
 
 
@@ -93,7 +117,10 @@ def test_refused_put_leaves_nothing(client: Any, partition: str) -> None:
     keys = keys_of(range(2))
     good = columns(keys)
     bad: list[tuple[dict[str, Any], str]] = [
-        ({**good, "ids": [row.to(torch.int64) for row in columns(keys)["ids"]]}, "ids.*int"),
+        (
+            {**good, "ids": [row.long() + 2**33 for row in columns(keys)["ids"]]},
+            r"ids.: row \d holds \d+, expected.*int32",
+        ),
         ({**good, "reward": torch.zeros(len(keys), dtype=torch.float64)}, "reward.*float"),
         ({**good, "mask": [torch.ones(3, dtype=torch.bool)] * len(keys)}, "mask"),
         ({**good, "reward": torch.zeros(len(keys) - 1)}, "reward"),

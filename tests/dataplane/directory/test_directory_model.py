@@ -12,6 +12,7 @@ from headrace.codecs.schema import Kind
 from headrace.dataplane.directory.directory import ClaimRows, Directory, Outcome
 from headrace.dataplane.errors import AlreadyWritten, LeaseLost, SchemaMismatch
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.partition_rows import PartitionRows
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, commit, make_put
 
 
@@ -175,6 +176,12 @@ class Run:
         for key in held:
             self.model.rows[key].state[task] = -1 if outcome == "done" else 0
 
+    def tag(self) -> None:
+        keys = self.random.sample(sorted(self.model.rows), min(len(self.model.rows), self.random.randint(0, 3)))
+        self.directory.tag("p", keys, {"t": np.full(len(keys), 9, np.float32)})
+        for key in keys:
+            self.model.rows[key].tag = 9
+
     def clear(self) -> None:
         keys = self.random.sample(sorted(self.model.rows), min(len(self.model.rows), self.random.randint(0, 6)))
         everything = self.random.random() < 0.05
@@ -213,12 +220,25 @@ class Run:
         assert (status.blocks, status.bytes_reserved) == (len(self.model.blocks), 0)
         keys = [row.key for row in rows if "ids" in row.places]
         self.check(self.directory.lookup("p", keys, ("ids",)))
+        self.check_listing(self.directory.rows("p", None))
+
+    def check_listing(self, listed: PartitionRows) -> None:
+        rows = sorted(self.model.rows.values(), key=lambda row: row.arrival)
+        assert listed.keys.tolist() == [row.key for row in rows]
+        assert listed.group_names.tolist() == [row.key.rpartition(".")[0] for row in rows]
+        assert listed.versions.tolist() == [row.version for row in rows]
+        assert listed.lengths.tolist() == [row.length for row in rows]
+        for name, flags in listed.written.items():
+            assert flags.tolist() == [name in row.places for row in rows]
+        tagged = listed.tagged.get("t", np.zeros(len(rows), dtype=bool))
+        assert tagged.tolist() == [row.tag is not None for row in rows]
+        assert not rows or listed.tags.get("t", np.zeros(len(rows))).tolist() == [row.tag or 0 for row in rows]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_directory_agrees_with_the_model(directory: Directory, seed: int) -> None:
     run = Run(directory, seed)
-    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.clear] + [run.wait]
+    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.clear, run.tag] + [run.wait]
     for number in range(400):
         run.random.choice(steps)()
         if number % 10 == 0:

@@ -1,0 +1,121 @@
+"""Tags of text, tags that are set without a put, and strings of numpy as keys and groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.directory.samplers import Candidates, TaskConfig
+from headrace.dataplane.errors import DuplicateKeys, KeysNotFound, SchemaMismatch
+from headrace.dataplane.factory import DataPlane, connect
+from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
+
+KEYS = ["a.0", "a.1", "b.0", "b.1"]
+
+
+class OneSource:
+    """Takes rows of the source `math` only."""
+
+    order = "version"
+    looks_ahead = None
+
+    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+        if "source" not in candidates.tags:
+            return np.empty(0, np.int64)
+        return np.flatnonzero((candidates.tags["source"] == "math").all(axis=1))[:wanted]
+
+
+@pytest.fixture
+def picky(client: DataPlaneClient) -> DataPlaneClient:
+    client.register("q", SCHEMA, [TaskConfig("a", f"{__name__}:OneSource")])
+    return client
+
+
+def test_texts_come_back_with_receipts(client: DataPlaneClient) -> None:
+    given = client.put("p", KEYS, {"ids": ids(4)}, tags={"source": ["math", "code", "", "math\0\u2603"], "n": range(4)})
+    later = client.put("p", KEYS[:2], {"score": torch.zeros(2)})
+    for meta in (given, client.lookup("p", KEYS), client.claim("p", "a", ["ids"], 4)):
+        assert meta.tags["source"].tolist() == ["math", "code", "", "math\0\u2603"]
+    assert later.tags["source"].tolist() == ["math", "code"] and later.tags["n"].tolist() == [0, 1]
+    assert given.where(given.tags["source"] == "math").keys == ("a.0",)
+
+
+def test_a_sampler_chooses_by_text(picky: DataPlaneClient) -> None:
+    picky.put("q", KEYS, {"ids": ids(4)}, tags={"source": np.array(["code", "math", "code", "math"])})
+    assert picky.claim("q", "a", ["ids"], 2).keys == ("a.1", "b.1")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        (["math"], [1.0], "tag 't': got float64, expected text as before"),
+        ([1.0], ["math"], "tag 't': got text, expected float64 as before"),
+        ([1], [True], "tag 't': got bool, expected int64 as before"),
+    ],
+)
+def test_a_tag_keeps_its_type(client: DataPlaneClient, first: Any, then: Any, words: str) -> None:
+    client.put("p", ["a.0"], {"ids": ids(1)}, tags={"t": first})
+    with pytest.raises(SchemaMismatch, match=words):
+        client.put("p", ["b.0"], {"ids": ids(1)}, tags={"t": then})
+    with pytest.raises(SchemaMismatch, match=f"{words}.*op=tag partition='p' keys=.'a.0'."):
+        client.tag("p", ["a.0"], {"t": then})
+    with pytest.raises(SchemaMismatch, match="tag 'position': got text, expected integers"):
+        client.tag("p", ["a.0"], {"position": ["first"]})
+    assert client.lookup("p", ["a.0"]).tags["t"].tolist() == first
+
+
+def test_tags_are_set_without_a_put(client: DataPlaneClient) -> None:
+    before = client.put("p", KEYS, {"ids": ids(4)}, tags={"old": np.arange(4)})
+    client.tag("p", KEYS[1:3], {"old": [10, 20], "source": ["x", "y"]})
+    found = client.lookup("p", KEYS[1:3])
+    assert found.tags["old"].tolist() == [10, 20] and found.tags["source"].tolist() == ["x", "y"]
+    assert before.tags["old"].tolist() == [0, 1, 2, 3] and "source" not in client.lookup("p", KEYS).tags
+    with pytest.raises(KeysNotFound, match=r"2 of 3 keys not found .*keys=\['c.0', 'c.1'\]"):
+        client.tag("p", ["c.0", "a.0", "c.1"], {"old": [7, 7, 7], "new": [1, 1, 1]})
+    with pytest.raises(DuplicateKeys, match="twice in one tag .*'a.0'"):
+        client.tag("p", ["a.0", "a.0"], {"old": [7, 7]})
+    with pytest.raises(ValueError, match="tag 'old': got int64 .1., expected one number or string for each of 2 rows"):
+        client.tag("p", ["a.0", "a.1"], {"old": [7]})
+    found = client.lookup("p", KEYS)
+    assert found.tags["old"].tolist() == [0, 10, 20, 3] and "new" not in found.tags
+
+
+def test_a_tag_wakes_a_claim_whose_sampler_waits_for_it(picky: DataPlaneClient, plane: DataPlane) -> None:
+    picky.put("q", KEYS, {"ids": ids(4)})
+    claimed: list[tuple[str, ...]] = []
+
+    def wait() -> None:
+        claimed.append(connect(plane.handle).claim("q", "a", ["ids"], 2).keys)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not picky.status().waiting_claims:
+        time.sleep(0.005)
+    picky.tag("q", KEYS, {"source": ["math", "code", "code", "math"]})
+    thread.join(5)
+    assert claimed == [("a.0", "b.1")]
+
+
+def test_a_new_position_moves_a_group_in_the_prompt_stream(client: DataPlaneClient) -> None:
+    client.register("q", SCHEMA, [TaskConfig("a", "in_order")])
+    client.put("q", ["a", "b"], {"ids": ids(2)}, tags={"position": [1, 2]})
+    client.tag("q", ["a", "b"], {"position": [1, 0]})
+    assert client.claim("q", "a", ["ids"], 2).keys == ("b", "a")
+
+
+def test_strings_of_numpy_are_keys_and_groups(client: DataPlaneClient) -> None:
+    keys, groups = np.array(KEYS), np.array(["g", "g", "h", "h"], dtype=object)
+    client.put("p", keys, {"ids": ids(4)}, groups=groups)
+    client.put("p", [np.str_("a.0"), "a.1"], {"score": torch.zeros(2)}, groups=[np.str_("g"), "g"])
+    assert client.lookup("p", keys[::-1]).keys == tuple(KEYS[::-1])
+    assert client.get_keys("p", np.array(KEYS[:2], dtype=object), ["ids", "score"]).num_rows == 2
+    client.tag("p", keys, {"source": keys})
+    assert client.lookup("p", keys).tags["source"].tolist() == KEYS
+    assert client.claim("p", "a", ["ids"], 2, whole_groups=True).keys == ("a.0", "a.1")
+    assert client.clear("p", keys[1:]) == 3
