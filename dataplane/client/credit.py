@@ -6,8 +6,7 @@ import threading
 import time
 from collections import deque
 
-from ...codecs.integers import round_up
-from ...codecs.memory import ALIGN
+from ...codecs.integers import ALIGN, round_up
 from ..directory.requests import Space
 
 RECENT_PUTS = 8

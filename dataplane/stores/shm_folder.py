@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...codecs.integers import ceil_div, round_up
-from ...codecs.memory import ALIGN
+from ...codecs.integers import ALIGN, ceil_div, round_up
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder
 
 SLOT_BYTES = 32

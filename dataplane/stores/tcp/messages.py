@@ -130,7 +130,7 @@ def locations(head: bytes) -> tuple[bytes, ...]:
     return decode(head, tuple[bytes, ...])
 
 
-def shown_ids(block_ids: list[int]) -> str:
-    """Return a text that names the first few blocks."""
+def shown_ids(block_ids: Sequence[int]) -> str:
+    """Return a text with the first few of these integers."""
     more = len(block_ids) - SHOWN_KEYS
     return ", ".join(map(str, block_ids[:SHOWN_KEYS])) + (f" and {more} more" if more > 0 else "")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ....codecs.integers import ALIGN
 from ...errors import RowsCleared
 from ...handshake import HandshakeError, prove_to_client
 from ..shared_memory import SharedMemoryHost, SharedMemoryStore
@@ -197,8 +198,9 @@ class StorageUnit:
 
     def _put(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         request = decode(head, Put)
-        if not request.sizes or min(request.sizes) < 0 or sum(request.sizes) != raw_bytes:
+        if sum(request.sizes) != raw_bytes:
             raise ValueError(f"put: blocks of {sum(request.sizes)} bytes, but {raw_bytes} follow")
+        _check_sizes(request.sizes, raw_bytes)
         deadline = time.monotonic() + request.wait_s + STALL_S
         location = self._room_for(request.first_block_id, raw_bytes, request.wait_s)
         if isinstance(location, str):
@@ -230,6 +232,9 @@ class StorageUnit:
 
     def _cut(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         request = decode(head, Cut)
+        (place,) = self._pool.places([request.first_block_id])
+        if place is not None:
+            _check_sizes(request.sizes, place[2])
         try:
             found = self._blocks(request.first_block_id, request.sizes)
         except RowsCleared as error:
@@ -306,6 +311,12 @@ def _end(connection: socket.socket) -> None:
     """End a connection without closing its descriptor, which another thread may be using."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _check_sizes(sizes: Sequence[int], room_bytes: int) -> None:
+    """Raise ValueError unless `sizes` are those of one or more blocks that fit into `room_bytes` bytes."""
+    if not sizes or min(sizes) <= 0 or any(size % ALIGN for size in sizes) or sum(sizes) > room_bytes:
+        raise ValueError(f"blocks of {shown_ids(sizes)} bytes in {room_bytes}, expected multiples of {ALIGN}")
 
 
 def _checked(request: Get, held: np.ndarray) -> tuple[list[int], list[int]]:

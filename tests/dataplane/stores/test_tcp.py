@@ -170,7 +170,10 @@ def test_requests_that_are_not_valid_end_the_connection_and_nothing_else(unit: S
         ("get", encode(Get(column([1]), column([0, 0]), column([0]), column([1])))),
         ("get", encode(Get(b"123", b"", b"", b""))),
         ("put", encode(Put(2, (64,), 0.0))),
-        ("put", encode(Put(1, (0,), 0.0))),
+        ("put", encode(Put(2, (0,), 0.0))),
+        ("put", encode(Put(2, (), 0.0))),
+        ("cut", encode(Cut(1, (64, 64)))),
+        ("cut", encode(Cut(1, (63,)))),
         ("free", b"\xc1"),
         ("os.system", b""),
     ):
