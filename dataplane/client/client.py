@@ -144,6 +144,7 @@ class DataPlaneClient:
         fields: Sequence[str],
         n: int,
         *,
+        at_least: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
         timeout_s: float | None = None,
@@ -151,19 +152,20 @@ class DataPlaneClient:
         """Wait for n rows that have all of `fields`, and lease them to this caller: no other claim of `task` gets them.
 
         Returns a receipt for them (their keys and locations). Rows come in the order of the task's sampler (by default
-        the lowest version first, then in order of arrival). With whole_groups they come group by group, and n must be a
-        multiple of group_size. min_version: rows of a lower version, and groups with such a row, are passed over. Rows
-        passed over are not leased and delay no other rows. They stay until `clear_stale` or `clear` removes them, or
-        until a claim with a lower `min_version` takes them.
+        the lowest version first, then in order of arrival). at_least: number of rows, from 1 to n, for which the claim
+        waits; it then takes as many as are ready, at most n. None waits for n, and 1 takes up to n. With whole_groups
+        rows come group by group, and n and at_least must be multiples of group_size. min_version: rows of a lower
+        version, and groups with such a row, are passed over. Rows passed over are not leased and delay no other rows.
+        They stay until `clear_stale` or `clear` removes them, or until a claim with a lower `min_version` takes them.
 
-        Blocks until there are n rows; claims of a task are served first come, first served. The lease lasts until the
-        rows are released or cleared. It is renewed in the background for as long as this client's process runs. When
-        the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after the
-        last renewal. Raises ClaimTimeout saying what was waited for, SamplerError when the sampler fails (no row is
+        Blocks until enough rows are ready; claims of a task are served first come, first served. The lease lasts until
+        the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
+        When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after
+        the last renewal. Raises ClaimTimeout saying what was waited for, SamplerError when the sampler fails (no row is
         leased then), ValueError for an unknown task, and SchemaMismatch for an unknown field.
         """
         return self._run(
-            "claim", self._operations.claim(partition, task, fields, n, whole_groups, min_version, timeout_s)
+            "claim", self._operations.claim(partition, task, fields, n, at_least, whole_groups, min_version, timeout_s)
         )
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:

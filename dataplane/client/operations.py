@@ -286,13 +286,21 @@ class Operations:
         task: str,
         fields: Sequence[str],
         n: int,
+        at_least: int | None,
         whole_groups: bool,
         min_version: int | None,
         timeout_s: float | None,
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
-        least = None if min_version is None else _min_version(min_version)
-        rows = ClaimRows(partition, task, tuple(fields), _integer("n", n), whole_groups, least)
+        rows = ClaimRows(
+            partition,
+            task,
+            tuple(fields),
+            _integer("n", n),
+            whole_groups,
+            None if min_version is None else _min_version(min_version),
+            None if at_least is None else _integer("at_least", at_least),
+        )
         request = requests.Claim(rows, bound)
         reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))
         meta = KVBatchMeta.from_bytes(reply)

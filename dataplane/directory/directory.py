@@ -229,8 +229,9 @@ class Directory:
         return self._receipt(part, rows, tuple(fields))
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
-        """Lease `num_rows` ready rows, chosen by the task's sampler, and return a receipt (their keys and locations).
-        Returns None if too few rows are ready or the sampler waits for more.
+        """Lease ready rows, chosen by the task's sampler, and return a receipt (their keys and locations). As many as
+        are ready are leased, at most `num_rows`. Returns None if fewer than `at_least` are ready or the sampler waits
+        for more.
 
         With `whole_groups`, the claim takes only groups whose `group_size` rows are all ready, and the receipt lists
         the rows group by group. Raises SamplerError, and the errors of `check_claim`.
@@ -238,7 +239,7 @@ class Directory:
         part, view = self.check_claim(claim)
         view.set_min_version(claim.min_version)
         cursor = part.tasks[claim.task]
-        rows = cursor.choose(view, claim.num_rows)
+        rows = cursor.choose(view, claim.num_rows, claim.least)
         if rows is None:
             return None
         lease = self._leases.grant(part.name, claim.task, rows, now, self._lease_s)
@@ -254,6 +255,11 @@ class Directory:
         multiple = part.groups.group_size if claim.whole_groups else 1
         if claim.num_rows < 1 or claim.num_rows % multiple:
             raise ValueError(f"claim: got n={claim.num_rows}, expected a positive multiple of {multiple}")
+        if not 1 <= claim.least <= claim.num_rows or claim.least % multiple:
+            raise ValueError(
+                f"claim: got at_least={claim.at_least}, expected a multiple of {multiple} from {multiple} to n, which "
+                f"is {claim.num_rows}"
+            )
         return part, view
 
     def shortage(self, claim: ClaimRows) -> str:

@@ -87,6 +87,19 @@ class ClaimRows:
     min_version: int | None = None
     """Lowest policy version to take. Rows with a lower version, and groups that contain one, are skipped. None takes
     all versions."""
+    at_least: int | None = None
+    """Smallest number of rows with which the claim is content, at most `num_rows`. None stands for `num_rows`."""
+
+    @property
+    def least(self) -> int:
+        """Smallest number of rows with which the claim is content."""
+        return self.num_rows if self.at_least is None else self.at_least
+
+    @property
+    def wanted(self) -> str:
+        """Description of the number of rows, for error messages, such as "8 rows" or "1 to 8 rows in whole groups"."""
+        count = str(self.num_rows) if self.least == self.num_rows else f"{self.least} to {self.num_rows}"
+        return f"{count} {'rows in whole groups' if self.whole_groups else 'rows'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +228,7 @@ class Partition:
             (view.num_stale, f"older than min_version={claim.min_version}"),
         )
         reasons += [f"{count} {what}" for count, what in counts if count]
-        kind = "rows in whole groups" if claim.whole_groups else "rows"
-        text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.num_rows} {kind}"
+        text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.wanted}"
         text += f"; {view.num_ready} of the partition's {len(self.rows)} rows are ready"
         return text + "".join(f", {reason}" for reason in reasons) + task.waits_for()
 

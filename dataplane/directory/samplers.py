@@ -146,6 +146,16 @@ class _Tags(Mapping[str, np.ndarray]):
         return len(list(iter(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """Tells a sampler what a claim asks for. Items are single rows, or groups when the claim asks for whole groups."""
+
+    most: int
+    """Largest number of items that the claim takes."""
+    least: int
+    """Smallest number of items with which the claim is content, at most `most`."""
+
+
 class Sampler(Protocol):
     """Interface of samplers, which choose items (rows or whole groups) for one task. A sampler factory returns one."""
 
@@ -153,16 +163,16 @@ class Sampler(Protocol):
     """Order in which items are shown to the sampler: "version" sorts them by `versions` and then `arrivals`, "ready" by
     `ready`, and "prompt" by `prompts` and then `arrivals`."""
     looks_ahead: int | None
-    """Maximum number of items shown to the sampler beyond those wanted. None shows all claimable items, which costs
-    each claim 1 ms per 10 k items or so."""
+    """Maximum number of items shown to the sampler beyond the most that a claim takes. None shows all claimable items,
+    which costs each claim 1 ms per 10 k items or so."""
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         """Return the items to take, as integer positions in `candidates` without repeats, in the order in which the
         claim is to return them.
 
-        candidates: at least `wanted` items, all claimable now. If fewer than `wanted` positions are returned, the claim
-        waits, and calls `select` again when rows become ready, are given back or are cleared. If more are returned, the
-        first `wanted` are taken.
+        candidates: at least `request.least` items, all claimable now. If fewer positions than `request.least` are
+        returned, the claim waits, and calls `select` again when rows become ready, are given back or are cleared. If
+        more than `request.most` are returned, the first `request.most` are taken.
         """
         ...
 
@@ -175,8 +185,8 @@ class FirstInOrder:
     def __init__(self, order: Order) -> None:
         self.order: Order = order
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        return np.arange(min(wanted, len(candidates)))
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
+        return np.arange(min(request.most, len(candidates)))
 
 
 class Windowed:
@@ -195,7 +205,7 @@ class Windowed:
             raise ValueError(f"window: got {window}, expected at least 1")
         self.window = window
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         prompts = candidates.prompts.tolist()
         if prompts and prompts[0] == NO_POSITION:
             raise ValueError(
@@ -203,7 +213,7 @@ class Windowed:
                 "prompt stream, which `in_order` and `windowed` follow"
             )
         progress, count = candidates.progress, 0
-        for number in prompts[:wanted]:
+        for number in prompts[: request.most]:
             if number >= progress.first + self.window:
                 break
             progress.settle((number,))
@@ -211,14 +221,15 @@ class Windowed:
         return np.arange(count)
 
 
-def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:
-    """Let a sampler choose, and check its choice. Returns the positions of the items to take, int64, `wanted` or fewer.
+def chosen(sampler: Sampler, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
+    """Let a sampler choose, and check its choice. Returns the positions of the items to take, int64, at most
+    `request.most`.
 
     Raises SamplerError when the sampler raises an error, or when its choice is not a 1-D array of integers, is out of
     range or has repeats.
     """
     try:
-        positions = np.asarray(sampler.select(candidates, wanted))
+        positions = np.asarray(sampler.select(candidates, request))
     except Exception as error:  # whatever a user's sampler raises: it is the claimer who must be told
         raise SamplerError(f"{_name(sampler)} raised {type(error).__name__}: {error}") from error
     if positions.ndim != 1 or (positions.dtype.kind not in "iu" and len(positions)):
@@ -232,7 +243,7 @@ def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:
         raise SamplerError(f"{_name(sampler)} chose item {outside[0]} of {len(candidates)} that it was offered")
     if len(np.unique(positions)) < len(positions):
         raise SamplerError(f"{_name(sampler)} chose an item twice")
-    return positions[:wanted]
+    return positions[: request.most]
 
 
 def _name(sampler: Sampler) -> str:

@@ -364,7 +364,7 @@ class DirectoryService:
         return self._claim_later(claim, queue, request.timeout_s)
 
     async def _claim_later(self, claim: ClaimRows, queue: Queue, timeout_s: float) -> bytes:
-        with queue.place(f"{claim.num_rows} rows") as place:
+        with queue.place(claim.wanted) as place:
             try:
                 async with asyncio.timeout(timeout_s), place.turn:
                     # No await between a lease and its reply: a claim that is cut off holds no rows.

@@ -13,7 +13,7 @@ from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
 from .ready import ReadyView
 from .rows import GroupTable, RowTable, grown
-from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
+from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
 
 DONE = -1
 """Value in a cursor's column for a row that the task has finished. The value 0 means that the row is free, and a
@@ -69,25 +69,25 @@ class TaskCursor:
         """Number of rows that the task's latest claim skipped because their version was too old."""
         return next(reversed(self._views.values())).num_stale if self._views else 0
 
-    def choose(self, view: ReadyView, num_rows: int) -> np.ndarray | None:
-        """Return the rows that a claim takes now, int64 `[num_rows]`. Returns None when too few are ready or the
-        sampler waits for more.
+    def choose(self, view: ReadyView, most_rows: int, least_rows: int) -> np.ndarray | None:
+        """Return the rows that a claim takes now, int64 `[least_rows to most_rows]`. Returns None when too few are
+        ready or the sampler waits for more.
 
         Raises SamplerError when the sampler fails or makes an invalid choice.
         """
-        wanted = num_rows // view.rows_per_item
-        if view.num_items < wanted:
+        request = ClaimRequest(most_rows // view.rows_per_item, least_rows // view.rows_per_item)
+        if view.num_items < request.least:
             return None
         if isinstance(self.sampler, FirstInOrder):
-            return view.rows_of(view.first(wanted))
+            return view.rows_of(view.first(request.most))
         ahead = self.sampler.looks_ahead
-        items = view.first(view.num_items if ahead is None else wanted + ahead)
+        items = view.first(view.num_items if ahead is None else request.most + ahead)
         try:
-            positions = chosen(self.sampler, view.candidates(items), wanted)
+            positions = chosen(self.sampler, view.candidates(items), request)
         except SamplerError as error:
             message = f"task {self.config.name!r}, sampler {self.config.sampler!r}: {error.message}"
             raise SamplerError(message, op="claim", partition=self._partition) from error
-        return view.rows_of(items[positions]) if len(positions) == wanted else None
+        return view.rows_of(items[positions]) if len(positions) >= request.least else None
 
     def lease(self, rows: np.ndarray, lease_id: int) -> None:
         """Mark free rows as held by a lease, and their positions in the prompt stream as settled."""

@@ -123,6 +123,23 @@ def test_waiting_claim_is_woken_by_the_put_that_completes_it(client: Any, plane:
     consumer.close()
 
 
+def test_at_least_waits_for_few_and_takes_as_many_as_are_ready(client: Any, partition: str) -> None:
+    keys = keys_of(range(3))
+    client.put(partition, keys[:1], columns(keys[:1]))
+    with pytest.raises(ClaimTimeout, match="of 2 to 8 rows; 1 of"):
+        client.claim(partition, "train", FIRST, 8, at_least=2, timeout_s=0.05)
+    thread, result = in_thread(lambda: client.claim(partition, "train", FIRST, 8, at_least=2, timeout_s=10))
+    client.put(partition, keys[1:5], columns(keys[1:5]))
+    thread.join(10)
+    assert result[0].keys == tuple(keys[:5])
+    assert_rows(client.get(result[0]), keys[:5], FIRST)
+    client.put(partition, keys[5:], columns(keys[5:]))
+    assert client.claim(partition, "train", FIRST, 6, at_least=1).keys == tuple(keys[5:11])
+    with pytest.raises(ValueError, match="at_least=6, expected a multiple of 4"):
+        client.claim(partition, "eval", FIRST, 8, at_least=6, whole_groups=True)
+    assert client.claim(partition, "eval", FIRST, 100, at_least=4, whole_groups=True).keys == tuple(keys)
+
+
 def test_claims_of_a_task_are_served_in_the_order_they_came(client: Any, partition: str) -> None:
     waiting = []
     for _ in range(3):

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.dataplane.client.async_client import AsyncDataPlaneClient
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.directory.samplers import Candidates, TaskConfig
+from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
 from headrace.dataplane.errors import ClaimTimeout, SamplerError
 from headrace.dataplane.factory import DataPlane, connect_async
 from headrace.dataplane.meta import POSITION
@@ -29,8 +29,8 @@ class Stubborn:
     order = "version"
     looks_ahead = 0
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        return np.arange(wanted) + len(candidates)
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
+        return np.arange(request.most) + len(candidates)
 
 
 TASKS = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from headrace.dataplane.directory.directory import Directory
@@ -38,8 +40,10 @@ def put_prompt(directory: Directory, number: int, version: int = 0) -> None:
     put(directory, keys_of(number), FIELDS, versions=np.full(GROUP, version), tags=placed(number))
 
 
-def claim(directory: Directory, groups: int = 1, *, min_version: int | None = None) -> KVBatchMeta | None:
-    return directory.claim(ClaimRows("p", "a", FIELDS, groups * GROUP, True, min_version), 0.0)
+def claim(directory: Directory, groups: int = 1, *, at_least: int | None = None, **options: Any) -> KVBatchMeta | None:
+    """Claim up to `groups` prompts, and at least `at_least` of them (None: all)."""
+    least = None if at_least is None else at_least * GROUP
+    return directory.claim(ClaimRows("p", "a", FIELDS, groups * GROUP, True, at_least=least, **options), 0.0)
 
 
 def taken(meta: KVBatchMeta | None) -> list[int]:

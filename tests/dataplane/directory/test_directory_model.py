@@ -146,10 +146,12 @@ class Run:
         task = self.random.choice("ab")
         fields = tuple(self.random.sample(list(SCHEMA), self.random.randint(1, 2)))
         whole = self.random.random() < 0.5
-        count = self.random.randint(1, 3) * (GROUP if whole else 1)
+        unit = GROUP if whole else 1
+        count = self.random.randint(1, 3) * unit
+        least = self.random.choice([None, *range(unit, count + 1, unit)])
         expected = self.model.claimable(task, fields, whole)
-        meta = self.directory.claim(ClaimRows("p", task, fields, count, whole), self.now)
-        if len(expected) < count:
+        meta = self.directory.claim(ClaimRows("p", task, fields, count, whole, at_least=least), self.now)
+        if len(expected) < (least or count):
             assert meta is None
             return
         assert meta is not None and list(meta.keys) == expected[:count]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.dataplane.directory.partition import ClaimRows
-from headrace.dataplane.directory.samplers import Candidates, TaskConfig
+from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
 from headrace.dataplane.errors import SamplerError, SchemaMismatch
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, make_put, put
 from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, placed, put_prompt, taken
@@ -20,8 +20,8 @@ class LongestFirst:
     order = "ready"
     looks_ahead = None
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        return np.argsort(-candidates.tokens, kind="stable")[:wanted]
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
+        return np.argsort(-candidates.tokens, kind="stable")[: request.most]
 
 
 class Picks:
@@ -33,7 +33,7 @@ class Picks:
     def __init__(self, answer: object) -> None:
         self.answer = answer
 
-    def select(self, candidates: Candidates, wanted: int) -> object:
+    def select(self, candidates: Candidates, request: ClaimRequest) -> object:
         if self.answer == "raise":
             raise RuntimeError("no idea")
         if self.answer == "columns":
@@ -78,6 +78,25 @@ def test_a_bad_sampler_is_named_and_nothing_is_leased(answer: object, words: str
         claim(directory)
     assert (caught.value.op, caught.value.partition) == ("claim", "p")
     assert directory.status("p", 0.0).leased_rows == 0
+
+
+class Pairs:
+    """Takes an even number of items only."""
+
+    order = "version"
+    looks_ahead = 0
+
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
+        assert request.least <= len(candidates) <= request.most, "looks_ahead is 0"
+        return np.arange(len(candidates) // 2 * 2)
+
+
+def test_a_sampler_may_take_fewer_than_it_is_offered_but_not_fewer_than_the_claim_wants() -> None:
+    directory = opened(f"{__name__}:Pairs")
+    for number in range(3):
+        put_prompt(directory, number)
+    assert claim(directory, 4, at_least=3) is None
+    assert taken(claim(directory, 4, at_least=1)) == [0, 1]
 
 
 def test_rows_without_a_position_cannot_be_taken_in_order() -> None:
