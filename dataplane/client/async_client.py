@@ -115,12 +115,16 @@ class AsyncDataPlaneClient:
         at_least: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        max_version: int | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Wait for n rows that have all of `fields`, lease them to this caller for `task`, and return a receipt (their
         keys and locations), as `DataPlaneClient.claim` does."""
         return await self._run(
-            "claim", self._operations.claim(partition, task, fields, n, at_least, whole_groups, min_version, timeout_s)
+            "claim",
+            self._operations.claim(
+                partition, task, fields, n, at_least, whole_groups, min_version, max_version, timeout_s
+            ),
         )
 
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:

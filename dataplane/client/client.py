@@ -147,6 +147,7 @@ class DataPlaneClient:
         at_least: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        max_version: int | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Wait for n rows that have all of `fields`, and lease them to this caller: no other claim of `task` gets them.
@@ -154,9 +155,10 @@ class DataPlaneClient:
         Returns a receipt for them (their keys and locations). Rows come in the order of the task's sampler (by default
         the lowest version first, then in order of arrival). at_least: number of rows, from 1 to n, for which the claim
         waits; it then takes as many as are ready, at most n. None waits for n, and 1 takes up to n. With whole_groups
-        rows come group by group, and n and at_least must be multiples of group_size. min_version: rows of a lower
-        version, and groups with such a row, are passed over. Rows passed over are not leased and delay no other rows.
-        They stay until `clear_stale` or `clear` removes them, or until a claim with a lower `min_version` takes them.
+        rows come group by group, and n and at_least must be multiples of group_size. min_version, max_version: rows of
+        a lower or higher version, and groups with such a row, are passed over. Rows passed over are not leased and
+        delay no other rows. They stay, and a claim with other bounds can take them; `clear_stale` removes those that
+        are too old.
 
         Blocks until enough rows are ready; claims of a task are served first come, first served. The lease lasts until
         the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
@@ -165,7 +167,10 @@ class DataPlaneClient:
         leased then), ValueError for an unknown task, and SchemaMismatch for an unknown field.
         """
         return self._run(
-            "claim", self._operations.claim(partition, task, fields, n, at_least, whole_groups, min_version, timeout_s)
+            "claim",
+            self._operations.claim(
+                partition, task, fields, n, at_least, whole_groups, min_version, max_version, timeout_s
+            ),
         )
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:

@@ -289,6 +289,7 @@ class Operations:
         at_least: int | None,
         whole_groups: bool,
         min_version: int | None,
+        max_version: int | None,
         timeout_s: float | None,
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
@@ -298,7 +299,8 @@ class Operations:
             tuple(fields),
             _integer("n", n),
             whole_groups,
-            None if min_version is None else _min_version(min_version),
+            None if min_version is None else _version("min_version", min_version),
+            None if max_version is None else _version("max_version", max_version),
             None if at_least is None else _integer("at_least", at_least),
         )
         request = requests.Claim(rows, bound)
@@ -328,7 +330,7 @@ class Operations:
         whole_groups: bool,
         timeout_s: float | None,
     ) -> Steps[tuple[str, ...]]:
-        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, _min_version(min_version))
+        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, _version("min_version", min_version))
         reply = yield Ask("clear_stale", requests.encode(requests.ClearStale(rows)), self.timeout(timeout_s))
         return tuple(unpack_keys(reply))
 
@@ -430,12 +432,12 @@ def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | 
     return np.broadcast_to(array, (num_rows,)).astype(np.int64)
 
 
-def _min_version(value: int) -> int:
-    """Return `value` as an int. Raises ValueError when it is not an integer, or is not between -(2^63 - 1) and 2^63 -
-    1."""
-    version = _integer("min_version", value)
+def _version(name: str, value: int) -> int:
+    """Return `value` as an int. Raises ValueError naming the argument when it is not an integer, or is not between
+    -(2^63 - 1) and 2^63 - 1."""
+    version = _integer(name, value)
     if not -_MAX_VERSION <= version <= _MAX_VERSION:
-        raise ValueError(f"min_version: got {version}, expected -{_MAX_VERSION} to {_MAX_VERSION}")
+        raise ValueError(f"{name}: got {version}, expected -{_MAX_VERSION} to {_MAX_VERSION}")
     return version
 
 

@@ -237,7 +237,7 @@ class Directory:
         the rows group by group. Raises SamplerError, and the errors of `check_claim`.
         """
         part, view = self.check_claim(claim)
-        view.set_min_version(claim.min_version)
+        view.set_versions(claim.min_version, claim.max_version)
         cursor = part.tasks[claim.task]
         rows = cursor.choose(view, claim.num_rows, claim.least)
         if rows is None:
@@ -260,6 +260,9 @@ class Directory:
                 f"claim: got at_least={claim.at_least}, expected a multiple of {multiple} from {multiple} to n, which "
                 f"is {claim.num_rows}"
             )
+        low, high = claim.min_version, claim.max_version
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"claim: got min_version={low} and max_version={high}, expected the lower one first")
         return part, view
 
     def shortage(self, claim: ClaimRows) -> str:
@@ -326,7 +329,7 @@ class Directory:
             raise ValueError("clear_stale: got min_version=None, expected a version")
         part = self._partition(claim.partition)
         view = part.view(claim.task, claim.fields, claim.whole_groups)
-        view.set_min_version(claim.min_version)
+        view.set_versions(claim.min_version, claim.max_version)
         rows = view.stale_rows()
         held = np.zeros(len(rows), dtype=bool)
         for cursor in part.tasks.values():

@@ -87,6 +87,9 @@ class ClaimRows:
     min_version: int | None = None
     """Lowest policy version to take. Rows with a lower version, and groups that contain one, are skipped. None takes
     all versions."""
+    max_version: int | None = None
+    """Highest policy version to take. Rows with a higher version, and groups that contain one, are skipped until a
+    claim allows them. None takes all versions."""
     at_least: int | None = None
     """Smallest number of rows with which the claim is content, at most `num_rows`. None stands for `num_rows`."""
 
@@ -226,6 +229,7 @@ class Partition:
             (task.num_leased, "leased"),
             (task.num_done, "done"),
             (view.num_stale, f"older than min_version={claim.min_version}"),
+            (view.num_too_new, f"newer than max_version={claim.max_version}"),
         )
         reasons += [f"{count} {what}" for count, what in counts if count]
         text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.wanted}"

@@ -140,6 +140,19 @@ def test_at_least_waits_for_few_and_takes_as_many_as_are_ready(client: Any, part
     assert client.claim(partition, "eval", FIRST, 100, at_least=4, whole_groups=True).keys == tuple(keys)
 
 
+def test_rows_newer_than_max_version_are_passed_over_and_stay(client: Any, partition: str) -> None:
+    keys = keys_of(range(3))
+    for number, version in enumerate((2, 8, 5)):
+        group = keys[4 * number : 4 * number + 4]
+        client.put(partition, group, columns(group), versions=version)
+    meta = client.claim(partition, "train", FIRST, 12, at_least=8, whole_groups=True, max_version=5)
+    assert meta.keys == (*keys[:4], *keys[8:])
+    with pytest.raises(ClaimTimeout, match="4 newer than max_version=5"):
+        client.claim(partition, "train", FIRST, 1, max_version=5, timeout_s=0.05)
+    assert client.status(partition).stale_rows == 0
+    assert client.claim(partition, "train", FIRST, 4, min_version=6, max_version=8).keys == tuple(keys[4:8])
+
+
 def test_claims_of_a_task_are_served_in_the_order_they_came(client: Any, partition: str) -> None:
     waiting = []
     for _ in range(3):

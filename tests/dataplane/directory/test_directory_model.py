@@ -55,14 +55,20 @@ class Model:
     def live_blocks(self) -> set[int]:
         return {place[0] for row in self.rows.values() for place in row.places.values()}
 
-    def claimable(self, task: str, fields: tuple[str, ...], whole: bool) -> list[str]:
+    def claimable(
+        self, task: str, fields: tuple[str, ...], whole: bool, low: int | None, high: int | None
+    ) -> list[str]:
+        def is_within(rows: list[ModelRow]) -> bool:
+            versions = [row.version for row in rows]
+            return (low is None or min(versions) >= low) and (high is None or max(versions) <= high)
+
         free = [r for r in self.rows.values() if r.state[task] == 0 and set(fields) <= set(r.places)]
         if not whole:
-            return [r.key for r in sorted(free, key=lambda r: (r.version, r.arrival))]
+            return [r.key for r in sorted(free, key=lambda r: (r.version, r.arrival)) if is_within([r])]
         groups: dict[str, list[ModelRow]] = {}
         for row in sorted(free, key=lambda r: r.arrival):
             groups.setdefault(row.key.rpartition(".")[0], []).append(row)
-        full = [g for g in groups.values() if len(g) == GROUP]
+        full = [g for g in groups.values() if len(g) == GROUP and is_within(g)]
         full.sort(key=lambda g: (min(r.version for r in g), min(r.arrival for r in g)))
         return [row.key for group in full for row in group]
 
@@ -149,8 +155,10 @@ class Run:
         unit = GROUP if whole else 1
         count = self.random.randint(1, 3) * unit
         least = self.random.choice([None, *range(unit, count + 1, unit)])
-        expected = self.model.claimable(task, fields, whole)
-        meta = self.directory.claim(ClaimRows("p", task, fields, count, whole, at_least=least), self.now)
+        low, high = sorted(self.random.choices(range(-1, 4), k=2))
+        bounds = (self.random.choice([None, low]), self.random.choice([None, high]))
+        expected = self.model.claimable(task, fields, whole, *bounds)
+        meta = self.directory.claim(ClaimRows("p", task, fields, count, whole, *bounds, least), self.now)
         if len(expected) < (least or count):
             assert meta is None
             return

@@ -161,6 +161,41 @@ def test_stale_rows_stay_until_they_are_cleared_and_others_keep_what_they_hold()
         directory.clear_stale(ClaimRows("p", "a", FIELDS, 0, True))
 
 
+def test_rows_newer_than_a_bound_are_passed_over_and_stay() -> None:
+    directory = opened("oldest_version_first")
+    for number, version in enumerate((4, 7, 5, 9)):
+        put_prompt(directory, number, version)
+    assert taken(claim(directory, 4, at_least=1, max_version=5)) == [0, 2]
+    assert claim(directory, max_version=5) is None
+    wanted = ClaimRows("p", "a", FIELDS, GROUP, True, max_version=5)
+    assert ", 4 newer than max_version=5" in directory.shortage(wanted)
+    assert directory.status("p", 0.0).stale_rows == 0, "they are not too old"
+    assert taken(claim(directory, 4, at_least=1, min_version=8, max_version=9)) == [3]
+    assert directory.status("p", 0.0).stale_rows == GROUP
+    assert taken(claim(directory)) == [1]
+    with pytest.raises(ValueError, match="min_version=3 and max_version=2"):
+        claim(directory, min_version=3, max_version=2)
+
+
+@pytest.mark.parametrize("sampler", ["in_order", "windowed", "ready_first"])
+def test_rows_passed_over_as_too_new_hold_nothing_up_and_come_in_order_later(sampler: str) -> None:
+    directory = opened(sampler, **({"window": 2} if sampler == "windowed" else {}))
+    for number, version in enumerate((3, 1, 3, 1, 2)):
+        put_prompt(directory, number, version)
+    assert taken(claim(directory, 4, at_least=1, max_version=1)) == [1, 3]
+    assert taken(claim(directory, 4, at_least=1)) == [0, 2, 4]
+
+
+def test_a_group_is_as_new_as_its_newest_row() -> None:
+    directory = opened("oldest_version_first")
+    put(directory, keys_of(0), FIELDS, versions=np.array([2, 9]))
+    assert claim(directory, max_version=5) is None
+    wanted = ClaimRows("p", "a", FIELDS, GROUP, True, 3, 5)
+    assert claim(directory, min_version=3, max_version=5) is None
+    assert "2 older than min_version=3" in directory.shortage(wanted) and "newer" not in directory.shortage(wanted)
+    assert taken(claim(directory, min_version=2, max_version=9)) == [0]
+
+
 def test_a_group_is_as_old_as_its_oldest_row_and_a_replace_makes_it_young() -> None:
     directory = opened("ready_first")
     put(directory, keys_of(0), FIELDS, versions=np.array([3, 7]))
