@@ -127,6 +127,11 @@ class AsyncDataPlaneClient:
             ),
         )
 
+    async def renew(self, meta: KVBatchMeta, *, timeout_s: float | None = None) -> None:
+        """Extend the lease (a consumer's exclusive hold) on the rows of a receipt and go on renewing it, as
+        `DataPlaneClient.renew` does."""
+        await self._run("renew", self._operations.renew(meta, timeout_s))
+
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt, as `DataPlaneClient.release` does."""
         await self._run("release", self._operations.release(meta, task, outcome, timeout_s))

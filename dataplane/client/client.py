@@ -173,6 +173,17 @@ class DataPlaneClient:
             ),
         )
 
+    def renew(self, meta: KVBatchMeta, *, timeout_s: float | None = None) -> None:
+        """Extend the lease (a consumer's exclusive hold) on the rows of a receipt by `lease_s` from now, and renew it
+        in the background until this client has released the rows.
+
+        Meant for a receipt that another process claimed and handed to this one: from then on the lease lasts as long as
+        either process runs. Idempotent. Raises LeaseLost naming rows whose lease has ended (by time, clear or release);
+        nothing is extended then. Raises ForeignReceipt for a receipt of another data plane, and ValueError for a
+        receipt without a lease.
+        """
+        self._run("renew", self._operations.renew(meta, timeout_s))
+
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt. With outcome `done`, `task` has
         finished the rows and does not get them again; with `retry`, they can be claimed again.

@@ -306,15 +306,22 @@ class Operations:
         request = requests.Claim(rows, bound)
         reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))
         meta = KVBatchMeta.from_bytes(reply)
-        self._leases.add(meta.lease_id, len(meta))
+        self._leases.add(meta.lease_id, meta.keys)
         return meta
+
+    def renew(self, meta: KVBatchMeta, timeout_s: float | None) -> Steps[None]:
+        self._check_origin(meta, "renew")
+        if len(meta):
+            request = requests.RenewRows(meta.partition, meta.lease_id, pack_keys(meta.keys))
+            yield Ask("renew_rows", requests.encode(request), self.timeout(timeout_s))
+            self._leases.add(meta.lease_id, meta.keys)
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
         self._check_origin(meta, "release")
         if len(meta):
             request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), outcome)
             yield Ask("release", requests.encode(request), self.timeout(timeout_s))
-            self._leases.drop(meta.lease_id, len(meta))
+            self._leases.drop(meta.lease_id, meta.keys)
 
     def clear(self, partition: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[int]:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))

@@ -275,6 +275,25 @@ class Directory:
         exist."""
         return self._leases.renew(lease_ids, now + self._lease_s)
 
+    def renew_rows(self, partition: str, lease_id: int, keys: Sequence[str], now: float) -> None:
+        """Extend the lease of rows, so that it expires `lease_s` seconds after `now`. Raises LeaseLost naming the keys
+        of rows that the lease does not hold any more, and ValueError if `lease_id` is not positive; nothing is extended
+        then."""
+        part = self._partition(partition)
+        _check_lease_id("renew", lease_id)
+        lease = self._leases.get(lease_id)
+        rows = part.rows.find(keys)
+        held = rows >= 0
+        if lease is None or lease.partition != partition:
+            held[:] = False
+        else:
+            held[held] = part.tasks[lease.task].column[rows[held]] == lease_id
+        lost = pick(keys, np.flatnonzero(~held))
+        if lost:
+            message = f"lease {lease_id} no longer holds {len(lost)} of {len(keys)} rows"
+            raise LeaseLost(message, op="renew", partition=partition, keys=lost)
+        self._leases.renew((lease_id,), now + self._lease_s)
+
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
         """Release the rows of `keys` from a lease. The outcome `done` means that the task has finished them; `retry`
         lets the task claim them again.
@@ -288,10 +307,7 @@ class Directory:
             raise ValueError(
                 f"release: task {task!r}, outcome {outcome!r}; expected one of {sorted(part.tasks)}, done or retry"
             )
-        if lease_id <= 0:
-            raise ValueError(
-                "release: the receipt has no lease; expected one that claim returned (concat of several has none)"
-            )
+        _check_lease_id("release", lease_id)
         rows = part.rows.find(keys)
         held = rows >= 0
         held[held] = cursor.column[rows[held]] == lease_id
@@ -427,6 +443,13 @@ class Directory:
             lease_id,
             schema=part.schema,
             plane_id=self._plane_id,
+        )
+
+
+def _check_lease_id(op: str, lease_id: int) -> None:
+    if lease_id <= 0:
+        raise ValueError(
+            f"{op}: the receipt has no lease; expected one that claim returned (concat of several has none)"
         )
 
 

@@ -141,6 +141,16 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
+class RenewRows:
+    """Request to extend the lease of a receipt's rows, so that it expires `lease_s` seconds from now, provided that it
+    holds all of them."""
+
+    partition: str
+    lease_id: int
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     partition: str
     task: str

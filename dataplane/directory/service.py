@@ -159,6 +159,7 @@ class DirectoryService:
             "lookup": self._lookup,
             "claim": self._claim,
             "renew": self._renew,
+            "renew_rows": self._renew_rows,
             "release": self._release,
             "clear": self._clear,
             "clear_stale": self._clear_stale,
@@ -383,6 +384,11 @@ class DirectoryService:
     def _renew(self, payload: bytes) -> bytes:
         lease_ids = messages.decode(payload, requests.Renew).lease_ids
         return messages.encode(self._directory.renew(lease_ids, self._now()))
+
+    def _renew_rows(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.RenewRows)
+        self._directory.renew_rows(request.partition, request.lease_id, unpack_keys(request.keys), self._now())
+        return b""
 
     def _release(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Release)

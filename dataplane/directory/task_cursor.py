@@ -177,6 +177,10 @@ class LeaseBook:
         heapq.heappush(self._deadlines, (lease.deadline, lease.lease_id))
         return lease
 
+    def get(self, lease_id: int) -> Lease | None:
+        """Return a lease, or None if it has ended."""
+        return self._leases.get(lease_id)
+
     def drop_rows(self, lease_ids: np.ndarray) -> None:
         """Reduce the number of rows that a lease holds by one for each time that its id occurs in `lease_ids`. A lease
         that holds no more rows ends."""
