@@ -136,6 +136,17 @@ class AsyncDataPlaneClient:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt, as `DataPlaneClient.release` does."""
         await self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 
+    async def skip(
+        self,
+        partition: str,
+        task: str,
+        positions: Sequence[int] | np.ndarray,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Settle positions of the prompt stream whose prompts will not be put, as `DataPlaneClient.skip` does."""
+        await self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
+
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows from a partition and return how many, as `DataPlaneClient.clear` does."""
         return await self._run("clear", self._operations.clear(partition, keys, timeout_s))

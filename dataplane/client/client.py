@@ -194,6 +194,23 @@ class DataPlaneClient:
         """
         self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 
+    def skip(
+        self,
+        partition: str,
+        task: str,
+        positions: Sequence[int] | np.ndarray,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Settle positions of the prompt stream whose prompts were never put and never will be, so that the samplers
+        `in_order` and `windowed` of `task` go on without them.
+
+        positions: int `[N]`, values of the rows' tag `position`. Wakes claims that waited for them. Rows that are put
+        at such a position nevertheless can be claimed as usual. Idempotent. Raises ValueError for a negative position,
+        and for a task whose sampler does not follow the prompts; nothing is settled then.
+        """
+        self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
+
     def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows and their leases from a partition, and return how many rows were removed. keys: None means all of
         the partition.

@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0
 _MAX_VERSION = (1 << 63) - 1
+"""Highest policy version, and highest position in the prompt stream."""
 
 Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 """Type of the rows that `put` takes: anything that `codecs.jagged.pack` takes."""
@@ -323,6 +324,12 @@ class Operations:
             yield Ask("release", requests.encode(request), self.timeout(timeout_s))
             self._leases.drop(meta.lease_id, meta.keys)
 
+    def skip(
+        self, partition: str, task: str, positions: Sequence[int] | np.ndarray, timeout_s: float | None
+    ) -> Steps[None]:
+        request = requests.Skip(partition, task, _positions(positions))
+        yield Ask("skip", requests.encode(request), self.timeout(timeout_s))
+
     def clear(self, partition: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[int]:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))
         reply = yield Ask("clear", requests.encode(request), self.timeout(timeout_s))
@@ -422,6 +429,17 @@ def _integer(name: str, value: int) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{name}: got {value!r}, expected an integer") from None
+
+
+def _positions(positions: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return positions in the prompt stream as int64 `[N]`. Raises ValueError for anything but one dimension of
+    integers, and for integers of more than 63 bits."""
+    array = np.asarray(positions)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() > _MAX_VERSION):
+        raise ValueError(
+            f"positions: got {array.dtype} {list(array.shape)}, expected one dimension of integers up to {_MAX_VERSION}"
+        )
+    return array.astype(np.int64)
 
 
 def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:

@@ -319,6 +319,12 @@ class Directory:
             message = f"lease {lease_id} of task {task!r} no longer holds {len(lost)} of {len(keys)} rows"
             raise LeaseLost(message, op="release", partition=partition, keys=lost)
 
+    def skip(self, partition: str, task: str, positions: np.ndarray) -> None:
+        """Settle positions of the prompt stream, so that `task` does not wait for their prompts any more. Raises
+        ValueError for a negative position, for an unknown task, and for one whose sampler does not follow the prompts;
+        nothing is settled then."""
+        self._partition(partition).cursor(task).skip(positions)
+
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, list[FreedBlock]]:
         """Forget the rows of `keys`, or all rows of the partition if `keys` is None. Returns their number, and the
         blocks to which no row refers any more.

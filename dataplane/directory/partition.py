@@ -205,6 +205,13 @@ class Partition:
 
     # -------------------------------------------------------------- reading
 
+    def cursor(self, task: str) -> TaskCursor:
+        """Return the progress of a task. Raises ValueError for an unknown task."""
+        cursor = self.tasks.get(task)
+        if cursor is None:
+            raise ValueError(f"task {task!r}: partition {self.name!r} has {sorted(self.tasks)}, expected one of them")
+        return cursor
+
     def view(self, task: str, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
         """Return the index of the rows, or whole groups, that `task` can claim with all of `fields`. It is kept up to
         date from now on.
@@ -212,9 +219,7 @@ class Partition:
         Raises ValueError for an unknown task, for whole groups in a partition with group_size 1, and for single rows
         when the task's sampler takes only whole groups. Raises SchemaMismatch for invalid fields.
         """
-        cursor = self.tasks.get(task)
-        if cursor is None:
-            raise ValueError(f"task {task!r}: partition {self.name!r} has {sorted(self.tasks)}, expected one of them")
+        cursor = self.cursor(task)
         self.check_fields(fields)
         if whole_groups and self.groups.group_size == 1:
             raise ValueError(f"whole_groups: partition {self.name!r} was registered with group_size=1, expected more")

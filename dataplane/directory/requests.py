@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ...codecs import messages
 from ...codecs.schema import Schema
@@ -160,6 +161,17 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Skip:
+    """Request to settle positions of the prompt stream whose prompts will not be put, so that a task does not wait for
+    them."""
+
+    partition: str
+    task: str
+    positions: np.ndarray
+    """Positions in the prompt stream, int64 `[N]`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Clear:
     """Request to forget rows (`keys` None: all rows of the partition). The reply is the number of rows cleared."""
 
@@ -181,7 +193,7 @@ CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve"))
 """Names of the requests that may have to wait, and that can be cancelled while they do."""
-TAKE_EFFECT = frozenset(("register", "unregister", "claim", "release", "clear", "clear_stale"))
+TAKE_EFFECT = frozenset(("register", "unregister", "claim", "release", "skip", "clear", "clear_stale"))
 """Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
 the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))

@@ -43,7 +43,8 @@ class TaskConfig:
 class StreamProgress:
     """Records which positions in the prompt stream are settled, which means that a task no longer waits for them.
 
-    A position is settled once its prompt was claimed, was skipped as too old, or was cleared before either.
+    A position is settled once its prompt was claimed, was passed over because of its version, was cleared before
+    either, or was skipped by a call.
     """
 
     def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:

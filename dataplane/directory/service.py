@@ -161,6 +161,7 @@ class DirectoryService:
             "renew": self._renew,
             "renew_rows": self._renew_rows,
             "release": self._release,
+            "skip": self._skip,
             "clear": self._clear,
             "clear_stale": self._clear_stale,
             "status": self._status,
@@ -398,6 +399,12 @@ class DirectoryService:
         finally:
             if (pulse := self._ready.get(request.partition)) is not None:
                 pulse.fire()
+        return b""
+
+    def _skip(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Skip)
+        self._directory.skip(request.partition, request.task, request.positions)
+        self._ready_pulse(request.partition).fire()
         return b""
 
     def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:

@@ -129,6 +129,18 @@ class TaskCursor:
         self.column[rows] = value
         return before
 
+    def skip(self, positions: np.ndarray) -> None:
+        """Settle positions of the prompt stream, int64 `[N]`. Raises ValueError for a negative position, and if the
+        task's sampler does not follow the prompts."""
+        if self.progress is None:
+            raise ValueError(
+                f"skip: sampler {self.config.sampler!r} of task {self.config.name!r} does not follow the prompts, "
+                "expected a task that does, such as one with the sampler 'in_order'"
+            )
+        if len(positions) and positions.min() < 0:
+            raise ValueError(f"skip: got position {positions.min()}, expected positions from 0")
+        self.progress.settle(positions.tolist())
+
     def waits_for(self) -> str:
         """Return the text to append to a ClaimTimeout's message, naming the prompt that the sampler waits for; "" for
         samplers that do not follow the order of the prompts."""

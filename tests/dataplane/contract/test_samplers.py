@@ -96,6 +96,17 @@ def test_clear_of_the_missing_prompt_wakes_a_claim_too(ordered: Any) -> None:
     assert result[0].keys == tuple(group(1))
 
 
+def test_skip_of_the_missing_prompt_wakes_a_claim_too(ordered: Any) -> None:
+    client, partition = ordered
+    put(client, partition, 2)
+    thread, result = waiting_claim(client, lambda: claim(client, partition, 1, timeout_s=10))
+    client.skip(partition, "train", range(2))
+    thread.join(10)
+    assert result[0].keys == tuple(group(2))
+    with pytest.raises(ValueError, match="positions: got float64"):
+        client.skip(partition, "train", [0.5])
+
+
 def test_options_travel_and_are_compared(ordered: Any) -> None:
     client, partition = ordered
     client.register(partition, SCHEMA, TASKS[::-1], group_size=4)
@@ -154,6 +165,6 @@ def test_async_client_chooses_and_clears_alike(ordered: Any, plane: DataPlane) -
 
 
 def test_both_clients_take_the_same_arguments(kind: str) -> None:
-    for name in ("register", "claim", "clear_stale"):
+    for name in ("register", "claim", "renew", "skip", "clear_stale"):
         blocking, twin = (inspect.signature(getattr(each, name)) for each in (DataPlaneClient, AsyncDataPlaneClient))
         assert blocking == twin, name

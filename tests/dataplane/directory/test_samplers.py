@@ -65,6 +65,24 @@ def test_in_order_goes_on_past_what_was_cleared_or_is_too_old() -> None:
     assert taken(claim(directory, 1)) == [2], "without a bound it is not too old any more"
 
 
+def test_in_order_goes_on_past_what_was_skipped() -> None:
+    directory = opened("in_order")
+    for number in (1, 3, 4):
+        put_prompt(directory, number)
+    directory.skip("p", "a", np.array([2, 0]))
+    assert taken(claim(directory, 2)) == [1, 3]
+    put_prompt(directory, 0)  # it came after all
+    assert taken(claim(directory, 2)) == [0, 4]
+    with pytest.raises(ValueError, match="got position -1"):
+        directory.skip("p", "a", np.array([5, -1]))
+    put_prompt(directory, 6)
+    assert claim(directory) is None, "a call that raises settles nothing"
+    with pytest.raises(ValueError, match="'oldest_version_first' of task 'b' does not follow the prompts"):
+        directory.skip("p", "b", np.array([0]))
+    with pytest.raises(ValueError, match="task 'c': partition 'p' has"):
+        directory.skip("p", "c", np.array([0]))
+
+
 def test_a_returned_prompt_is_taken_again_before_later_ones() -> None:
     directory = opened("in_order")
     for number in range(4):
@@ -125,7 +143,9 @@ def test_rows_without_groups_follow_the_stream_too() -> None:
 # ------------------------------------------------------------------ properties
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["put", "put", "claim", "claim", "retry", "done", "clear"]), st.integers(0, 10**6)),
+    st.tuples(
+        st.sampled_from(["put", "put", "claim", "claim", "retry", "done", "clear", "skip"]), st.integers(0, 10**6)
+    ),
     min_size=10,
     max_size=120,
 )
@@ -182,6 +202,13 @@ class Story:
             number = sorted(self.free)[seed % len(self.free)]
             self.directory.clear("p", keys_of(number))
             self.free.discard(number)
+            self.settled.add(number)
+
+    def skip(self, seed: int) -> None:
+        """Skip a prompt that will never be put, where the task follows the prompts."""
+        if self.left and self.directory._partition("p").tasks["a"].progress is not None:
+            number = self.left.pop(seed % len(self.left))
+            self.directory.skip("p", "a", np.array([number]))
             self.settled.add(number)
 
 
