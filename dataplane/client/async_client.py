@@ -60,6 +60,12 @@ class AsyncDataPlaneClient:
         """Declare a partition (a named set of rows), as `DataPlaneClient.register` does."""
         await self._run("register", self._operations.register(partition, schema, tasks, group_size))
 
+    async def add_tasks(
+        self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None
+    ) -> None:
+        """Add tasks (consumers) to a partition that is registered, as `DataPlaneClient.add_tasks` does."""
+        await self._run("add_tasks", self._operations.add_tasks(partition, tasks, timeout_s))
+
     async def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition and return how many rows it had, as `DataPlaneClient.unregister` does."""
         return await self._run("unregister", self._operations.unregister(partition, timeout_s))

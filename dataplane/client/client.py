@@ -57,6 +57,15 @@ class DataPlaneClient:
         """
         self._run("register", self._operations.register(partition, schema, tasks, group_size))
 
+    def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None) -> None:
+        """Add tasks (consumers) to a partition that is registered. They can claim all rows that are there.
+
+        tasks: as for `register`. A task that the partition has already is left as it is if it was declared with equal
+        settings, and is a ValueError if not; no task is added then. Idempotent; any process may call it. Calls of
+        `register` with the tasks of before go on to be accepted. Raises ValueError for a sampler that cannot be built.
+        """
+        self._run("add_tasks", self._operations.add_tasks(partition, tasks, timeout_s))
+
     def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition with its rows, leases, tasks and schema, and return how many rows it had.
 

@@ -118,12 +118,13 @@ class Operations:
     def register(
         self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int
     ) -> Steps[None]:
-        if isinstance(tasks, str):
-            raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
-        configs = tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
-        request = requests.Register(partition, schema, configs, group_size)
+        request = requests.Register(partition, schema, _task_configs(tasks), group_size)
         yield Ask("register", requests.encode(request), self.timeout(None))
         self._schemas[partition] = schema
+
+    def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], timeout_s: float | None) -> Steps[None]:
+        request = requests.AddTasks(partition, _task_configs(tasks))
+        yield Ask("add_tasks", requests.encode(request), self.timeout(timeout_s))
 
     def unregister(self, partition: str, timeout_s: float | None) -> Steps[int]:
         reply = yield Ask("unregister", requests.encode(requests.Unregister(partition)), self.timeout(timeout_s))
@@ -406,6 +407,13 @@ def _retry(task: str, body: bytes) -> tuple[str, bytes]:
     meta = KVBatchMeta.from_bytes(body)
     request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), "retry")
     return "release", requests.encode(request)
+
+
+def _task_configs(tasks: Sequence[str | TaskConfig]) -> tuple[TaskConfig, ...]:
+    """Return the settings of tasks, of which some may be given only by their names."""
+    if isinstance(tasks, str):
+        raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
+    return tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
 
 
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:

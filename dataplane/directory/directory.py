@@ -64,13 +64,14 @@ class Directory:
     # -------------------------------------------------------------- partitions
 
     def register(self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int) -> None:
-        """Declare a partition. Repeating the call with equal arguments does nothing.
+        """Declare a partition. Repeating the call with equal arguments does nothing; tasks that were added since need
+        not be among them.
 
         tasks: consumers of the partition. A task given only by its name uses the default sampler, which takes the rows
         of the lowest policy version first. Raises ValueError for invalid arguments, for a sampler that cannot be built,
         and if the partition is already registered with other arguments; the error names the difference.
         """
-        configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
+        configs = _by_name(tasks)
         if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
             raise ValueError(
                 f"register {name!r}: got {len(schema)} fields, tasks {list(tasks)}, group_size={group_size}; "
@@ -82,11 +83,28 @@ class Directory:
             return
         for what, old, new in (
             ("schema", known.schema, schema),
-            ("tasks", _described(cursor.config for cursor in known.tasks.values()), _described(configs.values())),
+            ("tasks", _described(known.declared(configs)), _described(configs.values())),
             ("group_size", known.groups.group_size, group_size),
         ):
             if old != new:
                 raise ValueError(f"register {name!r}: {what} {new}, but it is registered with {old}")
+
+    def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
+        """Add tasks to a partition. They can claim all rows that are there. A task that the partition has already, with
+        equal settings, is left as it is.
+
+        Raises ValueError for a task with other settings than the partition's task of the same name, for a name that
+        occurs twice or is empty, and for a sampler that cannot be built; no task is added then.
+        """
+        part = self._partition(name)
+        configs = _by_name(tasks)
+        if len(configs) < len(tasks) or "" in configs:
+            raise ValueError(f"add_tasks: got {list(tasks)}, expected task names once each")
+        old = _described(cursor.config for cursor in part.tasks.values() if cursor.config.name in configs)
+        new = _described(config for config in configs.values() if config.name in part.tasks)
+        if old != new:
+            raise ValueError(f"add_tasks to {name!r}: tasks {new}, but the partition has {old}")
+        part.add_tasks([config for config in configs.values() if config.name not in part.tasks])
 
     def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
         """Forget a partition. Returns the number of rows that were in it, and the blocks to which no row refers any
@@ -457,6 +475,11 @@ def _check_lease_id(op: str, lease_id: int) -> None:
         raise ValueError(
             f"{op}: the receipt has no lease; expected one that claim returned (concat of several has none)"
         )
+
+
+def _by_name(tasks: Sequence[str | TaskConfig]) -> dict[str, TaskConfig]:
+    """Return the settings of tasks by their names. A name alone stands for the default sampler."""
+    return {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
 
 
 def _described(tasks: Iterable[TaskConfig]) -> list[str]:

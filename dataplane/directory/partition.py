@@ -6,7 +6,7 @@ It uses neither the content of the rows nor a clock.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -200,8 +200,25 @@ class Partition:
         self._schema_id = schema_id(schema)
         self.rows = RowTable(schema)
         self.groups = GroupTable(group_size)
-        self.tasks = {task.name: TaskCursor(task, name, self.rows, self.groups) for task in tasks}
+        self.tasks: dict[str, TaskCursor] = {}
+        self.add_tasks(tasks)
+        self._registered = frozenset(self.tasks)
+        """Names of the tasks with which the partition was registered."""
         self._token_fields = [field.name for field in schema.values() if field.kind is Kind.PER_TOKEN]
+
+    def add_tasks(self, tasks: Sequence[TaskConfig]) -> None:
+        """Add tasks with names that the partition does not have yet. Raises ValueError for a task whose sampler cannot
+        be built; no task is added then."""
+        cursors = {task.name: TaskCursor(task, self.name, self.rows, self.groups) for task in tasks}
+        for cursor in cursors.values():
+            cursor.grow()
+        self.tasks |= cursors
+
+    def declared(self, names: Iterable[str]) -> list[TaskConfig]:
+        """Return the settings of the tasks that a repeated registration which names `names` must declare. These are the
+        tasks of the first registration, and those of `names` that were added since."""
+        wanted = self._registered.union(names)
+        return [cursor.config for name, cursor in self.tasks.items() if name in wanted]
 
     # -------------------------------------------------------------- reading
 

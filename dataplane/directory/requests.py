@@ -25,6 +25,14 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
+class AddTasks:
+    """Request to add tasks to a partition that is registered."""
+
+    partition: str
+    tasks: tuple[TaskConfig, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unregister:
     """Request to forget a partition. The reply is the number of rows that were in it."""
 
@@ -193,7 +201,7 @@ CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve"))
 """Names of the requests that may have to wait, and that can be cancelled while they do."""
-TAKE_EFFECT = frozenset(("register", "unregister", "claim", "release", "skip", "clear", "clear_stale"))
+TAKE_EFFECT = frozenset(("register", "add_tasks", "unregister", "claim", "release", "skip", "clear", "clear_stale"))
 """Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
 the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))

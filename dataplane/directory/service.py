@@ -150,6 +150,7 @@ class DirectoryService:
         self._closed = False
         self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
             "register": self._register,
+            "add_tasks": self._add_tasks,
             "unregister": self._unregister,
             "describe": self._describe,
             "reserve": self._reserve,
@@ -430,6 +431,11 @@ class DirectoryService:
     def _register(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Register)
         self._directory.register(request.partition, request.schema, request.tasks, request.group_size)
+        return b""
+
+    def _add_tasks(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.AddTasks)
+        self._directory.add_tasks(request.partition, request.tasks)
         return b""
 
     def _unregister(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:

@@ -165,6 +165,6 @@ def test_async_client_chooses_and_clears_alike(ordered: Any, plane: DataPlane) -
 
 
 def test_both_clients_take_the_same_arguments(kind: str) -> None:
-    for name in ("register", "claim", "renew", "skip", "clear_stale"):
+    for name in ("register", "add_tasks", "claim", "renew", "skip", "clear_stale"):
         blocking, twin = (inspect.signature(getattr(each, name)) for each in (DataPlaneClient, AsyncDataPlaneClient))
         assert blocking == twin, name

@@ -134,6 +134,35 @@ def test_the_same_tasks_must_be_registered_again() -> None:
         directory.register("p", SCHEMA, ("b", TaskConfig("a", "windowed", {"window": 4})), GROUP)
 
 
+def test_tasks_that_are_added_see_all_rows_and_must_stay_the_same() -> None:
+    directory = opened("ready_first")
+    for number in (0, 1):
+        put_prompt(directory, number)
+    assert taken(claim(directory)) == [0]
+    late = TaskConfig("late", "windowed", {"window": 2})
+    for _ in range(2):
+        directory.add_tasks("p", (late, "b"))
+    wanted = ClaimRows("p", "late", FIELDS, 2 * GROUP, True)
+    assert taken(directory.claim(wanted, 0.0)) == [0, 1]
+    put_prompt(directory, 2)
+    assert taken(directory.claim(ClaimRows("p", "late", FIELDS, GROUP, True), 0.0)) == [2]
+    first = (TaskConfig("a", "ready_first"), "b")
+    directory.register("p", SCHEMA, first, GROUP)
+    directory.register("p", SCHEMA, (*first, late), GROUP)
+    with pytest.raises(ValueError, match="tasks .*registered with .*ready_first"):
+        directory.register("p", SCHEMA, (late, "b"), GROUP)
+    other = TaskConfig("late", "windowed", {"window": 3})
+    for tasks, words in (
+        ((TaskConfig("new"), other), "'window': 3.*the partition has .*'window': 2"),
+        ((TaskConfig("new"), TaskConfig("x", "in_oder")), "'in_oder'"),
+        (("new", "new"), "once each"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            directory.add_tasks("p", tasks)
+    with pytest.raises(ValueError, match="task 'new'"):
+        directory.claim(ClaimRows("p", "new", FIELDS, GROUP, True), 0.0)
+
+
 def test_in_order_takes_no_parts_of_groups() -> None:
     with pytest.raises(ValueError, match="'in_order' of task 'a'.*expected whole_groups=True"):
         opened("in_order").claim(ClaimRows("p", "a", FIELDS, GROUP), 0.0)
