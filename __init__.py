@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .dataplane.factory import DataPlane, connect, connect_async, open_data_plane
     from .dataplane.handle import DataPlaneHandle
     from .dataplane.meta import KVBatchMeta
+    from .dataplane.status import TaskReset, TaskStatus
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
     from .trainers.errors import ConfigError, UserError
@@ -78,6 +79,8 @@ __all__ = [
     "StoreConfig",
     "StoreLost",
     "TaskConfig",
+    "TaskReset",
+    "TaskStatus",
     "UserError",
     "connect",
     "connect_async",
@@ -96,6 +99,7 @@ _MODULES = {
     "dataplane.factory": "DataPlane connect connect_async open_data_plane",
     "dataplane.handle": "DataPlaneHandle",
     "dataplane.meta": "KVBatchMeta",
+    "dataplane.status": "TaskReset TaskStatus",
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",
     "trainers.errors": "ConfigError UserError",

@@ -21,7 +21,7 @@ from ..errors import DataPlaneTimeout, DirectoryLost
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta
 from ..rpc.links import Link
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .operations import Ask, Fields, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
@@ -153,6 +153,12 @@ class AsyncDataPlaneClient:
         """Settle positions of the prompt stream whose prompts will not be put, as `DataPlaneClient.skip` does."""
         await self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
 
+    async def reset(
+        self, partition: str, task: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskReset:
+        """Make rows that `task` has finished claimable again, as `DataPlaneClient.reset` does."""
+        return await self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
+
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows from a partition and return how many, as `DataPlaneClient.clear` does."""
         return await self._run("clear", self._operations.clear(partition, keys, timeout_s))
@@ -177,6 +183,12 @@ class AsyncDataPlaneClient:
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the numbers of rows, leases and bytes at this moment, as `DataPlaneClient.status` does."""
         return await self._run("status", self._operations.status(partition, timeout_s))
+
+    async def task_status(
+        self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskStatus:
+        """Return the progress of a task, as `DataPlaneClient.task_status` does."""
+        return await self._run("task_status", self._operations.task_status(partition, task, fields, timeout_s))
 
     async def close(self) -> None:
         """Disconnect from the directory (the metadata service) and the store, as `DataPlaneClient.close` does."""

@@ -18,7 +18,7 @@ from ..directory.samplers import TaskConfig
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta
 from ..rpc.links import Link
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .operations import Ask, Fields, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
@@ -220,6 +220,18 @@ class DataPlaneClient:
         """
         self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
 
+    def reset(
+        self, partition: str, task: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskReset:
+        """Make rows that `task` has finished claimable again, for one more pass over them, and return how many.
+
+        keys: None means all rows of the partition. Rows that are leased are left alone; the result says how many they
+        are. Wakes waiting claims. Positions in the prompt stream stay settled: `in_order` and `windowed` give the rows
+        again in the stream's order and wait for none of them. Raises KeysNotFound for unknown keys, and then resets
+        nothing.
+        """
+        return self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
+
     def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows and their leases from a partition, and return how many rows were removed. keys: None means all of
         the partition.
@@ -255,6 +267,13 @@ class DataPlaneClient:
         """Return the current numbers of rows and leases (of all partitions, or only of `partition`), and of bytes in
         the store."""
         return self._run("status", self._operations.status(partition, timeout_s))
+
+    def task_status(
+        self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskStatus:
+        """Return how many rows of a partition `task` has finished, holds and can claim, and how far it is in the prompt
+        stream. fields: a row counts as ready once these are written; None means all fields of the partition."""
+        return self._run("task_status", self._operations.task_status(partition, task, fields, timeout_s))
 
     def close(self) -> None:
         """Disconnect from the directory (the metadata service) and the store, which keep running. Idempotent. Leases

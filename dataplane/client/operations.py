@@ -31,7 +31,7 @@ from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignRec
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, check_tags
 from ..rpc.links import Undo
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
 from .credit import Credit
@@ -330,6 +330,18 @@ class Operations:
     ) -> Steps[None]:
         request = requests.Skip(partition, task, _positions(positions))
         yield Ask("skip", requests.encode(request), self.timeout(timeout_s))
+
+    def reset(self, partition: str, task: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[TaskReset]:
+        request = requests.Reset(partition, task, None if keys is None else pack_keys(check_keys(keys)))
+        reply = yield Ask("reset", requests.encode(request), self.timeout(timeout_s))
+        return messages.decode(reply, TaskReset)
+
+    def task_status(
+        self, partition: str, task: str, fields: Sequence[str] | None, timeout_s: float | None
+    ) -> Steps[TaskStatus]:
+        request = requests.StatusOfTask(partition, task, None if fields is None else tuple(fields))
+        reply = yield Ask("task_status", requests.encode(request), self.timeout(timeout_s))
+        return messages.decode(reply, TaskStatus)
 
     def clear(self, partition: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[int]:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))

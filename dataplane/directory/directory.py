@@ -18,7 +18,7 @@ from ...codecs.integers import distinct
 from ...codecs.schema import Kind, Schema
 from ..errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
 from .partition import ClaimRows, Committed, Partition, PutRows
 from .ready import ReadyView
@@ -342,6 +342,22 @@ class Directory:
         ValueError for a negative position, for an unknown task, and for one whose sampler does not follow the prompts;
         nothing is settled then."""
         self._partition(partition).cursor(task).skip(positions)
+
+    def reset(self, partition: str, task: str, keys: Sequence[str] | None) -> TaskReset:
+        """Make finished rows of a task claimable again: those of `keys`, or all of the partition if `keys` is None.
+        Rows that are leased are left alone. Raises KeysNotFound for unknown keys, and then resets nothing."""
+        part = self._partition(partition)
+        cursor = part.cursor(task)
+        rows = part.rows.live() if keys is None else distinct(part.find(keys, "reset"))
+        return cursor.reset(rows)
+
+    def task_status(self, partition: str, task: str, fields: Sequence[str] | None) -> TaskStatus:
+        """Return a task's progress in its partition, and how many rows have all of `fields` (None: of all fields).
+        Raises SchemaMismatch for invalid fields."""
+        part = self._partition(partition)
+        if fields is not None:
+            part.check_fields(fields)
+        return part.cursor(task).status(tuple(part.schema) if fields is None else fields)
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, list[FreedBlock]]:
         """Forget the rows of `keys`, or all rows of the partition if `keys` is None. Returns their number, and the

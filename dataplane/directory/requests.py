@@ -180,6 +180,25 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """Request to make finished rows of a task claimable again (`keys` None: all rows of the partition). The reply is a
+    `TaskReset`."""
+
+    partition: str
+    task: str
+    keys: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class StatusOfTask:
+    """Request for the `TaskStatus` of a task. `fields` None stands for all fields of the partition."""
+
+    partition: str
+    task: str
+    fields: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Clear:
     """Request to forget rows (`keys` None: all rows of the partition). The reply is the number of rows cleared."""
 
@@ -201,7 +220,9 @@ CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve"))
 """Names of the requests that may have to wait, and that can be cancelled while they do."""
-TAKE_EFFECT = frozenset(("register", "add_tasks", "unregister", "claim", "release", "skip", "clear", "clear_stale"))
+TAKE_EFFECT = frozenset(
+    ("register", "add_tasks", "unregister", "claim", "release", "skip", "reset", "clear", "clear_stale")
+)
 """Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
 the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))

@@ -2,8 +2,8 @@
 
 request          waits for                       unblocked by
 claim            its turn in its task's queue    the claim before it (first come, first served)
-                 enough ready rows, and its      commit, release(retry), a lease that expires, clear
-                 sampler's choice of them
+                 enough ready rows, and its      commit, release(retry), a lease that expires, reset,
+                 sampler's choice of them        skip, clear
 reserve (put)    its turn among waiting puts     the put before it
                  space                           revoking the credit of idle writers; blocks freed by
                                                  clear, replace, abort or expiry
@@ -163,9 +163,11 @@ class DirectoryService:
             "renew_rows": self._renew_rows,
             "release": self._release,
             "skip": self._skip,
+            "reset": self._reset,
             "clear": self._clear,
             "clear_stale": self._clear_stale,
             "status": self._status,
+            "task_status": self._task_status,
             "store": self._serve,
         }
 
@@ -408,6 +410,13 @@ class DirectoryService:
         self._ready_pulse(request.partition).fire()
         return b""
 
+    def _reset(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Reset)
+        keys = None if request.keys is None else unpack_keys(request.keys)
+        found = self._directory.reset(request.partition, request.task, keys)
+        self._ready_pulse(request.partition).fire()
+        return messages.encode(found)
+
     def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Clear)
         keys = None if request.keys is None else unpack_keys(request.keys)
@@ -461,6 +470,10 @@ class DirectoryService:
             store_bytes=store_bytes - self._directory.allocated_credit_bytes,
             bytes_unfreed=unfreed_bytes,
         ).to_bytes()
+
+    def _task_status(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.StatusOfTask)
+        return messages.encode(self._directory.task_status(request.partition, request.task, request.fields))
 
     def _serve(self, payload: bytes) -> bytes:
         if not isinstance(self._host, Serving):

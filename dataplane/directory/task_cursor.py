@@ -11,8 +11,9 @@ import numpy as np
 
 from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
+from ..status import TaskReset, TaskStatus
 from .ready import ReadyView
-from .rows import GroupTable, RowTable, grown
+from .rows import UNWRITTEN, GroupTable, RowTable, grown
 from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
 
 DONE = -1
@@ -140,6 +141,23 @@ class TaskCursor:
         if len(positions) and positions.min() < 0:
             raise ValueError(f"skip: got position {positions.min()}, expected positions from 0")
         self.progress.settle(positions.tolist())
+
+    def reset(self, rows: np.ndarray) -> TaskReset:
+        """Mark the finished ones among `rows`, given without repeats, as free."""
+        states = self.column[rows]
+        finished = rows[states == DONE]
+        self.set(finished, 0)
+        return TaskReset(len(finished), int((states > 0).sum()))
+
+    def status(self, fields: Iterable[str]) -> TaskStatus:
+        """Return the task's progress, counting rows as ready if all of `fields` are written."""
+        ready = self.column[: self._rows.capacity] == 0
+        for name in fields:
+            ready &= self._rows.slots[name] != UNWRITTEN  # so it is for row numbers without a row
+        num_rows, num_ready = len(self._rows), int(ready.sum())
+        not_ready = num_rows - num_ready - self.num_leased - self.num_done
+        first, ahead = (None, 0) if self.progress is None else (self.progress.first, len(self.progress.ahead))
+        return TaskStatus(num_rows, num_ready, self.num_leased, self.num_done, not_ready, first, ahead)
 
     def waits_for(self) -> str:
         """Return the text to append to a ClaimTimeout's message, naming the prompt that the sampler waits for; "" for

@@ -15,9 +15,10 @@ import pytest
 from headrace.dataplane.client.async_client import AsyncDataPlaneClient
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
-from headrace.dataplane.errors import ClaimTimeout, SamplerError
+from headrace.dataplane.errors import ClaimTimeout, KeysNotFound, SamplerError
 from headrace.dataplane.factory import DataPlane, connect_async
 from headrace.dataplane.meta import POSITION
+from headrace.dataplane.status import TaskReset, TaskStatus
 from headrace.tests.dataplane.rows import FIRST, SCHEMA, assert_rows, columns
 
 pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")
@@ -107,6 +108,28 @@ def test_skip_of_the_missing_prompt_wakes_a_claim_too(ordered: Any) -> None:
         client.skip(partition, "train", [0.5])
 
 
+def test_reset_wakes_a_claim_and_the_status_of_a_task_counts_its_rows(ordered: Any) -> None:
+    client, partition = ordered
+    for number in (0, 1, 3):
+        put(client, partition, number)
+    client.put(partition, group(4)[:1], {"reward": columns(group(4)[:1])["reward"]})
+    meta = claim(client, partition, 2)
+    client.release(meta.select(np.arange(4)), "train", "done")
+    assert client.task_status(partition, "train", FIRST) == TaskStatus(13, 4, 4, 4, 1, 2, 0)
+    assert client.task_status(partition, "train") == TaskStatus(13, 0, 4, 4, 5, 2, 0)
+    assert client.task_status(partition, "bad", ["reward"]) == TaskStatus(13, 13, 0, 0, 0, None, 0)
+    thread, result = waiting_claim(client, lambda: claim(client, partition, 1, timeout_s=10))
+    assert client.reset(partition, "train") == TaskReset(4, 4)
+    thread.join(10)
+    assert result[0].keys == tuple(group(0))
+    client.release(meta.select(np.arange(4, 8)), "train", "done")
+    assert client.reset(partition, "train", group(1)[:2]) == TaskReset(2, 0)
+    with pytest.raises(KeysNotFound, match="nothing"):
+        client.reset(partition, "train", ["nothing"])
+    with pytest.raises(ValueError, match="task 'nobody'"):
+        client.task_status(partition, "nobody")
+
+
 def test_options_travel_and_are_compared(ordered: Any) -> None:
     client, partition = ordered
     client.register(partition, SCHEMA, TASKS[::-1], group_size=4)
@@ -165,6 +188,6 @@ def test_async_client_chooses_and_clears_alike(ordered: Any, plane: DataPlane) -
 
 
 def test_both_clients_take_the_same_arguments(kind: str) -> None:
-    for name in ("register", "add_tasks", "claim", "renew", "skip", "clear_stale"):
+    for name in ("register", "add_tasks", "claim", "renew", "skip", "reset", "task_status", "clear_stale"):
         blocking, twin = (inspect.signature(getattr(each, name)) for each in (DataPlaneClient, AsyncDataPlaneClient))
         assert blocking == twin, name

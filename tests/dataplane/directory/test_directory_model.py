@@ -12,6 +12,7 @@ from headrace.codecs.schema import Kind
 from headrace.dataplane.directory.directory import ClaimRows, Directory, Outcome
 from headrace.dataplane.errors import AlreadyWritten, LeaseLost, SchemaMismatch
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.status import TaskReset
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, commit, make_put
 
 
@@ -185,6 +186,16 @@ class Run:
         for key in held:
             self.model.rows[key].state[task] = -1 if outcome == "done" else 0
 
+    def reset(self) -> None:
+        task = self.random.choice("ab")
+        keys = self.random.sample(sorted(self.model.rows), min(len(self.model.rows), self.random.randint(0, 6)))
+        everything = self.random.random() < 0.1
+        states = [self.model.rows[key].state for key in (self.model.rows if everything else keys)]
+        expected = TaskReset(sum(state[task] < 0 for state in states), sum(state[task] > 0 for state in states))
+        assert self.directory.reset("p", task, None if everything else keys) == expected
+        for state in states:
+            state[task] = max(0, state[task])
+
     def clear(self) -> None:
         keys = self.random.sample(sorted(self.model.rows), min(len(self.model.rows), self.random.randint(0, 6)))
         everything = self.random.random() < 0.05
@@ -220,6 +231,11 @@ class Run:
             states = [row.state[task] for row in rows]
             assert cursor.num_leased == sum(state > 0 for state in states)
             assert cursor.num_done == sum(state < 0 for state in states)
+            fields = tuple(self.random.sample(list(SCHEMA), self.random.randint(1, 3)))
+            ready = sum(row.state[task] == 0 and set(fields) <= set(row.places) for row in rows)
+            found = self.directory.task_status("p", task, fields)
+            counts = (found.ready, found.leased, found.done, found.not_ready)
+            assert counts[:3] == (ready, cursor.num_leased, cursor.num_done) and sum(counts) == found.rows == len(rows)
         assert (status.blocks, status.bytes_reserved) == (len(self.model.blocks), 0)
         keys = [row.key for row in rows if "ids" in row.places]
         self.check(self.directory.lookup("p", keys, ("ids",)))
@@ -228,7 +244,7 @@ class Run:
 @pytest.mark.parametrize("seed", range(12))
 def test_directory_agrees_with_the_model(directory: Directory, seed: int) -> None:
     run = Run(directory, seed)
-    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.clear] + [run.wait]
+    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.reset, run.clear, run.wait]
     for number in range(400):
         run.random.choice(steps)()
         if number % 10 == 0:
