@@ -122,6 +122,7 @@ class AsyncDataPlaneClient:
         whole_groups: bool = False,
         min_version: int | None = None,
         max_version: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Wait for n rows that have all of `fields`, lease them to this caller for `task`, and return a receipt (their
@@ -129,7 +130,7 @@ class AsyncDataPlaneClient:
         return await self._run(
             "claim",
             self._operations.claim(
-                partition, task, fields, n, at_least, whole_groups, min_version, max_version, timeout_s
+                partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
             ),
         )
 

@@ -157,6 +157,7 @@ class DataPlaneClient:
         whole_groups: bool = False,
         min_version: int | None = None,
         max_version: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Wait for n rows that have all of `fields`, and lease them to this caller: no other claim of `task` gets them.
@@ -167,18 +168,20 @@ class DataPlaneClient:
         rows come group by group, and n and at_least must be multiples of group_size. min_version, max_version: rows of
         a lower or higher version, and groups with such a row, are passed over. Rows passed over are not leased and
         delay no other rows. They stay, and a claim with other bounds can take them; `clear_stale` removes those that
-        are too old.
+        are too old. arguments: values for the task's sampler, such as `{"rank": 0}`, made of None, bool, int, float,
+        str, bytes, lists and dicts.
 
-        Blocks until enough rows are ready; claims of a task are served first come, first served. The lease lasts until
+        Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served.
+        The lease lasts until
         the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
         When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after
         the last renewal. Raises ClaimTimeout saying what was waited for, SamplerError when the sampler fails (no row is
-        leased then), ValueError for an unknown task, and SchemaMismatch for an unknown field.
+        leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.
         """
         return self._run(
             "claim",
             self._operations.claim(
-                partition, task, fields, n, at_least, whole_groups, min_version, max_version, timeout_s
+                partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
             ),
         )
 

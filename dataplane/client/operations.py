@@ -26,7 +26,7 @@ from ..compact import check_keys, pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.directory import Outcome
 from ..directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
-from ..directory.samplers import TaskConfig
+from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, check_tags
@@ -292,6 +292,7 @@ class Operations:
         whole_groups: bool,
         min_version: int | None,
         max_version: int | None,
+        arguments: Mapping[str, Any] | None,
         timeout_s: float | None,
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
@@ -304,6 +305,7 @@ class Operations:
             None if min_version is None else _version("min_version", min_version),
             None if max_version is None else _version("max_version", max_version),
             None if at_least is None else _integer("at_least", at_least),
+            check_arguments(arguments or {}),
         )
         request = requests.Claim(rows, bound)
         reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))

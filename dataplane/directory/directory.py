@@ -257,7 +257,7 @@ class Directory:
         part, view = self.check_claim(claim)
         view.set_versions(claim.min_version, claim.max_version)
         cursor = part.tasks[claim.task]
-        rows = cursor.choose(view, claim.num_rows, claim.least)
+        rows = cursor.choose(view, claim.num_rows, claim.least, claim.arguments)
         if rows is None:
             return None
         lease = self._leases.grant(part.name, claim.task, rows, now, self._lease_s)
@@ -278,6 +278,7 @@ class Directory:
                 f"claim: got at_least={claim.at_least}, expected a multiple of {multiple} from {multiple} to n, which "
                 f"is {claim.num_rows}"
             )
+        part.cursor(claim.task).check_arguments(claim.arguments)
         low, high = claim.min_version, claim.max_version
         if low is not None and high is not None and low > high:
             raise ValueError(f"claim: got min_version={low} and max_version={high}, expected the lower one first")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,8 @@ class ClaimRows:
     claim allows them. None takes all versions."""
     at_least: int | None = None
     """Smallest number of rows with which the claim is content, at most `num_rows`. None stands for `num_rows`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the task's sampler, as plain values."""
 
     @property
     def least(self) -> int:
@@ -256,7 +259,9 @@ class Partition:
         reasons += [f"{count} {what}" for count, what in counts if count]
         text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.wanted}"
         text += f"; {view.num_ready} of the partition's {len(self.rows)} rows are ready"
-        return text + "".join(f", {reason}" for reason in reasons) + task.waits_for()
+        return (
+            text + "".join(f", {reason}" for reason in reasons) + task.waits_for(enough=view.num_ready >= claim.least)
+        )
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
         """Return the row number of each key, int64 `[N]`. Raises KeysNotFound naming the keys that are not in the

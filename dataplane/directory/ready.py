@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...codecs.integers import distinct
-from .rows import GroupTable, RowTable, grown
+from .rows import GroupTable, Notes, RowTable, grown
 from .samplers import Candidates, Order, StreamProgress
 
 # ---------------- The queue of items (row or group numbers) that can be claimed, by key, then tie.
@@ -229,10 +229,10 @@ class ReadyView:
         after leasing them."""
         return self._queue.first(min(count, len(self._queue)))
 
-    def candidates(self, items: np.ndarray) -> Candidates:
-        """Return queued items as the `Candidates` among which a sampler chooses."""
+    def candidates(self, items: np.ndarray, notes: Notes) -> Candidates:
+        """Return queued items as the `Candidates` among which a sampler chooses. notes: the task's notes."""
         tickets = self._queue.tickets(items)
-        return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress)
+        return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress, notes)
 
     def rows_of(self, items: np.ndarray) -> np.ndarray:
         """Return the row numbers of the items, item by item, int64."""

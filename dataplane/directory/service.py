@@ -24,6 +24,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from ...codecs import messages
 from ..block_store import Serving, StoreHost
 from ..compact import pack_keys, unpack_keys
@@ -140,7 +142,9 @@ class DirectoryService:
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
-        self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
+        self._claim_queues: dict[tuple[str, str, bytes], Queue] = defaultdict(Queue)
+        """Queues of the claims that wait, by partition, task and arguments of the claim. A rank whose share is ready
+        must not wait behind a rank that is ahead of it."""
         self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
         """Event for each partition, by name. It is fired when waiting claims should try again."""
@@ -361,15 +365,15 @@ class DirectoryService:
         request = messages.decode(payload, requests.Claim)
         claim = request.rows
         self._directory.check_claim(claim)
-        queue = self._claim_queues[claim.partition, claim.task]
-        if not queue.waiting:
+        name = (claim.partition, claim.task, msgspec.msgpack.encode(claim.arguments, order="deterministic"))
+        if name not in self._claim_queues:
             receipt = self._directory.claim(claim, self._now())
             if receipt is not None:
                 return receipt.to_bytes()
-        return self._claim_later(claim, queue, request.timeout_s)
+        return self._claim_later(claim, name, request.timeout_s)
 
-    async def _claim_later(self, claim: ClaimRows, queue: Queue, timeout_s: float) -> bytes:
-        with queue.place(claim.wanted) as place:
+    async def _claim_later(self, claim: ClaimRows, name: tuple[str, str, bytes], timeout_s: float) -> bytes:
+        with self._in_queue(name, claim.wanted) as (queue, place):
             try:
                 async with asyncio.timeout(timeout_s), place.turn:
                     # No await between a lease and its reply: a claim that is cut off holds no rows.
@@ -452,8 +456,6 @@ class DirectoryService:
         count, freed = self._directory.unregister(partition)
         reply = self._cleared(partition, messages.encode(count), freed)  # claims that wait notice that it is gone
         self._ready.pop(partition)
-        for key in [key for key, queue in self._claim_queues.items() if key[0] == partition and not queue.waiting]:
-            del self._claim_queues[key]
         return reply
 
     def _describe(self, payload: bytes) -> bytes:
@@ -493,6 +495,18 @@ class DirectoryService:
             await pulse.wait(seen)
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")
+
+    @contextmanager
+    def _in_queue(self, name: tuple[str, str, bytes], wants: str) -> Iterator[tuple[Queue, _Place]]:
+        """Take a place in a queue of claims for as long as the context lasts. The queue is removed with its last
+        caller, as the arguments of claims have any number of values."""
+        queue = self._claim_queues[name]
+        try:
+            with queue.place(wants) as place:
+                yield queue, place
+        finally:
+            if not queue.waiting:
+                del self._claim_queues[name]
 
     @asynccontextmanager
     async def _turn(self, place: _Place, deadline: float) -> AsyncIterator[None]:

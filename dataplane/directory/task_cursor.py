@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
 from ..status import TaskReset, TaskStatus
 from .ready import ReadyView
-from .rows import UNWRITTEN, GroupTable, RowTable, grown
-from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
+from .rows import UNWRITTEN, GroupTable, Notes, RowTable, grown
+from .sampler_factory import build_sampler
+from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, chosen
 
 DONE = -1
 """Value in a cursor's column for a row that the task has finished. The value 0 means that the row is free, and a
@@ -40,6 +42,8 @@ class TaskCursor:
         self._partition = partition
         self._rows = rows
         self._groups = groups
+        self._notes = Notes()
+        """Numbers that the sampler noted for rows that the task has not finished."""
         self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
 
     def view(self, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
@@ -70,13 +74,24 @@ class TaskCursor:
         """Number of rows that the task's latest claim skipped because their version was too old."""
         return next(reversed(self._views.values())).num_stale if self._views else 0
 
-    def choose(self, view: ReadyView, most_rows: int, least_rows: int) -> np.ndarray | None:
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a claim gives the sampler just the arguments that it takes."""
+        expected = sorted(self.sampler.arguments)
+        if sorted(arguments) != expected:
+            raise ValueError(
+                f"claim: got the arguments {sorted(arguments)}, but sampler {self.config.sampler!r} of task "
+                f"{self.config.name!r} takes {expected or 'none'}"
+            )
+
+    def choose(
+        self, view: ReadyView, most_rows: int, least_rows: int, arguments: Mapping[str, Any]
+    ) -> np.ndarray | None:
         """Return the rows that a claim takes now, int64 `[least_rows to most_rows]`. Returns None when too few are
         ready or the sampler waits for more.
 
         Raises SamplerError when the sampler fails or makes an invalid choice.
         """
-        request = ClaimRequest(most_rows // view.rows_per_item, least_rows // view.rows_per_item)
+        request = ClaimRequest(most_rows // view.rows_per_item, least_rows // view.rows_per_item, arguments)
         if view.num_items < request.least:
             return None
         if isinstance(self.sampler, FirstInOrder):
@@ -84,7 +99,7 @@ class TaskCursor:
         ahead = self.sampler.looks_ahead
         items = view.first(view.num_items if ahead is None else request.most + ahead)
         try:
-            positions = chosen(self.sampler, view.candidates(items), request)
+            positions = chosen(self.sampler, view.candidates(items, self._notes), request)
         except SamplerError as error:
             message = f"task {self.config.name!r}, sampler {self.config.sampler!r}: {error.message}"
             raise SamplerError(message, op="claim", partition=self._partition) from error
@@ -116,6 +131,7 @@ class TaskCursor:
         held them; an id occurs once for each row."""
         self.refresh(rows)
         held = self._assign(rows, 0)
+        self._notes.forget(rows)
         self._settle(rows)
         return held[held > 0]
 
@@ -128,6 +144,8 @@ class TaskCursor:
         self.num_leased += len(rows) * (value > 0)
         self.num_done += len(rows) * (value == DONE)
         self.column[rows] = value
+        if value == DONE:
+            self._notes.forget(rows)
         return before
 
     def skip(self, positions: np.ndarray) -> None:
@@ -159,12 +177,13 @@ class TaskCursor:
         first, ahead = (None, 0) if self.progress is None else (self.progress.first, len(self.progress.ahead))
         return TaskStatus(num_rows, num_ready, self.num_leased, self.num_done, not_ready, first, ahead)
 
-    def waits_for(self) -> str:
-        """Return the text to append to a ClaimTimeout's message, naming the prompt that the sampler waits for; "" for
-        samplers that do not follow the order of the prompts."""
-        if self.progress is None:
-            return ""
-        return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
+    def waits_for(self, *, enough: bool) -> str:
+        """Return the text to append to a ClaimTimeout's message, which says what the sampler waits for, if it is the
+        sampler that waits. enough: whether as many rows are ready as the claim takes at least."""
+        if self.progress is not None:
+            return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
+        waits = enough and not isinstance(self.sampler, FirstInOrder)
+        return f", and sampler {self.config.sampler!r} waits for others" if waits else ""
 
     def _settle(self, rows: np.ndarray) -> None:
         if self.progress is not None:

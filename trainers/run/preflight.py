@@ -16,7 +16,7 @@ from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
 from ...codecs.host_memory import total_memory
 from ...codecs.owned_folder import try_lock
-from ...dataplane.directory.samplers import build_sampler
+from ...dataplane.directory.sampler_factory import build_sampler
 from ...dataplane.factory import check_store
 from ..base_model.prepare import check_model
 from ..cluster import actor_specs
@@ -105,9 +105,14 @@ def _check_tools(config: Config) -> None:
 
 def _check_sampler(config: Config) -> None:
     try:
-        build_sampler(actor_specs.task(config, 0, ()))
+        sampler = build_sampler(actor_specs.task(config, 0, ()))
     except ValueError as error:
         raise ValueError(f"algorithm.sampler: {error}") from error
+    if sampler.arguments:
+        raise ValueError(
+            f"algorithm.sampler: got {config.algorithm.sampler!r}, whose claims need {', '.join(sampler.arguments)}; "
+            "expected a sampler without arguments, because the driver claims for all ranks"
+        )
 
 
 # ---------------------------------------------------------------- the machine

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.dataplane.client.async_client import AsyncDataPlaneClient
 from headrace.dataplane.client.client import DataPlaneClient
@@ -29,6 +30,7 @@ class Stubborn:
 
     order = "version"
     looks_ahead = 0
+    arguments = ()
 
     def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         return np.arange(request.most) + len(candidates)
@@ -36,6 +38,7 @@ class Stubborn:
 
 TASKS = (
     TaskConfig("train", "in_order"),
+    TaskConfig("ranks", "rank_aware", {"num_ranks": 2}),
     TaskConfig("wide", "windowed", {"window": 2}, first_prompt=10),
     TaskConfig("bad", f"{__name__}:Stubborn"),
 )
@@ -135,7 +138,7 @@ def test_options_travel_and_are_compared(ordered: Any) -> None:
     client.register(partition, SCHEMA, TASKS[::-1], group_size=4)
     with pytest.raises(ValueError, match="tasks .*'window': 3.*registered with .*'window': 2"):
         client.register(
-            partition, SCHEMA, (*TASKS[::2], TaskConfig("wide", "windowed", {"window": 3}, 10)), group_size=4
+            partition, SCHEMA, (*TASKS[:2], TASKS[3], TaskConfig("wide", "windowed", {"window": 3}, 10)), group_size=4
         )
     for number in (11, 12):
         put(client, partition, number)
@@ -170,6 +173,34 @@ def test_a_bad_sampler_is_an_error_of_the_claim_and_leases_nothing(ordered: Any)
     assert claim(client, partition, 1).keys == tuple(group(0))
     with pytest.raises(ValueError, match="'in_oder': expected"):
         client.register("never", SCHEMA, (TaskConfig("train", "in_oder"),))
+
+
+def test_a_rank_that_is_ahead_does_not_hold_up_the_others(ordered: Any) -> None:
+    client, partition = ordered
+
+    def share(rank: int, **options: Any) -> Any:
+        return client.claim(
+            partition, "ranks", FIRST, 4, whole_groups=True, arguments={"rank": rank}, **{"timeout_s": 10} | options
+        )
+
+    for number in range(2):
+        put(client, partition, number)
+    assert share(0).keys == tuple(group(0))
+    thread, result = waiting_claim(client, lambda: share(0))
+    assert share(1).keys == tuple(group(1))
+    for number in (2, 3):
+        put(client, partition, number)
+    thread.join(10)
+    assert result[0].keys == tuple(group(2)) and share(1).keys == tuple(group(3))
+    with pytest.raises(
+        ValueError, match=r"got the arguments \[\], but sampler 'rank_aware' of task 'ranks' takes \['rank"
+    ):
+        client.claim(partition, "ranks", FIRST, 4, whole_groups=True)
+    with pytest.raises(ValueError, match="got the arguments .'rank'.*'in_order' of task 'train' takes none"):
+        claim(client, partition, 1, arguments={"rank": 0})
+    with pytest.raises(ValueError, match="arguments: got 'rank': tensor"):
+        share(torch.tensor(0))  # pyright: ignore[reportArgumentType]
+    assert client.status().waiting_claims == 0
 
 
 def test_async_client_chooses_and_clears_alike(ordered: Any, plane: DataPlane) -> None:

@@ -19,6 +19,7 @@ class LongestFirst:
 
     order = "ready"
     looks_ahead = None
+    arguments = ()
 
     def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         return np.argsort(-candidates.tokens, kind="stable")[: request.most]
@@ -29,6 +30,7 @@ class Picks:
 
     order = "version"
     looks_ahead = 1
+    arguments = ()
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -85,6 +87,7 @@ class Pairs:
 
     order = "version"
     looks_ahead = 0
+    arguments = ()
 
     def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         assert request.least <= len(candidates) <= request.most, "looks_ahead is 0"
@@ -114,10 +117,12 @@ def test_a_position_is_an_integer() -> None:
 @pytest.mark.parametrize(
     ("sampler", "options", "words"),
     [
-        ("in_oder", {}, "'in_oder': expected oldest_version_first, ready_first, in_order, windowed or"),
+        ("in_oder", {}, "'in_oder': expected oldest_version_first, ready_first, in_order, windowed, rank_aware, "),
         ("windowed", {}, "window"),
         ("windowed", {"window": 0}, "got 0, expected at least 1"),
         ("in_order", {"window": 3}, "window"),
+        ("rank_aware", {}, "num_ranks"),
+        ("length_balanced", {"num_ranks": 0}, "num_ranks: got 0, expected a whole number from 1"),
         ("no.such.module:thing", {}, "cannot be imported"),
         ("headrace.tests.dataplane.directory.prompt_rows:base36", {"number": 3}, "expected a Sampler"),
     ],
