@@ -259,9 +259,13 @@ class Partition:
         reasons += [f"{count} {what}" for count, what in counts if count]
         text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.wanted}"
         text += f"; {view.num_ready} of the partition's {len(self.rows)} rows are ready"
-        return (
-            text + "".join(f", {reason}" for reason in reasons) + task.waits_for(enough=view.num_ready >= claim.least)
-        )
+        text += "".join(f", {reason}" for reason in reasons) + task.waits_for(enough=view.num_ready >= claim.least)
+        if claim.whole_groups and len(self.groups.index) == len(self.rows) >= claim.least:
+            text += (
+                f"; the rows are in {len(self.rows)} groups of 1 row each; name groups by put(groups=...) or by keys "
+                "`{prompt}.{sample}`"
+            )
+        return text
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
         """Return the row number of each key, int64 `[N]`. Raises KeysNotFound naming the keys that are not in the
