@@ -53,7 +53,7 @@ class DataPlaneClient:
         tasks: a TaskConfig says in what order the task's claims take rows; a name alone means lowest version first.
         Calling this again with equal arguments does nothing, from any process. With other arguments it raises
         ValueError naming what differs. It also raises ValueError for a sampler that the directory's process cannot
-        import or build.
+        build, or may not import because `dataplane.samplers` does not list it.
         """
         self._run("register", self._operations.register(partition, schema, tasks, group_size))
 

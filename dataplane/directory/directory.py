@@ -7,7 +7,7 @@ happens in full or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,8 +51,18 @@ advance (credit), so that the grant does not make other writers wait."""
 class Directory:
     """Holds the partitions of one run, the blocks of data in its store, and the leases of rows to consumers."""
 
-    def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float, plane_id: int = 0) -> None:
-        """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains."""
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        lease_s: float,
+        reserve_s: float,
+        plane_id: int = 0,
+        samplers: Collection[str] = (),
+    ) -> None:
+        """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains. samplers:
+        import paths of the samplers that tasks may name besides the built-in ones."""
+        self._samplers = samplers
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
@@ -79,7 +89,7 @@ class Directory:
             )
         known = self._partitions.get(name)
         if known is None:
-            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size)
+            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size, self._samplers)
             return
         for what, old, new in (
             ("schema", known.schema, schema),

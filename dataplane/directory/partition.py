@@ -6,7 +6,7 @@ It uses neither the content of the rows nor a clock.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,13 +196,17 @@ def schema_id(schema: Schema) -> int:
 class Partition:
     """Holds the rows and groups of one partition (a named flow of data), and the progress of each of its tasks."""
 
-    def __init__(self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int) -> None:
-        """Raise ValueError for a task whose sampler cannot be built."""
+    def __init__(
+        self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int, samplers: Collection[str]
+    ) -> None:
+        """Raise ValueError for a task whose sampler cannot be built. samplers: import paths of the samplers that are
+        not built in."""
         self.name = name
         self.schema = schema
         self._schema_id = schema_id(schema)
         self.rows = RowTable(schema)
         self.groups = GroupTable(group_size)
+        self._samplers = samplers
         self.tasks: dict[str, TaskCursor] = {}
         self.add_tasks(tasks)
         self._registered = frozenset(self.tasks)
@@ -212,7 +216,7 @@ class Partition:
     def add_tasks(self, tasks: Sequence[TaskConfig]) -> None:
         """Add tasks with names that the partition does not have yet. Raises ValueError for a task whose sampler cannot
         be built; no task is added then."""
-        cursors = {task.name: TaskCursor(task, self.name, self.rows, self.groups) for task in tasks}
+        cursors = {task.name: TaskCursor(task, self.name, self.rows, self.groups, self._samplers) for task in tasks}
         for cursor in cursors.values():
             cursor.grow()
         self.tasks |= cursors

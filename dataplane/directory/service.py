@@ -138,6 +138,7 @@ class DirectoryService:
             lease_s=config.lease_s,
             reserve_s=config.reserve_s,
             plane_id=host.spec.plane_id,
+            samplers=config.samplers,
         )
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())

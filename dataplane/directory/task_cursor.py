@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,13 @@ class TaskCursor:
     """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps
     indexes of the rows that it may claim."""
 
-    def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
-        """Raise ValueError for an unknown sampler, or for options that the sampler does not take."""
+    def __init__(
+        self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable, samplers: Collection[str]
+    ) -> None:
+        """Raise ValueError for an unknown sampler, or for options that the sampler does not take. samplers: import
+        paths of the samplers that are not built in."""
         self.config = config
-        self.sampler = build_sampler(config)
+        self.sampler = build_sampler(config, samplers)
         self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
         """Progress in the prompt stream; None for samplers that do not follow the prompts."""
         self.column = np.empty(0, dtype=np.int64)

@@ -15,32 +15,22 @@ import torch
 
 from headrace.dataplane.client.async_client import AsyncDataPlaneClient
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
+from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.errors import ClaimTimeout, KeysNotFound, SamplerError
 from headrace.dataplane.factory import DataPlane, connect_async
 from headrace.dataplane.meta import POSITION
 from headrace.dataplane.status import TaskReset, TaskStatus
 from headrace.tests.dataplane.rows import FIRST, SCHEMA, assert_rows, columns
+from headrace.tests.dataplane.stubborn import STUBBORN
 
 pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")
-
-
-class Stubborn:
-    """Asks for rows that it was not offered."""
-
-    order = "version"
-    looks_ahead = 0
-    arguments = ()
-
-    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
-        return np.arange(request.most) + len(candidates)
 
 
 TASKS = (
     TaskConfig("train", "in_order"),
     TaskConfig("ranks", "rank_aware", {"num_ranks": 2}),
     TaskConfig("wide", "windowed", {"window": 2}, first_prompt=10),
-    TaskConfig("bad", f"{__name__}:Stubborn"),
+    TaskConfig("bad", STUBBORN),
 )
 
 
@@ -171,8 +161,9 @@ def test_a_bad_sampler_is_an_error_of_the_claim_and_leases_nothing(ordered: Any)
         client.claim(partition, "bad", FIRST, 4)
     assert client.status(partition).leased_rows == 0
     assert claim(client, partition, 1).keys == tuple(group(0))
-    with pytest.raises(ValueError, match="'in_oder': expected"):
-        client.register("never", SCHEMA, (TaskConfig("train", "in_oder"),))
+    for name in ("in_oder", "os:system"):
+        with pytest.raises(ValueError, match=f"'{name}': expected .* the configuration key dataplane.samplers lists"):
+            client.register("never", SCHEMA, (TaskConfig("train", name, {"command": "true"}),))
 
 
 def test_a_rank_that_is_ahead_does_not_hold_up_the_others(ordered: Any) -> None:

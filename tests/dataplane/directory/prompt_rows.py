@@ -30,7 +30,8 @@ def placed(*numbers: int, rows: int = GROUP) -> dict[str, np.ndarray]:
 
 
 def opened(sampler: str, *, first_prompt: int = 0, group_size: int = GROUP, **options: object) -> Directory:
-    directory = Directory(capacity_bytes=1 << 30, lease_s=1e9, reserve_s=5.0)
+    own = (sampler,) if ":" in sampler else ()
+    directory = Directory(capacity_bytes=1 << 30, lease_s=1e9, reserve_s=5.0, samplers=own)
     tasks = (TaskConfig("a", sampler, dict(options), first_prompt), "b")
     directory.register("p", SCHEMA, tasks, group_size)
     return directory

@@ -132,6 +132,17 @@ def test_samplers_that_cannot_be_built_are_refused_at_register(sampler: str, opt
         opened(sampler, **options)
 
 
+def test_an_import_path_that_the_configuration_does_not_name_is_not_imported() -> None:
+    directory = opened(f"{__name__}:LongestFirst")
+    bad = TaskConfig("new", "headrace.tests.dataplane.directory.no_such_module:run", {"command": "true"})
+    for change in (
+        lambda: directory.register("q", SCHEMA, (bad,), GROUP),
+        lambda: directory.add_tasks("p", (bad,)),
+    ):
+        with pytest.raises(ValueError, match="task 'new'.*no_such_module:run.*dataplane.samplers lists, .*:Longest"):
+            change()
+
+
 def test_the_same_tasks_must_be_registered_again() -> None:
     directory = opened("windowed", window=3)
     directory.register("p", SCHEMA, ("b", TaskConfig("a", "windowed", {"window": 3})), GROUP)
