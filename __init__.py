@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .dataplane.handle import DataPlaneHandle
     from .dataplane.meta import KVBatchMeta
     from .dataplane.status import TaskReset, TaskStatus
+    from .dataplane.streaming import StreamingDataset
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
     from .trainers.errors import ConfigError, UserError
@@ -78,6 +79,7 @@ __all__ = [
     "SchemaMismatch",
     "StoreConfig",
     "StoreLost",
+    "StreamingDataset",
     "TaskConfig",
     "TaskReset",
     "TaskStatus",
@@ -100,6 +102,7 @@ _MODULES = {
     "dataplane.handle": "DataPlaneHandle",
     "dataplane.meta": "KVBatchMeta",
     "dataplane.status": "TaskReset TaskStatus",
+    "dataplane.streaming": "StreamingDataset",
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",
     "trainers.errors": "ConfigError UserError",
