@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .dataplane.handle import DataPlaneHandle
     from .dataplane.meta import KVBatchMeta
     from .dataplane.partition_rows import PartitionRows
+    from .dataplane.status import TaskReset, TaskStatus
+    from .dataplane.streaming import StreamingDataset
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
     from .trainers.errors import ConfigError, UserError
@@ -79,7 +81,10 @@ __all__ = [
     "SchemaMismatch",
     "StoreConfig",
     "StoreLost",
+    "StreamingDataset",
     "TaskConfig",
+    "TaskReset",
+    "TaskStatus",
     "UserError",
     "connect",
     "connect_async",
@@ -99,6 +104,8 @@ _MODULES = {
     "dataplane.handle": "DataPlaneHandle",
     "dataplane.meta": "KVBatchMeta",
     "dataplane.partition_rows": "PartitionRows",
+    "dataplane.status": "TaskReset TaskStatus",
+    "dataplane.streaming": "StreamingDataset",
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",
     "trainers.errors": "ConfigError UserError",

@@ -44,6 +44,10 @@ class DataPlaneConfig(Section):
     integrity: Literal["off", "verify"] = "off"
     """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 64 rows of a field, and
     checks them at every read. `off` does neither."""
+    samplers: tuple[str, ...] = ()
+    """Import paths (`package.module:factory`) of the samplers that tasks may name besides the built-in ones. The
+    directory's process imports no other path, whatever a client asks for. The sampler of `algorithm.sampler` need not
+    be listed."""
     timeout_s: Positive = 30.0
     """Seconds after which a call to the data plane fails when its caller gives no time limit."""
     lease_s: Positive = 600.0

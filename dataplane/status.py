@@ -58,6 +58,38 @@ class DataPlaneStatus:
         return DataPlaneStatus(*messages.decode(data, _positional()))
 
 
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """Snapshot of one task's progress in its partition. Each row is counted in exactly one of `ready`, `leased`, `done`
+    and `not_ready`."""
+
+    rows: int
+    """Number of rows in the partition."""
+    ready: int
+    """Number of rows that are free and have all of the fields asked about. A claim may still have to wait, for the
+    other rows of a group or for its sampler."""
+    leased: int
+    done: int
+    """Number of rows that the task has finished."""
+    not_ready: int
+    """Number of rows that are free but lack one of the fields asked about."""
+    next_prompt: int | None
+    """Lowest position in the prompt stream that is not settled, which means that no claim took its prompt yet; None for
+    a task whose sampler does not follow the prompts."""
+    settled_ahead: int
+    """Number of settled positions after `next_prompt`; 0 for a task whose sampler does not follow the prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReset:
+    """Result of making finished rows claimable again."""
+
+    reset: int
+    """Number of finished rows that can be claimed again."""
+    leased: int
+    """Number of rows that were left alone, because a consumer holds them."""
+
+
 @functools.cache
 def _positional() -> Any:
     """Return the type of `to_bytes`' message: a tuple of the fields' types."""

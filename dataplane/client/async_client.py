@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
 from ..partition_rows import PartitionRows
 from ..rpc.links import Link
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .operations import Ask, Fields, Keys, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
@@ -68,6 +68,12 @@ class AsyncDataPlaneClient:
     ) -> None:
         """Declare a partition (a named set of rows), as `DataPlaneClient.register` does."""
         await self._run("register", self._operations.register(partition, schema, tasks, group_size, redefine))
+
+    async def add_tasks(
+        self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None
+    ) -> None:
+        """Add tasks (consumers) to a partition that is registered, as `DataPlaneClient.add_tasks` does."""
+        await self._run("add_tasks", self._operations.add_tasks(partition, tasks, timeout_s))
 
     async def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition and return how many rows it had, as `DataPlaneClient.unregister` does."""
@@ -136,19 +142,47 @@ class AsyncDataPlaneClient:
         fields: Sequence[str],
         n: int,
         *,
+        at_least: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        max_version: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Wait for n rows that have all of `fields`, lease them to this caller for `task`, and return a receipt (their
         keys and locations), as `DataPlaneClient.claim` does."""
         return await self._run(
-            "claim", self._operations.claim(partition, task, fields, n, whole_groups, min_version, timeout_s)
+            "claim",
+            self._operations.claim(
+                partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
+            ),
         )
+
+    async def renew(self, meta: KVBatchMeta, *, timeout_s: float | None = None) -> None:
+        """Extend the lease (a consumer's exclusive hold) on the rows of a receipt and go on renewing it, as
+        `DataPlaneClient.renew` does."""
+        await self._run("renew", self._operations.renew(meta, timeout_s))
 
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt, as `DataPlaneClient.release` does."""
         await self._run("release", self._operations.release(meta, task, outcome, timeout_s))
+
+    async def skip(
+        self,
+        partition: str,
+        task: str,
+        positions: Sequence[int] | np.ndarray,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Settle positions of the prompt stream whose prompts will not be put, as `DataPlaneClient.skip` does."""
+        await self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
+
+    async def reset(
+        self, partition: str, task: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskReset:
+        """Make rows that `task` has finished claimable again, as `DataPlaneClient.reset` does."""
+        return await self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
 
     async def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows from a partition and return how many, as `DataPlaneClient.clear` does."""
@@ -185,6 +219,12 @@ class AsyncDataPlaneClient:
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the numbers of rows, leases and bytes at this moment, as `DataPlaneClient.status` does."""
         return await self._run("status", self._operations.status(partition, timeout_s))
+
+    async def task_status(
+        self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskStatus:
+        """Return the progress of a task, as `DataPlaneClient.task_status` does."""
+        return await self._run("task_status", self._operations.task_status(partition, task, fields, timeout_s))
 
     async def close(self) -> None:
         """Disconnect from the directory (the metadata service) and the store, as `DataPlaneClient.close` does."""

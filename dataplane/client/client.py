@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
 from ..partition_rows import PartitionRows
 from ..rpc.links import Link
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .operations import Ask, Fields, Keys, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
@@ -63,9 +63,19 @@ class DataPlaneClient:
         Calling this again with equal arguments does nothing, from any process, also after fields were added. With other
         arguments it raises ValueError naming what differs; with `redefine` it removes the partition with its rows,
         leases and tasks instead, and registers it anew, so that a notebook's cell can be run again. It also raises
-        ValueError for a sampler that the directory's process cannot import or build.
+        ValueError for a sampler that the directory's process cannot build, or may not import because
+        `dataplane.samplers` does not list it.
         """
         self._run("register", self._operations.register(partition, schema, tasks, group_size, redefine))
+
+    def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None) -> None:
+        """Add tasks (consumers) to a partition that is registered. They can claim all rows that are there.
+
+        tasks: as for `register`. A task that the partition has already is left as it is if it was declared with equal
+        settings, and is a ValueError if not; no task is added then. Idempotent; any process may call it. Calls of
+        `register` with the tasks of before go on to be accepted. Raises ValueError for a sampler that cannot be built.
+        """
+        self._run("add_tasks", self._operations.add_tasks(partition, tasks, timeout_s))
 
     def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition with its rows, leases, tasks and schema, and return how many rows it had.
@@ -184,27 +194,48 @@ class DataPlaneClient:
         fields: Sequence[str],
         n: int,
         *,
+        at_least: int | None = None,
         whole_groups: bool = False,
         min_version: int | None = None,
+        max_version: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Wait for n rows that have all of `fields`, and lease them to this caller: no other claim of `task` gets them.
 
         Returns a receipt for them (their keys and locations). Rows come in the order of the task's sampler (by default
-        the lowest version first, then in order of arrival). With whole_groups they come group by group, and n must be a
-        multiple of group_size. min_version: rows of a lower version, and groups with such a row, are passed over. Rows
-        passed over are not leased and delay no other rows. They stay until `clear_stale` or `clear` removes them, or
-        until a claim with a lower `min_version` takes them.
+        the lowest version first, then in order of arrival). at_least: number of rows, from 1 to n, for which the claim
+        waits; it then takes as many as are ready, at most n. None waits for n, and 1 takes up to n. With whole_groups
+        rows come group by group, and n and at_least must be multiples of group_size. min_version, max_version: rows of
+        a lower or higher version, and groups with such a row, are passed over. Rows passed over are not leased and
+        delay no other rows. They stay, and a claim with other bounds can take them; `clear_stale` removes those that
+        are too old. arguments: values for the task's sampler, such as `{"rank": 0}`, made of None, bool, int, float,
+        str, bytes, lists and dicts.
 
-        Blocks until there are n rows; claims of a task are served first come, first served. The lease lasts until the
-        rows are released or cleared. It is renewed in the background for as long as this client's process runs. When
-        the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after the
-        last renewal. Raises ClaimTimeout saying what was waited for, SamplerError when the sampler fails (no row is
-        leased then), ValueError for an unknown task, and SchemaMismatch for an unknown field.
+        Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served.
+        The lease lasts until
+        the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
+        When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after
+        the last renewal. Raises ClaimTimeout saying what was waited for, SamplerError when the sampler fails (no row is
+        leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.
         """
         return self._run(
-            "claim", self._operations.claim(partition, task, fields, n, whole_groups, min_version, timeout_s)
+            "claim",
+            self._operations.claim(
+                partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
+            ),
         )
+
+    def renew(self, meta: KVBatchMeta, *, timeout_s: float | None = None) -> None:
+        """Extend the lease (a consumer's exclusive hold) on the rows of a receipt by `lease_s` from now, and renew it
+        in the background until this client has released the rows.
+
+        Meant for a receipt that another process claimed and handed to this one: from then on the lease lasts as long as
+        either process runs. Idempotent. Raises LeaseLost naming rows whose lease has ended (by time, clear or release);
+        nothing is extended then. Raises ForeignReceipt for a receipt of another data plane, and ValueError for a
+        receipt without a lease.
+        """
+        self._run("renew", self._operations.renew(meta, timeout_s))
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt. With outcome `done`, `task` has
@@ -215,6 +246,35 @@ class DataPlaneClient:
         data plane, and ValueError for a receipt without a lease.
         """
         self._run("release", self._operations.release(meta, task, outcome, timeout_s))
+
+    def skip(
+        self,
+        partition: str,
+        task: str,
+        positions: Sequence[int] | np.ndarray,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Settle positions of the prompt stream whose prompts were never put and never will be, so that the samplers
+        `in_order` and `windowed` of `task` go on without them.
+
+        positions: int `[N]`, values of the rows' tag `position`. Wakes claims that waited for them. Rows that are put
+        at such a position nevertheless can be claimed as usual. Idempotent. Raises ValueError for a negative position,
+        and for a task whose sampler does not follow the prompts; nothing is settled then.
+        """
+        self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
+
+    def reset(
+        self, partition: str, task: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskReset:
+        """Make rows that `task` has finished claimable again, for one more pass over them, and return how many.
+
+        keys: None means all rows of the partition. Rows that are leased are left alone; the result says how many they
+        are. Wakes waiting claims. Positions in the prompt stream stay settled: `in_order` and `windowed` give the rows
+        again in the stream's order and wait for none of them. Raises KeysNotFound for unknown keys, and then resets
+        nothing.
+        """
+        return self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
 
     def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows and their leases from a partition, and return how many rows were removed. keys: None means all of
@@ -276,6 +336,13 @@ class DataPlaneClient:
         """Return the current numbers of rows and leases (of all partitions, or only of `partition`), and of bytes in
         the store."""
         return self._run("status", self._operations.status(partition, timeout_s))
+
+    def task_status(
+        self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> TaskStatus:
+        """Return how many rows of a partition `task` has finished, holds and can claim, and how far it is in the prompt
+        stream. fields: a row counts as ready once these are written; None means all fields of the partition."""
+        return self._run("task_status", self._operations.task_status(partition, task, fields, timeout_s))
 
     def close(self) -> None:
         """Disconnect from the directory (the metadata service) and the store, which keep running. Idempotent. Leases

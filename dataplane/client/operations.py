@@ -26,13 +26,13 @@ from ..compact import check_keys, pack_keys, unpack_keys
 from ..directory import requests
 from ..directory.directory import Outcome
 from ..directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
-from ..directory.samplers import TaskConfig
+from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags
 from ..partition_rows import PartitionRows
 from ..rpc.links import Undo
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
 from .credit import Credit
@@ -45,6 +45,7 @@ _logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0
 _MAX_VERSION = (1 << 63) - 1
+"""Highest policy version, and highest position in the prompt stream."""
 
 Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 """Type of the rows that `put` takes: anything that `codecs.jagged.pack` takes."""
@@ -121,12 +122,13 @@ class Operations:
     def register(
         self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int, redefine: bool
     ) -> Steps[None]:
-        if isinstance(tasks, str):
-            raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
-        configs = tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
-        request = requests.Register(partition, schema, configs, group_size, redefine)
+        request = requests.Register(partition, schema, _task_configs(tasks), group_size, redefine)
         yield Ask("register", requests.encode(request), self.timeout(None))
         self._schemas[partition] = schema
+
+    def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], timeout_s: float | None) -> Steps[None]:
+        request = requests.AddTasks(partition, _task_configs(tasks))
+        yield Ask("add_tasks", requests.encode(request), self.timeout(timeout_s))
 
     def unregister(self, partition: str, timeout_s: float | None) -> Steps[int]:
         reply = yield Ask("unregister", requests.encode(requests.Unregister(partition)), self.timeout(timeout_s))
@@ -322,25 +324,62 @@ class Operations:
         task: str,
         fields: Sequence[str],
         n: int,
+        at_least: int | None,
         whole_groups: bool,
         min_version: int | None,
+        max_version: int | None,
+        arguments: Mapping[str, Any] | None,
         timeout_s: float | None,
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
-        least = None if min_version is None else _min_version(min_version)
-        rows = ClaimRows(partition, task, tuple(fields), _integer("n", n), whole_groups, least)
+        rows = ClaimRows(
+            partition,
+            task,
+            tuple(fields),
+            _integer("n", n),
+            whole_groups,
+            None if min_version is None else _version("min_version", min_version),
+            None if max_version is None else _version("max_version", max_version),
+            None if at_least is None else _integer("at_least", at_least),
+            check_arguments(arguments or {}),
+        )
         request = requests.Claim(rows, bound)
         reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))
         meta = KVBatchMeta.from_bytes(reply)
-        self._leases.add(meta.lease_id, len(meta))
+        self._leases.add(meta.lease_id, meta.keys)
         return meta
+
+    def renew(self, meta: KVBatchMeta, timeout_s: float | None) -> Steps[None]:
+        self._check_origin(meta, "renew")
+        if len(meta):
+            request = requests.RenewRows(meta.partition, meta.lease_id, pack_keys(meta.keys))
+            yield Ask("renew_rows", requests.encode(request), self.timeout(timeout_s))
+            self._leases.add(meta.lease_id, meta.keys)
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
         self._check_origin(meta, "release")
         if len(meta):
             request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), outcome)
             yield Ask("release", requests.encode(request), self.timeout(timeout_s))
-            self._leases.drop(meta.lease_id, len(meta))
+            self._leases.drop(meta.lease_id, meta.keys)
+
+    def skip(
+        self, partition: str, task: str, positions: Sequence[int] | np.ndarray, timeout_s: float | None
+    ) -> Steps[None]:
+        request = requests.Skip(partition, task, _positions(positions))
+        yield Ask("skip", requests.encode(request), self.timeout(timeout_s))
+
+    def reset(self, partition: str, task: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[TaskReset]:
+        request = requests.Reset(partition, task, None if keys is None else pack_keys(check_keys(keys)))
+        reply = yield Ask("reset", requests.encode(request), self.timeout(timeout_s))
+        return messages.decode(reply, TaskReset)
+
+    def task_status(
+        self, partition: str, task: str, fields: Sequence[str] | None, timeout_s: float | None
+    ) -> Steps[TaskStatus]:
+        request = requests.StatusOfTask(partition, task, None if fields is None else tuple(fields))
+        reply = yield Ask("task_status", requests.encode(request), self.timeout(timeout_s))
+        return messages.decode(reply, TaskStatus)
 
     def clear(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[int]:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))
@@ -356,7 +395,7 @@ class Operations:
         whole_groups: bool,
         timeout_s: float | None,
     ) -> Steps[tuple[str, ...]]:
-        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, _min_version(min_version))
+        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, _version("min_version", min_version))
         reply = yield Ask("clear_stale", requests.encode(requests.ClearStale(rows)), self.timeout(timeout_s))
         return tuple(unpack_keys(reply))
 
@@ -420,6 +459,13 @@ def _retry(task: str, body: bytes) -> tuple[str, bytes]:
     return "release", requests.encode(request)
 
 
+def _task_configs(tasks: Sequence[str | TaskConfig]) -> tuple[TaskConfig, ...]:
+    """Return the settings of tasks, of which some may be given only by their names."""
+    if isinstance(tasks, str):
+        raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
+    return tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
+
+
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:
     try:
         batch = pack(schema, fields, len(keys))
@@ -443,6 +489,17 @@ def _integer(name: str, value: int) -> int:
         raise ValueError(f"{name}: got {value!r}, expected an integer") from None
 
 
+def _positions(positions: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return positions in the prompt stream as int64 `[N]`. Raises ValueError for anything but one dimension of
+    integers, and for integers of more than 63 bits."""
+    array = np.asarray(positions)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() > _MAX_VERSION):
+        raise ValueError(
+            f"positions: got {array.dtype} {list(array.shape)}, expected one dimension of integers up to {_MAX_VERSION}"
+        )
+    return array.astype(np.int64)
+
+
 def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:
     """Return the policy versions of N rows as int64 `[N]`; None stays None. Raises ValueError for another shape, for
     non-integers, and for unsigned integers beyond 2^63 - 1."""
@@ -458,12 +515,12 @@ def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | 
     return np.broadcast_to(array, (num_rows,)).astype(np.int64)
 
 
-def _min_version(value: int) -> int:
-    """Return `value` as an int. Raises ValueError when it is not an integer, or is not between -(2^63 - 1) and 2^63 -
-    1."""
-    version = _integer("min_version", value)
+def _version(name: str, value: int) -> int:
+    """Return `value` as an int. Raises ValueError naming the argument when it is not an integer, or is not between
+    -(2^63 - 1) and 2^63 - 1."""
+    version = _integer(name, value)
     if not -_MAX_VERSION <= version <= _MAX_VERSION:
-        raise ValueError(f"min_version: got {version}, expected -{_MAX_VERSION} to {_MAX_VERSION}")
+        raise ValueError(f"{name}: got {version}, expected -{_MAX_VERSION} to {_MAX_VERSION}")
     return version
 
 

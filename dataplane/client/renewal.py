@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 
 from ...codecs import messages
 from ..directory import requests
@@ -23,7 +24,8 @@ lost."""
 class LeaseRenewal:
     """Keeps the leases of one client from running out. Thread-safe.
 
-    A lease is renewed only once its claim has returned to this client. When the process has died or is stopped, or when
+    A lease is renewed only once its claim has returned to this client, or once this client was asked to renew a receipt
+    that it was handed. When the process has died or is stopped, or when
     the client is closed or no longer referenced, its leases run out `lease_s` after their last renewal.
     """
 
@@ -31,14 +33,14 @@ class LeaseRenewal:
         self._renewer = _Renewer(link, lease_s)
         self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that nobody closed
 
-    def add(self, lease_id: int, num_rows: int) -> None:
-        """Start to renew the lease `lease_id`, which covers `num_rows` rows."""
-        self._renewer.add(lease_id, num_rows)
+    def add(self, lease_id: int, keys: Iterable[str]) -> None:
+        """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""
+        self._renewer.add(lease_id, keys)
 
-    def drop(self, lease_id: int, num_rows: int) -> None:
-        """Record that `num_rows` rows of a lease were released. A lease is no longer renewed once all of its rows were
-        released."""
-        self._renewer.drop(lease_id, num_rows)
+    def drop(self, lease_id: int, keys: Iterable[str]) -> None:
+        """Record that the rows `keys` of a lease were released. A lease is no longer renewed once all rows on whose
+        behalf it was renewed were released."""
+        self._renewer.drop(lease_id, keys)
 
     def end(self) -> None:
         """Stop renewing all leases. Idempotent."""
@@ -54,28 +56,27 @@ class _Renewer:
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._held: dict[int, int] = {}
-        """Number of rows that each lease still holds, by lease id. Rows that other clients release or clear are noticed
-        only at the next renewal."""
+        self._held: dict[int, set[str]] = {}
+        """Keys of the rows that this client holds under each lease, by lease id. A lease that other clients have ended
+        by release or clear is noticed only at the next renewal."""
         self._thread: threading.Thread | None = None
         """Thread that renews; None while there is no lease."""
         self._ended = threading.Event()
 
-    def add(self, lease_id: int, num_rows: int) -> None:
+    def add(self, lease_id: int, keys: Iterable[str]) -> None:
         with self._lock:
             if self._pid != os.getpid():  # forked: the thread and the leases are the parent's
                 self._pid, self._held, self._thread = os.getpid(), {}, None
-            self._held[lease_id] = num_rows
+            self._held.setdefault(lease_id, set()).update(keys)
             if self._thread is None and not self._ended.is_set():
                 self._thread = threading.Thread(target=self._run, name="lease-renewal", daemon=True)
                 self._thread.start()
 
-    def drop(self, lease_id: int, num_rows: int) -> None:
+    def drop(self, lease_id: int, keys: Iterable[str]) -> None:
         with self._lock:
-            left = self._held.get(lease_id, 0) - num_rows
-            if left > 0:
-                self._held[lease_id] = left
-            else:
+            left = self._held.get(lease_id, set())
+            left.difference_update(keys)
+            if not left:
                 self._held.pop(lease_id, None)
 
     def end(self) -> None:

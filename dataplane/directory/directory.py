@@ -7,7 +7,7 @@ happens in full or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from ...codecs.schema import Field, Kind, Schema
 from ..errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
 from ..partition_rows import PartitionRows
-from ..status import DataPlaneStatus
+from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
 from .partition import ClaimRows, Committed, Partition, PartitionState, PutRows
 from .ready import ReadyView
@@ -52,8 +52,18 @@ advance (credit), so that the grant does not make other writers wait."""
 class Directory:
     """Holds the partitions of one run, the blocks of data in its store, and the leases of rows to consumers."""
 
-    def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float, plane_id: int = 0) -> None:
-        """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains."""
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        lease_s: float,
+        reserve_s: float,
+        plane_id: int = 0,
+        samplers: Collection[str] = (),
+    ) -> None:
+        """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains. samplers:
+        import paths of the samplers that tasks may name besides the built-in ones."""
+        self._samplers = samplers
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
@@ -73,7 +83,8 @@ class Directory:
         *,
         redefine: bool = False,
     ) -> list[FreedBlock] | None:
-        """Declare a partition. Repeating the call with equal arguments does nothing, also after fields were added.
+        """Declare a partition. Repeating the call with equal arguments does nothing; fields and tasks that were added
+        since need not be among them.
 
         tasks: consumers of the partition. A task given only by its name uses the default sampler, which takes the rows
         of the lowest policy version first. redefine: whether to replace a partition that is registered with other
@@ -83,7 +94,7 @@ class Directory:
         Raises ValueError for invalid arguments, for a sampler that cannot be built, and without `redefine` if the
         partition is already registered with other arguments; the error names the difference.
         """
-        configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
+        configs = _by_name(tasks)
         if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
             raise ValueError(
                 f"register {name!r}: got {len(schema)} fields, tasks {list(tasks)}, group_size={group_size}; "
@@ -91,17 +102,17 @@ class Directory:
             )
         known = self._partitions.get(name)
         if known is None:
-            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size)
+            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size, self._samplers)
             return None
         if known.knows(schema):
             schema = known.schema  # fields were added since the caller wrote its own
         for what, old, new in (
             ("schema", known.schema, schema),
-            ("tasks", _described(cursor.config for cursor in known.tasks.values()), _described(configs.values())),
+            ("tasks", _described(known.declared(configs)), _described(configs.values())),
             ("group_size", known.groups.group_size, group_size),
         ):
             if old != new and redefine:
-                replacement = Partition(name, schema, list(configs.values()), group_size)
+                replacement = Partition(name, schema, list(configs.values()), group_size, self._samplers)
                 freed = self.unregister(name)[1]
                 self._partitions[name] = replacement
                 return freed
@@ -111,6 +122,23 @@ class Directory:
                     "drops its rows, unregister drops it"
                 )
         return None
+
+    def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
+        """Add tasks to a partition. They can claim all rows that are there. A task that the partition has already, with
+        equal settings, is left as it is.
+
+        Raises ValueError for a task with other settings than the partition's task of the same name, for a name that
+        occurs twice or is empty, and for a sampler that cannot be built; no task is added then.
+        """
+        part = self._partition(name)
+        configs = _by_name(tasks)
+        if len(configs) < len(tasks) or "" in configs:
+            raise ValueError(f"add_tasks: got {list(tasks)}, expected task names once each")
+        old = _described(cursor.config for cursor in part.tasks.values() if cursor.config.name in configs)
+        new = _described(config for config in configs.values() if config.name in part.tasks)
+        if old != new:
+            raise ValueError(f"add_tasks to {name!r}: tasks {new}, but the partition has {old}")
+        part.add_tasks([config for config in configs.values() if config.name not in part.tasks])
 
     def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
         """Forget a partition. Returns the number of rows that were in it, and the blocks to which no row refers any
@@ -320,16 +348,17 @@ class Directory:
         return list(pick(keys, np.flatnonzero(rows < 0))), unwritten
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
-        """Lease `num_rows` ready rows, chosen by the task's sampler, and return a receipt (their keys and locations).
-        Returns None if too few rows are ready or the sampler waits for more.
+        """Lease ready rows, chosen by the task's sampler, and return a receipt (their keys and locations). As many as
+        are ready are leased, at most `num_rows`. Returns None if fewer than `at_least` are ready or the sampler waits
+        for more.
 
         With `whole_groups`, the claim takes only groups whose `group_size` rows are all ready, and the receipt lists
         the rows group by group. Raises SamplerError, and the errors of `check_claim`.
         """
         part, view = self.check_claim(claim)
-        view.set_min_version(claim.min_version)
+        view.set_versions(claim.min_version, claim.max_version)
         cursor = part.tasks[claim.task]
-        rows = cursor.choose(view, claim.num_rows)
+        rows = cursor.choose(view, claim.num_rows, claim.least, claim.arguments)
         if rows is None:
             return None
         lease = self._leases.grant(part.name, claim.task, rows, now, self._lease_s)
@@ -345,6 +374,15 @@ class Directory:
         multiple = part.groups.group_size if claim.whole_groups else 1
         if claim.num_rows < 1 or claim.num_rows % multiple:
             raise ValueError(f"claim: got n={claim.num_rows}, expected a positive multiple of {multiple}")
+        if not 1 <= claim.least <= claim.num_rows or claim.least % multiple:
+            raise ValueError(
+                f"claim: got at_least={claim.at_least}, expected a multiple of {multiple} from {multiple} to n, which "
+                f"is {claim.num_rows}"
+            )
+        part.cursor(claim.task).check_arguments(claim.arguments)
+        low, high = claim.min_version, claim.max_version
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"claim: got min_version={low} and max_version={high}, expected the lower one first")
         return part, view
 
     def shortage(self, claim: ClaimRows) -> str:
@@ -356,6 +394,25 @@ class Directory:
         """Extend leases, so that they expire `lease_s` seconds after `now`. Returns the ids of the leases that still
         exist."""
         return self._leases.renew(lease_ids, now + self._lease_s)
+
+    def renew_rows(self, partition: str, lease_id: int, keys: Sequence[str], now: float) -> None:
+        """Extend the lease of rows, so that it expires `lease_s` seconds after `now`. Raises LeaseLost naming the keys
+        of rows that the lease does not hold any more, and ValueError if `lease_id` is not positive; nothing is extended
+        then."""
+        part = self._partition(partition)
+        _check_lease_id("renew", lease_id)
+        lease = self._leases.get(lease_id)
+        rows = part.rows.find(keys)
+        held = rows >= 0
+        if lease is None or lease.partition != partition:
+            held[:] = False
+        else:
+            held[held] = part.tasks[lease.task].column[rows[held]] == lease_id
+        lost = pick(keys, np.flatnonzero(~held))
+        if lost:
+            message = f"lease {lease_id} no longer holds {len(lost)} of {len(keys)} rows"
+            raise LeaseLost(message, op="renew", partition=partition, keys=lost)
+        self._leases.renew((lease_id,), now + self._lease_s)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
         """Release the rows of `keys` from a lease. The outcome `done` means that the task has finished them; `retry`
@@ -370,10 +427,7 @@ class Directory:
             raise ValueError(
                 f"release: task {task!r}, outcome {outcome!r}; expected one of {sorted(part.tasks)}, done or retry"
             )
-        if lease_id <= 0:
-            raise ValueError(
-                "release: the receipt has no lease; expected one that claim returned (concat of several has none)"
-            )
+        _check_lease_id("release", lease_id)
         rows = part.rows.find(keys)
         held = rows >= 0
         held[held] = cursor.column[rows[held]] == lease_id
@@ -384,6 +438,28 @@ class Directory:
         if lost:
             message = f"lease {lease_id} of task {task!r} no longer holds {len(lost)} of {len(keys)} rows"
             raise LeaseLost(message, op="release", partition=partition, keys=lost)
+
+    def skip(self, partition: str, task: str, positions: np.ndarray) -> None:
+        """Settle positions of the prompt stream, so that `task` does not wait for their prompts any more. Raises
+        ValueError for a negative position, for an unknown task, and for one whose sampler does not follow the prompts;
+        nothing is settled then."""
+        self._partition(partition).cursor(task).skip(positions)
+
+    def reset(self, partition: str, task: str, keys: Sequence[str] | None) -> TaskReset:
+        """Make finished rows of a task claimable again: those of `keys`, or all of the partition if `keys` is None.
+        Rows that are leased are left alone. Raises KeysNotFound for unknown keys, and then resets nothing."""
+        part = self._partition(partition)
+        cursor = part.cursor(task)
+        rows = part.rows.live() if keys is None else distinct(part.find(keys, "reset"))
+        return cursor.reset(rows)
+
+    def task_status(self, partition: str, task: str, fields: Sequence[str] | None) -> TaskStatus:
+        """Return a task's progress in its partition, and how many rows have all of `fields` (None: of all fields).
+        Raises SchemaMismatch for invalid fields."""
+        part = self._partition(partition)
+        if fields is not None:
+            part.check_fields(fields)
+        return part.cursor(task).status(tuple(part.schema) if fields is None else fields)
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, list[FreedBlock]]:
         """Forget the rows of `keys`, or all rows of the partition if `keys` is None. Returns their number, and the
@@ -411,7 +487,7 @@ class Directory:
             raise ValueError("clear_stale: got min_version=None, expected a version")
         part = self._partition(claim.partition)
         view = part.view(claim.task, claim.fields, claim.whole_groups)
-        view.set_min_version(claim.min_version)
+        view.set_versions(claim.min_version, claim.max_version)
         rows = view.stale_rows()
         held = np.zeros(len(rows), dtype=bool)
         for cursor in part.tasks.values():
@@ -510,6 +586,18 @@ class Directory:
             schema=part.schema,
             plane_id=self._plane_id,
         )
+
+
+def _check_lease_id(op: str, lease_id: int) -> None:
+    if lease_id <= 0:
+        raise ValueError(
+            f"{op}: the receipt has no lease; expected one that claim returned (concat of several has none)"
+        )
+
+
+def _by_name(tasks: Sequence[str | TaskConfig]) -> dict[str, TaskConfig]:
+    """Return the settings of tasks by their names. A name alone stands for the default sampler."""
+    return {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
 
 
 def _described(tasks: Iterable[TaskConfig]) -> list[str]:

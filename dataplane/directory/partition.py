@@ -6,8 +6,9 @@ It uses neither the content of the rows nor a clock.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -88,6 +89,24 @@ class ClaimRows:
     min_version: int | None = None
     """Lowest policy version to take. Rows with a lower version, and groups that contain one, are skipped. None takes
     all versions."""
+    max_version: int | None = None
+    """Highest policy version to take. Rows with a higher version, and groups that contain one, are skipped until a
+    claim allows them. None takes all versions."""
+    at_least: int | None = None
+    """Smallest number of rows with which the claim is content, at most `num_rows`. None stands for `num_rows`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the task's sampler, as plain values."""
+
+    @property
+    def least(self) -> int:
+        """Smallest number of rows with which the claim is content."""
+        return self.num_rows if self.at_least is None else self.at_least
+
+    @property
+    def wanted(self) -> str:
+        """Description of the number of rows, for error messages, such as "8 rows" or "1 to 8 rows in whole groups"."""
+        count = str(self.num_rows) if self.least == self.num_rows else f"{self.least} to {self.num_rows}"
+        return f"{count} {'rows in whole groups' if self.whole_groups else 'rows'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,18 +220,46 @@ class PartitionState:
 class Partition:
     """Holds the rows and groups of one partition (a named flow of data), and the progress of each of its tasks."""
 
-    def __init__(self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int) -> None:
-        """Raise ValueError for a task whose sampler cannot be built."""
+    def __init__(
+        self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int, samplers: Collection[str]
+    ) -> None:
+        """Raise ValueError for a task whose sampler cannot be built. samplers: import paths of the samplers that are
+        not built in."""
         self.name = name
         self.schema = schema
         self._schemas = {schema_id(schema): schema}
         """The schema and its earlier states, which lack fields that were added later, by their digest."""
         self.rows = RowTable(schema)
         self.groups = GroupTable(group_size)
-        self.tasks = {task.name: TaskCursor(task, name, self.rows, self.groups) for task in tasks}
+        self._samplers = samplers
+        self.tasks: dict[str, TaskCursor] = {}
+        self.add_tasks(tasks)
+        self._registered = frozenset(self.tasks)
+        """Names of the tasks with which the partition was registered."""
         self._token_fields = [field.name for field in schema.values() if field.kind is Kind.PER_TOKEN]
 
+    def add_tasks(self, tasks: Sequence[TaskConfig]) -> None:
+        """Add tasks with names that the partition does not have yet. Raises ValueError for a task whose sampler cannot
+        be built; no task is added then."""
+        cursors = {task.name: TaskCursor(task, self.name, self.rows, self.groups, self._samplers) for task in tasks}
+        for cursor in cursors.values():
+            cursor.grow()
+        self.tasks |= cursors
+
+    def declared(self, names: Iterable[str]) -> list[TaskConfig]:
+        """Return the settings of the tasks that a repeated registration which names `names` must declare. These are the
+        tasks of the first registration, and those of `names` that were added since."""
+        wanted = self._registered.union(names)
+        return [cursor.config for name, cursor in self.tasks.items() if name in wanted]
+
     # -------------------------------------------------------------- reading
+
+    def cursor(self, task: str) -> TaskCursor:
+        """Return the progress of a task. Raises ValueError for an unknown task."""
+        cursor = self.tasks.get(task)
+        if cursor is None:
+            raise ValueError(f"task {task!r}: partition {self.name!r} has {sorted(self.tasks)}, expected one of them")
+        return cursor
 
     def view(self, task: str, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
         """Return the index of the rows, or whole groups, that `task` can claim with all of `fields`. It is kept up to
@@ -221,9 +268,7 @@ class Partition:
         Raises ValueError for an unknown task, for whole groups in a partition with group_size 1, and for single rows
         when the task's sampler takes only whole groups. Raises SchemaMismatch for invalid fields.
         """
-        cursor = self.tasks.get(task)
-        if cursor is None:
-            raise ValueError(f"task {task!r}: partition {self.name!r} has {sorted(self.tasks)}, expected one of them")
+        cursor = self.cursor(task)
         self.check_fields(fields)
         if whole_groups and self.groups.group_size == 1:
             raise ValueError(f"whole_groups: partition {self.name!r} was registered with group_size=1, expected more")
@@ -238,12 +283,18 @@ class Partition:
             (task.num_leased, "leased"),
             (task.num_done, "done"),
             (view.num_stale, f"older than min_version={claim.min_version}"),
+            (view.num_too_new, f"newer than max_version={claim.max_version}"),
         )
         reasons += [f"{count} {what}" for count, what in counts if count]
-        kind = "rows in whole groups" if claim.whole_groups else "rows"
-        text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.num_rows} {kind}"
+        text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.wanted}"
         text += f"; {view.num_ready} of the partition's {len(self.rows)} rows are ready"
-        return text + "".join(f", {reason}" for reason in reasons) + task.waits_for()
+        text += "".join(f", {reason}" for reason in reasons) + task.waits_for(enough=view.num_ready >= claim.least)
+        if claim.whole_groups and len(self.groups.index) == len(self.rows) >= claim.least:
+            text += (
+                f"; the rows are in {len(self.rows)} groups of 1 row each; name groups by put(groups=...) or by keys "
+                "`{prompt}.{sample}`"
+            )
+        return text
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
         """Return the row number of each key, int64 `[N]`. Raises KeysNotFound naming the keys that are not in the
@@ -315,17 +366,17 @@ class Partition:
         Raises ValueError for a field that is declared in another way already; no field is added then.
         """
         added = Schema(fields)
-        for field in added.values():
-            known = self.schema.get(field.name)
-            if known is not None and known != field:
-                raise ValueError(f"add_fields {self.name!r}: got {field}, but the partition has {known}")
-        new = [field for field in added.values() if field.name not in self.schema]
+        for addition in added.values():
+            known = self.schema.get(addition.name)
+            if known is not None and known != addition:
+                raise ValueError(f"add_fields {self.name!r}: got {addition}, but the partition has {known}")
+        new = [addition for addition in added.values() if addition.name not in self.schema]
         if not new:
             return
         self.schema = Schema([*self.schema.values(), *new])
         self._schemas[schema_id(self.schema)] = self.schema
-        self._token_fields += [field.name for field in new if field.kind is Kind.PER_TOKEN]
-        self.rows.add_fields(field.name for field in new)
+        self._token_fields += [addition.name for addition in new if addition.kind is Kind.PER_TOKEN]
+        self.rows.add_fields(addition.name for addition in new)
 
     def check_put(self, put: PutRows) -> np.ndarray:
         """Check a put against the partition. Returns the row number of each key, int64 `[N]`, -1 for new keys.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...codecs.integers import distinct
-from .rows import GroupTable, RowTable, grown
+from .rows import GroupTable, Notes, RowTable, grown
 from .samplers import Candidates, Order, StreamProgress
 
 # ---------------- The queue of items (row or group numbers) that can be claimed, by key, then tie.
@@ -162,6 +162,9 @@ def _in_order(entries: np.ndarray) -> np.ndarray:
     return entries[np.lexsort((entries[:, _TIE], entries[:, _KEY]))]
 
 
+_TOO_OLD, _TOO_NEW = 1, 2
+
+
 class ReadyView:
     """The index of the rows, or whole groups, that one task can claim: all of `fields` are written, and the task has
     neither leased nor finished them."""
@@ -175,8 +178,8 @@ class ReadyView:
         order: Order = "version",
         progress: StreamProgress | None = None,
     ) -> None:
-        """progress: the task's progress in the prompt stream. The positions of items that are too old are marked as
-        settled in it, so that the task does not wait for them."""
+        """progress: the task's progress in the prompt stream. The positions of items that are passed over because of
+        their version are marked as settled in it, so that the task does not wait for them."""
         self.fields = fields
         self.whole_groups = whole_groups
         self._rows = rows
@@ -185,9 +188,12 @@ class ReadyView:
         self._progress = progress
         self._queue = ReadyQueue()
         self._min_version: int | None = None
-        self._aside = np.empty(0, dtype=bool)
-        """Bool array that is True for items that are ready but older than `_min_version`, and therefore not queued."""
-        self._num_aside = 0
+        self._max_version: int | None = None
+        self._aside = np.empty(0, dtype=np.int8)
+        """For each item, _TOO_OLD or _TOO_NEW if it is ready but not queued because its version is below `_min_version`
+        or above `_max_version`; else 0."""
+        self._num_aside = np.zeros(3, dtype=np.int64)
+        """Number of items that are too old and too new, indexed by _TOO_OLD and _TOO_NEW."""
         self._counted = np.empty(0, dtype=bool)
         """Bool array that is True for rows that are ready and have been counted in their group. Used only for claims of
         whole groups."""
@@ -211,17 +217,22 @@ class ReadyView:
     @property
     def num_stale(self) -> int:
         """Number of rows that are ready but cannot be claimed because their version is too old."""
-        return self._num_aside * self.rows_per_item
+        return int(self._num_aside[_TOO_OLD]) * self.rows_per_item
+
+    @property
+    def num_too_new(self) -> int:
+        """Number of rows that are ready but cannot be claimed because their version is too new."""
+        return int(self._num_aside[_TOO_NEW]) * self.rows_per_item
 
     def first(self, count: int) -> np.ndarray:
         """Return the first `count` items in order, or all if there are fewer, int64. Call `refresh` with their rows
         after leasing them."""
         return self._queue.first(min(count, len(self._queue)))
 
-    def candidates(self, items: np.ndarray) -> Candidates:
-        """Return queued items as the `Candidates` among which a sampler chooses."""
+    def candidates(self, items: np.ndarray, notes: Notes) -> Candidates:
+        """Return queued items as the `Candidates` among which a sampler chooses. notes: the task's notes."""
         tickets = self._queue.tickets(items)
-        return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress)
+        return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress, notes)
 
     def rows_of(self, items: np.ndarray) -> np.ndarray:
         """Return the row numbers of the items, item by item, int64."""
@@ -229,23 +240,36 @@ class ReadyView:
 
     def stale_rows(self) -> np.ndarray:
         """Return the numbers of the rows that are ready but too old to be claimed, int64."""
-        return self.rows_of(np.flatnonzero(self._aside)) if self._num_aside else np.empty(0, dtype=np.int64)
+        return self.rows_of(np.flatnonzero(self._aside == _TOO_OLD)) if self.num_stale else np.empty(0, dtype=np.int64)
 
-    def set_min_version(self, version: int | None) -> None:
-        """Set the lowest policy version that can be claimed. Ready items with a lower version are not queued until they
-        can be claimed again; None allows all versions. Does nothing if the version is unchanged."""
-        before, self._min_version = self._min_version, version
-        if version == before:
+    def set_versions(self, lowest: int | None, highest: int | None) -> None:
+        """Set the lowest and highest policy version that can be claimed. Ready items with another version are not
+        queued until they can be claimed again; None sets no bound. An item with several rows is within the bounds if
+        all its rows are.
+
+        Does nothing if the bounds are unchanged. If not, the cost depends on the number of queued items when a bound
+        becomes tighter, and on the number of items passed over when it becomes wider. In the order "ready", items that
+        a wider bound lets in count as ready from then on, in order of arrival.
+        """
+        low, high = self._min_version, self._max_version
+        if (low, high) == (lowest, highest):
             return
-        if version is None or (before is not None and version < before):
-            items = np.flatnonzero(self._aside)
-            self._leave_aside(items)
-            self._enter(items)  # those that are too old still are set aside anew
-        else:
+        self._min_version, self._max_version = lowest, highest
+        aside = self._aside == _TOO_NEW  # a group of these may be too old now
+        if low is not None and (lowest is None or lowest < low):
+            aside |= self._aside == _TOO_OLD
+        below = lowest is not None and (low is None or lowest > low)
+        above = highest is not None and (high is None or highest < high)
+        if below or above:
             items = self._queue.items()
-            old = items[self._versions(items) < version]
-            self._queue.discard(old)
-            self._set_aside(old)
+            outside = self._outside(items)
+            self._queue.discard(items[outside > 0])
+            self._set_aside(items[outside > 0], outside[outside > 0])
+        items = np.flatnonzero(aside)
+        if len(items):
+            items = items[np.argsort(self._arrivals(items), kind="stable")]
+            self._leave_aside(items)
+            self._enter(items)  # those that are outside the bounds still are set aside anew
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
         """Update the view for rows (given without repeats) that were written, leased or released, or that are about to
@@ -275,23 +299,25 @@ class ReadyView:
 
     def _resize(self, capacity: int) -> None:
         self._queue.resize(capacity)
-        self._aside = grown(self._aside, capacity, False)
+        self._aside = grown(self._aside, capacity, 0)
 
     def _requeue(self, items: np.ndarray, ready: np.ndarray, requeue: bool) -> None:
         queued = self._queue.holds(items)
-        held = queued | self._aside[items] if self._num_aside else queued
+        some_aside = self._num_aside.any()
+        held = queued | (self._aside[items] > 0) if some_aside else queued
         leaving = held if requeue else held & ~ready
         self._queue.discard(items[leaving & queued])
-        if self._num_aside:
+        if some_aside:
             self._leave_aside(items[leaving & ~queued])
         self._enter(items[ready & (~held | leaving)])
 
     def _enter(self, items: np.ndarray) -> None:
-        """Queue ready items, or set them aside if they are too old. They must not be queued or set aside already."""
-        if self._min_version is not None:
-            fresh = self._versions(items) >= self._min_version
-            self._set_aside(items[~fresh])
-            items = items[fresh]
+        """Queue ready items, or set them aside if their version is outside the bounds. They must not be queued or set
+        aside already."""
+        if self._min_version is not None or self._max_version is not None:
+            outside = self._outside(items)
+            self._set_aside(items[outside > 0], outside[outside > 0])
+            items = items[outside == 0]
         if not len(items):
             return
         if self._order == "ready":
@@ -301,21 +327,35 @@ class ReadyView:
         else:
             self._queue.push(items, self._prompts(items), self._arrivals(items))
 
-    def _set_aside(self, items: np.ndarray) -> None:
+    def _outside(self, items: np.ndarray) -> np.ndarray:
+        """Return for each item _TOO_OLD or _TOO_NEW if its version is outside the bounds, else 0, int8 `[N]`. An item
+        with rows of both kinds is too old."""
+        found = np.zeros(len(items), dtype=np.int8)
+        if self._max_version is not None:
+            found[self._newest(items) > self._max_version] = _TOO_NEW
+        if self._min_version is not None:
+            found[self._versions(items) < self._min_version] = _TOO_OLD
+        return found
+
+    def _set_aside(self, items: np.ndarray, why: np.ndarray) -> None:
         if not len(items):
             return
-        self._aside[items] = True
-        self._num_aside += len(items)
+        self._aside[items] = why
+        self._num_aside += np.bincount(why, minlength=3)
         if self._progress is not None:
             self._progress.settle(self._prompts(items).tolist())
 
     def _leave_aside(self, items: np.ndarray) -> None:
-        self._aside[items] = False
-        self._num_aside -= len(items)
+        self._num_aside -= np.bincount(self._aside[items], minlength=3)
+        self._aside[items] = 0
 
     def _versions(self, items: np.ndarray) -> np.ndarray:
         versions = self._rows.versions
         return versions[self._groups.rows[items]].min(axis=1) if self.whole_groups else versions[items]
+
+    def _newest(self, items: np.ndarray) -> np.ndarray:
+        versions = self._rows.versions
+        return versions[self._groups.rows[items]].max(axis=1) if self.whole_groups else versions[items]
 
     def _arrivals(self, items: np.ndarray) -> np.ndarray:
         arrivals = self._rows.arrivals

@@ -28,6 +28,14 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
+class AddTasks:
+    """Request to add tasks to a partition that is registered."""
+
+    partition: str
+    tasks: tuple[TaskConfig, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unregister:
     """Request to forget a partition. The reply is the number of rows that were in it."""
 
@@ -203,12 +211,52 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
+class RenewRows:
+    """Request to extend the lease of a receipt's rows, so that it expires `lease_s` seconds from now, provided that it
+    holds all of them."""
+
+    partition: str
+    lease_id: int
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     partition: str
     task: str
     lease_id: int
     keys: bytes
     outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Request to settle positions of the prompt stream whose prompts will not be put, so that a task does not wait for
+    them."""
+
+    partition: str
+    task: str
+    positions: np.ndarray
+    """Positions in the prompt stream, int64 `[N]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Request to make finished rows of a task claimable again (`keys` None: all rows of the partition). The reply is a
+    `TaskReset`."""
+
+    partition: str
+    task: str
+    keys: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class StatusOfTask:
+    """Request for the `TaskStatus` of a task. `fields` None stands for all fields of the partition."""
+
+    partition: str
+    task: str
+    fields: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +295,20 @@ CANCELLED = b"\2"
 WAITING_OPS = frozenset(("claim", "reserve", "lookup"))
 """Names of the requests that may have to wait, and that can be cancelled while they do."""
 TAKE_EFFECT = frozenset(
-    ("register", "unregister", "claim", "release", "clear", "clear_stale", "tag", "add_fields", "restore")
+    (
+        "register",
+        "add_tasks",
+        "add_fields",
+        "unregister",
+        "restore",
+        "claim",
+        "release",
+        "skip",
+        "reset",
+        "tag",
+        "clear",
+        "clear_stale",
+    )
 )
 """Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
 the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""

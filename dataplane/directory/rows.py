@@ -64,6 +64,31 @@ class Numbers:
         self._num_free = end
 
 
+class Notes:
+    """Keeps a number for each row that was given one, and 0 for the others."""
+
+    def __init__(self) -> None:
+        self._column = np.empty(0, dtype=np.int64)
+        """Numbers by row number. Rows beyond its end have 0, so that tasks without notes need no memory."""
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the numbers of rows (an array of any shape) as a new array, int64."""
+        found = np.zeros(rows.shape, dtype=np.int64)
+        inside = rows < len(self._column)
+        found[inside] = self._column[rows[inside]]
+        return found
+
+    def set(self, rows: np.ndarray, numbers: np.ndarray) -> None:
+        """Give rows (an array of any shape) numbers (an array that broadcasts to this shape)."""
+        if rows.size:
+            self._column = grown(self._column, int(rows.max()) + 1, 0)
+            self._column[rows] = numbers
+
+    def forget(self, rows: np.ndarray) -> None:
+        """Set the numbers of rows back to 0."""
+        self._column[rows[rows < len(self._column)]] = 0
+
+
 class RowTable:
     """Holds the columns of a partition's rows, indexed by row number. All arrays have the same capacity."""
 

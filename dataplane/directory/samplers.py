@@ -1,8 +1,8 @@
 """Defines samplers, which choose the rows that a claim takes. A task names its sampler, or the import path of its own.
 
-A sampler is a pure function of numpy columns. It runs in the directory's process, within the claim, so it must be
-quick, and it must not keep the arrays that it is shown. It chooses among *items*, which are single rows, or groups when
-the claim asks for whole groups.
+A sampler is a function of numpy columns. It runs in the directory's process, within the claim, so it must be quick, and
+it must not keep the arrays that it is shown; what it has to remember of a row, it notes. It chooses among *items*, that
+is, single rows, or groups when the claim asks for whole groups.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ...codecs.imports import import_object
 from ..errors import SamplerError
 from ..meta import POSITION
-from .rows import NO_POSITION, GroupTable, RowTable
+from .rows import NO_POSITION, GroupTable, Notes, RowTable
 
 Order = Literal["version", "ready", "prompt"]
 ORDERS: tuple[Order, ...] = ("version", "ready", "prompt")
@@ -28,10 +27,11 @@ class TaskConfig:
 
     name: str
     sampler: str = "oldest_version_first"
-    """Sampler of the task: `oldest_version_first`, `ready_first`, `in_order`, `windowed`, or your own factory as
-    `package.module:function`."""
+    """Sampler of the task: `oldest_version_first`, `ready_first`, `in_order`, `windowed`, `rank_aware`,
+    `length_balanced`, or your own factory as `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the sampler, as plain values. `windowed` takes `window`, a number of groups."""
+    """Keyword arguments of the sampler, as plain values. `windowed` takes `window`, a number of groups; `rank_aware`
+    and `length_balanced` take `num_ranks`."""
     first_prompt: int = 0
     """Position in the prompt stream from which `in_order` and `windowed` start. A resumed run gives the position at
     which it left off."""
@@ -43,7 +43,8 @@ class TaskConfig:
 class StreamProgress:
     """Records which positions in the prompt stream are settled, which means that a task no longer waits for them.
 
-    A position is settled once its prompt was claimed, was skipped as too old, or was cleared before either.
+    A position is settled once its prompt was claimed, was passed over because of its version, was cleared before
+    either, or was skipped by a call.
     """
 
     def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:
@@ -69,7 +70,7 @@ class Candidates:
 
     def __init__(
         self, items: np.ndarray, tickets: np.ndarray, rows: RowTable, groups: GroupTable, whole: bool,
-        progress: StreamProgress | None,
+        progress: StreamProgress | None, notes: Notes,
     ) -> None:  # fmt: skip
         self._rows = rows
         self._groups = groups
@@ -79,6 +80,7 @@ class Candidates:
         """Sequence number of the time at which each item last became ready, int64 `[N]`; a higher number is later.
         Items that were ready before the task's first claim of these fields are numbered in order of arrival."""
         self._progress = progress
+        self._notes = notes
 
     def __len__(self) -> int:
         return len(self._members)
@@ -116,6 +118,17 @@ class Candidates:
         return _Tags(self._rows, self._members)
 
     @property
+    def notes(self) -> np.ndarray:
+        """Number that the sampler has noted for each item, int64 `[N]`; 0 for none. The array is a copy."""
+        return self._notes.of(self._members).min(axis=1)  # a row that was put in the place of a cleared one has none
+
+    def note(self, positions: np.ndarray, numbers: np.ndarray) -> None:
+        """Note a number for each of the items at `positions` (int `[M]`), so that later claims of the task see it in
+        `notes`. A note stays, whatever becomes of this claim, until the task has finished the item or one of its rows
+        is cleared. numbers: int `[M]`."""
+        self._notes.set(self._members[positions], np.asarray(numbers)[:, None])
+
+    @property
     def progress(self) -> StreamProgress:
         """Copy of the task's progress in the prompt stream. Available only to samplers whose `order` is "prompt"."""
         assert self._progress is not None, "kept for samplers of the prompts' order only"
@@ -146,6 +159,18 @@ class _Tags(Mapping[str, np.ndarray]):
         return len(list(iter(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """Tells a sampler what a claim asks for. Items are single rows, or groups when the claim asks for whole groups."""
+
+    most: int
+    """Largest number of items that the claim takes."""
+    least: int
+    """Smallest number of items with which the claim is content, at most `most`."""
+    arguments: Mapping[str, Any]
+    """Arguments that the claim gives the sampler, as plain values: one for each name in `Sampler.arguments`."""
+
+
 class Sampler(Protocol):
     """Interface of samplers, which choose items (rows or whole groups) for one task. A sampler factory returns one."""
 
@@ -153,16 +178,19 @@ class Sampler(Protocol):
     """Order in which items are shown to the sampler: "version" sorts them by `versions` and then `arrivals`, "ready" by
     `ready`, and "prompt" by `prompts` and then `arrivals`."""
     looks_ahead: int | None
-    """Maximum number of items shown to the sampler beyond those wanted. None shows all claimable items, which costs
-    each claim 1 ms per 10 k items or so."""
+    """Maximum number of items shown to the sampler beyond the most that a claim takes. None shows all claimable items,
+    which costs each claim 1 ms per 10 k items or so."""
+    arguments: tuple[str, ...]
+    """Names of the arguments that every claim gives the sampler. A claim that lacks one of them, or has another one, is
+    refused with a ValueError."""
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         """Return the items to take, as integer positions in `candidates` without repeats, in the order in which the
         claim is to return them.
 
-        candidates: at least `wanted` items, all claimable now. If fewer than `wanted` positions are returned, the claim
-        waits, and calls `select` again when rows become ready, are given back or are cleared. If more are returned, the
-        first `wanted` are taken.
+        candidates: at least `request.least` items, all claimable now. If fewer positions than `request.least` are
+        returned, the claim waits, and calls `select` again when rows become ready, are given back or are cleared. If
+        more than `request.most` are returned, the first `request.most` are taken.
         """
         ...
 
@@ -171,31 +199,33 @@ class FirstInOrder:
     """Implements `oldest_version_first` and `ready_first`, which take the first items in their order."""
 
     looks_ahead: int | None = 0
+    arguments: tuple[str, ...] = ()
 
     def __init__(self, order: Order) -> None:
         self.order: Order = order
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        return np.arange(min(wanted, len(candidates)))
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
+        return np.arange(min(request.most, len(candidates)))
 
 
 class Windowed:
     """Implements `in_order` and `windowed`, which follow the prompt stream, at most `window` prompts from the first
     unsettled one on.
 
-    `in_order` has a window of 1, so it takes a prompt only after all prompts before it. Both get stuck at a prompt that
-    is never put. They go on once it is put, even if it is then cleared instead of claimed.
+    `in_order` has a window of 1, so it takes a prompt only after all prompts before it. Both wait at a prompt that is
+    not put. They go on once it is put, even if it is then cleared instead of claimed, or once it is skipped.
     """
 
     order: Order = "prompt"
     looks_ahead: int | None = 0
+    arguments: tuple[str, ...] = ()
 
     def __init__(self, window: int) -> None:
         if window < 1:
             raise ValueError(f"window: got {window}, expected at least 1")
         self.window = window
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         prompts = candidates.prompts.tolist()
         if prompts and prompts[0] == NO_POSITION:
             raise ValueError(
@@ -203,7 +233,7 @@ class Windowed:
                 "prompt stream, which `in_order` and `windowed` follow"
             )
         progress, count = candidates.progress, 0
-        for number in prompts[:wanted]:
+        for number in prompts[: request.most]:
             if number >= progress.first + self.window:
                 break
             progress.settle((number,))
@@ -211,14 +241,15 @@ class Windowed:
         return np.arange(count)
 
 
-def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:
-    """Let a sampler choose, and check its choice. Returns the positions of the items to take, int64, `wanted` or fewer.
+def chosen(sampler: Sampler, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
+    """Let a sampler choose, and check its choice. Returns the positions of the items to take, int64, at most
+    `request.most`.
 
     Raises SamplerError when the sampler raises an error, or when its choice is not a 1-D array of integers, is out of
     range or has repeats.
     """
     try:
-        positions = np.asarray(sampler.select(candidates, wanted))
+        positions = np.asarray(sampler.select(candidates, request))
     except Exception as error:  # whatever a user's sampler raises: it is the claimer who must be told
         raise SamplerError(f"{_name(sampler)} raised {type(error).__name__}: {error}") from error
     if positions.ndim != 1 or (positions.dtype.kind not in "iu" and len(positions)):
@@ -232,37 +263,28 @@ def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:
         raise SamplerError(f"{_name(sampler)} chose item {outside[0]} of {len(candidates)} that it was offered")
     if len(np.unique(positions)) < len(positions):
         raise SamplerError(f"{_name(sampler)} chose an item twice")
-    return positions[:wanted]
+    return positions[: request.most]
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a claim as a dict. Raises ValueError naming the first one that is not a plain value,
+    which is None, bool, int of 64 bits, float, str, bytes, or a list, tuple or dict (with str as keys) of such
+    values."""
+    for name, value in arguments.items():
+        if not (isinstance(name, str) and _is_plain(value)):
+            raise ValueError(f"arguments: got {name!r}: {value!r}, expected names and plain values")
+    return dict(arguments)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 64
+    return value is None or type(value) in (bool, float, str, bytes)
 
 
 def _name(sampler: Sampler) -> str:
     return f"sampler {type(sampler).__name__}"
-
-
-def build_sampler(task: TaskConfig) -> Sampler:
-    """Build the task's sampler. Raises ValueError for an unknown name, for options that the sampler does not take, and
-    for a factory that does not return a Sampler."""
-    where = f"task {task.name!r}: sampler {task.sampler!r}"
-    try:
-        if task.sampler == "oldest_version_first":
-            return FirstInOrder("version", **task.options)
-        if task.sampler == "ready_first":
-            return FirstInOrder("ready", **task.options)
-        if task.sampler == "in_order":
-            return Windowed(1, **task.options)
-        if task.sampler == "windowed":
-            return Windowed(**task.options)
-        if ":" not in task.sampler:
-            raise ValueError(
-                "expected oldest_version_first, ready_first, in_order, windowed or package.module:function"
-            )
-        built = import_object(task.sampler, "factory")(**task.options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
-    if (
-        getattr(built, "order", None) not in ORDERS
-        or not hasattr(built, "looks_ahead")
-        or not callable(getattr(built, "select", None))
-    ):
-        raise ValueError(f"{where}: its factory returned {built!r}, expected a Sampler (order, looks_ahead, select)")
-    return built

@@ -2,9 +2,9 @@
 
 request          waits for                       unblocked by
 claim            its turn in its task's queue    the claim before it (first come, first served)
-                 enough ready rows, and its      commit, release(retry), a lease that expires, clear
-                 sampler's choice of them
-lookup (wait)    keys that are put, fields        commit
+                 enough ready rows, and its      commit, release(retry), a lease that expires, reset,
+                 sampler's choice of them        skip, clear
+lookup (wait)    keys that are put, fields       commit
                  that are written
 reserve (put)    its turn among waiting puts     the put before it
                  space                           revoking the credit of idle writers; blocks freed by
@@ -25,6 +25,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from ...codecs import messages
 from ..block_store import Serving, StoreHost
@@ -152,12 +154,15 @@ class DirectoryService:
             lease_s=config.lease_s,
             reserve_s=config.reserve_s,
             plane_id=host.spec.plane_id,
+            samplers=config.samplers,
         )
         self._config = config
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
-        self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
+        self._claim_queues: dict[tuple[str, str, bytes], Queue] = defaultdict(Queue)
+        """Queues of the claims that wait, by partition, task and arguments of the claim. A rank whose share is ready
+        must not wait behind a rank that is ahead of it."""
         self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
         """Event for each partition, by name. It is fired when waiting claims should try again."""
@@ -167,6 +172,7 @@ class DirectoryService:
         self._closed = False
         self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
             "register": self._register,
+            "add_tasks": self._add_tasks,
             "unregister": self._unregister,
             "describe": self._describe,
             "add_fields": self._add_fields,
@@ -181,11 +187,15 @@ class DirectoryService:
             "lookup": self._lookup,
             "claim": self._claim,
             "renew": self._renew,
+            "renew_rows": self._renew_rows,
             "release": self._release,
+            "skip": self._skip,
+            "reset": self._reset,
             "clear": self._clear,
             "clear_stale": self._clear_stale,
             "status": self._status,
             "plane": self._plane,
+            "task_status": self._task_status,
             "store": self._serve,
         }
 
@@ -426,15 +436,15 @@ class DirectoryService:
         request = messages.decode(payload, requests.Claim)
         claim = request.rows
         self._directory.check_claim(claim)
-        queue = self._claim_queues[claim.partition, claim.task]
-        if not queue.waiting:
+        name = (claim.partition, claim.task, msgspec.msgpack.encode(claim.arguments, order="deterministic"))
+        if name not in self._claim_queues:
             receipt = self._directory.claim(claim, self._now())
             if receipt is not None:
                 return receipt.to_bytes()
-        return self._claim_later(claim, queue, request.timeout_s)
+        return self._claim_later(claim, name, request.timeout_s)
 
-    async def _claim_later(self, claim: ClaimRows, queue: Queue, timeout_s: float) -> bytes:
-        with queue.place(f"{claim.num_rows} rows") as place:
+    async def _claim_later(self, claim: ClaimRows, name: tuple[str, str, bytes], timeout_s: float) -> bytes:
+        with self._in_queue(name, claim.wanted) as (queue, place):
             try:
                 async with asyncio.timeout(timeout_s), place.turn:
                     # No await between a lease and its reply: a claim that is cut off holds no rows.
@@ -454,6 +464,11 @@ class DirectoryService:
         lease_ids = messages.decode(payload, requests.Renew).lease_ids
         return messages.encode(self._directory.renew(lease_ids, self._now()))
 
+    def _renew_rows(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.RenewRows)
+        self._directory.renew_rows(request.partition, request.lease_id, unpack_keys(request.keys), self._now())
+        return b""
+
     def _release(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Release)
         keys = unpack_keys(request.keys)
@@ -463,6 +478,19 @@ class DirectoryService:
             if (pulse := self._ready.get(request.partition)) is not None:
                 pulse.fire()
         return b""
+
+    def _skip(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Skip)
+        self._directory.skip(request.partition, request.task, request.positions)
+        self._ready_pulse(request.partition).fire()
+        return b""
+
+    def _reset(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Reset)
+        keys = None if request.keys is None else unpack_keys(request.keys)
+        found = self._directory.reset(request.partition, request.task, keys)
+        self._ready_pulse(request.partition).fire()
+        return messages.encode(found)
 
     def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Clear)
@@ -491,6 +519,11 @@ class DirectoryService:
         )
         return b"" if freed is None else self._dropped(request.partition, b"", freed)
 
+    def _add_tasks(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.AddTasks)
+        self._directory.add_tasks(request.partition, request.tasks)
+        return b""
+
     def _unregister(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         partition = messages.decode(payload, requests.Unregister).partition
         count, freed = self._directory.unregister(partition)
@@ -501,8 +534,6 @@ class DirectoryService:
         the store."""
         reply = self._cleared(partition, body, freed)  # claims that wait notice that it is gone
         self._ready.pop(partition)
-        for key in [key for key, queue in self._claim_queues.items() if key[0] == partition and not queue.waiting]:
-            del self._claim_queues[key]
         return reply
 
     def _describe(self, payload: bytes) -> bytes:
@@ -540,6 +571,10 @@ class DirectoryService:
             requests.Plane(self._config.model_dump_json(), spec.kind, spec.run_id, spec.address, spec.plane_id)
         )
 
+    def _task_status(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.StatusOfTask)
+        return messages.encode(self._directory.task_status(request.partition, request.task, request.fields))
+
     def _serve(self, payload: bytes) -> bytes:
         if not isinstance(self._host, Serving):
             raise ValueError(f"store {self._store.spec.kind!r} does not serve bytes through the directory")
@@ -558,6 +593,18 @@ class DirectoryService:
             await pulse.wait(seen)
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")
+
+    @contextmanager
+    def _in_queue(self, name: tuple[str, str, bytes], wants: str) -> Iterator[tuple[Queue, _Place]]:
+        """Take a place in a queue of claims for as long as the context lasts. The queue is removed with its last
+        caller, as the arguments of claims have any number of values."""
+        queue = self._claim_queues[name]
+        try:
+            with queue.place(wants) as place:
+                yield queue, place
+        finally:
+            if not queue.waiting:
+                del self._claim_queues[name]
 
     @asynccontextmanager
     async def _turn(self, place: _Place, deadline: float) -> AsyncIterator[None]:

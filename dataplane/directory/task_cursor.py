@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
+from ..status import TaskReset, TaskStatus
 from .ready import ReadyView
-from .rows import GroupTable, RowTable, grown
-from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
+from .rows import UNWRITTEN, GroupTable, Notes, RowTable, grown
+from .sampler_factory import build_sampler
+from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, chosen
 
 DONE = -1
 """Value in a cursor's column for a row that the task has finished. The value 0 means that the row is free, and a
@@ -27,10 +30,13 @@ class TaskCursor:
     """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps
     indexes of the rows that it may claim."""
 
-    def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
-        """Raise ValueError for an unknown sampler, or for options that the sampler does not take."""
+    def __init__(
+        self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable, samplers: Collection[str]
+    ) -> None:
+        """Raise ValueError for an unknown sampler, or for options that the sampler does not take. samplers: import
+        paths of the samplers that are not built in."""
         self.config = config
-        self.sampler = build_sampler(config)
+        self.sampler = build_sampler(config, samplers)
         self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
         """Progress in the prompt stream; None for samplers that do not follow the prompts."""
         self.column = np.empty(0, dtype=np.int64)
@@ -39,6 +45,8 @@ class TaskCursor:
         self._partition = partition
         self._rows = rows
         self._groups = groups
+        self._notes = Notes()
+        """Numbers that the sampler noted for rows that the task has not finished."""
         self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
 
     def view(self, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
@@ -69,25 +77,36 @@ class TaskCursor:
         """Number of rows that the task's latest claim skipped because their version was too old."""
         return next(reversed(self._views.values())).num_stale if self._views else 0
 
-    def choose(self, view: ReadyView, num_rows: int) -> np.ndarray | None:
-        """Return the rows that a claim takes now, int64 `[num_rows]`. Returns None when too few are ready or the
-        sampler waits for more.
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a claim gives the sampler just the arguments that it takes."""
+        expected = sorted(self.sampler.arguments)
+        if sorted(arguments) != expected:
+            raise ValueError(
+                f"claim: got the arguments {sorted(arguments)}, but sampler {self.config.sampler!r} of task "
+                f"{self.config.name!r} takes {expected or 'none'}"
+            )
+
+    def choose(
+        self, view: ReadyView, most_rows: int, least_rows: int, arguments: Mapping[str, Any]
+    ) -> np.ndarray | None:
+        """Return the rows that a claim takes now, int64 `[least_rows to most_rows]`. Returns None when too few are
+        ready or the sampler waits for more.
 
         Raises SamplerError when the sampler fails or makes an invalid choice.
         """
-        wanted = num_rows // view.rows_per_item
-        if view.num_items < wanted:
+        request = ClaimRequest(most_rows // view.rows_per_item, least_rows // view.rows_per_item, arguments)
+        if view.num_items < request.least:
             return None
         if isinstance(self.sampler, FirstInOrder):
-            return view.rows_of(view.first(wanted))
+            return view.rows_of(view.first(request.most))
         ahead = self.sampler.looks_ahead
-        items = view.first(view.num_items if ahead is None else wanted + ahead)
+        items = view.first(view.num_items if ahead is None else request.most + ahead)
         try:
-            positions = chosen(self.sampler, view.candidates(items), wanted)
+            positions = chosen(self.sampler, view.candidates(items, self._notes), request)
         except SamplerError as error:
             message = f"task {self.config.name!r}, sampler {self.config.sampler!r}: {error.message}"
             raise SamplerError(message, op="claim", partition=self._partition) from error
-        return view.rows_of(items[positions]) if len(positions) == wanted else None
+        return view.rows_of(items[positions]) if len(positions) >= request.least else None
 
     def lease(self, rows: np.ndarray, lease_id: int) -> None:
         """Mark free rows as held by a lease, and their positions in the prompt stream as settled."""
@@ -115,6 +134,7 @@ class TaskCursor:
         held them; an id occurs once for each row."""
         self.refresh(rows)
         held = self._assign(rows, 0)
+        self._notes.forget(rows)
         self._settle(rows)
         return held[held > 0]
 
@@ -127,14 +147,46 @@ class TaskCursor:
         self.num_leased += len(rows) * (value > 0)
         self.num_done += len(rows) * (value == DONE)
         self.column[rows] = value
+        if value == DONE:
+            self._notes.forget(rows)
         return before
 
-    def waits_for(self) -> str:
-        """Return the text to append to a ClaimTimeout's message, naming the prompt that the sampler waits for; "" for
-        samplers that do not follow the order of the prompts."""
+    def skip(self, positions: np.ndarray) -> None:
+        """Settle positions of the prompt stream, int64 `[N]`. Raises ValueError for a negative position, and if the
+        task's sampler does not follow the prompts."""
         if self.progress is None:
-            return ""
-        return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
+            raise ValueError(
+                f"skip: sampler {self.config.sampler!r} of task {self.config.name!r} does not follow the prompts, "
+                "expected a task that does, such as one with the sampler 'in_order'"
+            )
+        if len(positions) and positions.min() < 0:
+            raise ValueError(f"skip: got position {positions.min()}, expected positions from 0")
+        self.progress.settle(positions.tolist())
+
+    def reset(self, rows: np.ndarray) -> TaskReset:
+        """Mark the finished ones among `rows`, given without repeats, as free."""
+        states = self.column[rows]
+        finished = rows[states == DONE]
+        self.set(finished, 0)
+        return TaskReset(len(finished), int((states > 0).sum()))
+
+    def status(self, fields: Iterable[str]) -> TaskStatus:
+        """Return the task's progress, counting rows as ready if all of `fields` are written."""
+        ready = self.column[: self._rows.capacity] == 0
+        for name in fields:
+            ready &= self._rows.slots[name] != UNWRITTEN  # so it is for row numbers without a row
+        num_rows, num_ready = len(self._rows), int(ready.sum())
+        not_ready = num_rows - num_ready - self.num_leased - self.num_done
+        first, ahead = (None, 0) if self.progress is None else (self.progress.first, len(self.progress.ahead))
+        return TaskStatus(num_rows, num_ready, self.num_leased, self.num_done, not_ready, first, ahead)
+
+    def waits_for(self, *, enough: bool) -> str:
+        """Return the text to append to a ClaimTimeout's message, which says what the sampler waits for, if it is the
+        sampler that waits. enough: whether as many rows are ready as the claim takes at least."""
+        if self.progress is not None:
+            return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
+        waits = enough and not isinstance(self.sampler, FirstInOrder)
+        return f", and sampler {self.config.sampler!r} waits for others" if waits else ""
 
     def _settle(self, rows: np.ndarray) -> None:
         if self.progress is not None:
@@ -176,6 +228,10 @@ class LeaseBook:
         self._leases[lease.lease_id] = lease
         heapq.heappush(self._deadlines, (lease.deadline, lease.lease_id))
         return lease
+
+    def get(self, lease_id: int) -> Lease | None:
+        """Return a lease, or None if it has ended."""
+        return self._leases.get(lease_id)
 
     def drop_rows(self, lease_ids: np.ndarray) -> None:
         """Reduce the number of rows that a lease holds by one for each time that its id occurs in `lease_ids`. A lease

@@ -16,6 +16,7 @@ from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.tests import process_pool
 from headrace.tests.dataplane.planes import as_seen, store_config
 from headrace.tests.dataplane.rows import SCHEMA, fresh_run_id
+from headrace.tests.dataplane.stubborn import STUBBORN
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -62,7 +63,7 @@ def kind(request: pytest.FixtureRequest, no_shared_memory_left: None) -> str:
 def plane(kind: str) -> Iterator[DataPlane]:
     """A data plane in this process, with room and time."""
     store = store_config(kind, capacity_mib=64, num_units=2)
-    config = DataPlaneConfig(store=store, timeout_s=20, block_rows=8, integrity="verify")
+    config = DataPlaneConfig(store=store, timeout_s=20, block_rows=8, integrity="verify", samplers=(STUBBORN,))
     with as_seen(kind, open_data_plane(config, run_id=fresh_run_id(), in_process=True)) as plane:
         yield plane
 

@@ -18,6 +18,7 @@ from ...actors.rollout.journal import JournalConfig
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...dataplane.config import DataPlaneConfig
 from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.plans import Budget
@@ -55,6 +56,14 @@ def sampler(config: Config) -> str:
     if algorithm.sampler != "auto":
         return algorithm.sampler
     return "in_order" if config.run.deterministic else SAMPLERS[algorithm.mode]
+
+
+def data_plane(config: Config) -> DataPlaneConfig:
+    """Return the settings of the run's data plane, which may import the run's own sampler."""
+    name, listed = sampler(config), config.dataplane.samplers
+    if ":" not in name or name in listed:
+        return config.dataplane
+    return config.dataplane.model_copy(update={"samplers": (*listed, name)})
 
 
 def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:

@@ -312,7 +312,12 @@ def launched(
         stack.callback(cluster.close)
         heartbeat.enter("starting the data plane", start_s)
         plane = stack.enter_context(
-            open_data_plane(config.dataplane, run_id=run_id, one_host=cluster.num_nodes == 1, start_timeout_s=start_s)
+            open_data_plane(
+                actor_specs.data_plane(config),
+                run_id=run_id,
+                one_host=cluster.num_nodes == 1,
+                start_timeout_s=start_s,
+            )
         )
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)

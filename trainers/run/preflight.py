@@ -16,7 +16,8 @@ from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
 from ...codecs.host_memory import total_memory
 from ...codecs.owned_folder import try_lock
-from ...dataplane.directory.samplers import build_sampler
+from ...dataplane.directory.rank_samplers import RankShares
+from ...dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
 from ...dataplane.factory import check_store
 from ..base_model.prepare import check_model
 from ..cluster import actor_specs
@@ -104,10 +105,19 @@ def _check_tools(config: Config) -> None:
 
 
 def _check_sampler(config: Config) -> None:
+    task = actor_specs.task(config, 0, ())
     try:
-        build_sampler(actor_specs.task(config, 0, ()))
+        if task.sampler in FOR_RANKS:
+            needed = RankShares.arguments
+        else:
+            needed = build_sampler(task, actor_specs.data_plane(config).samplers).arguments
     except ValueError as error:
         raise ValueError(f"algorithm.sampler: {error}") from error
+    if needed:
+        raise ValueError(
+            f"algorithm.sampler: got {task.sampler!r}, whose claims need the arguments {list(needed)}; expected a "
+            "sampler without arguments, because the driver claims for all ranks together"
+        )
 
 
 # ---------------------------------------------------------------- the machine

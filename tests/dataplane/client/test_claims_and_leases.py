@@ -90,6 +90,29 @@ def test_a_lease_lasts_as_long_as_its_client() -> None:
         assert client.claim("p", "a", ("ids",), 1).keys == again.keys, "its rows return"
 
 
+def test_a_receipt_that_was_handed_over_is_renewed_by_its_new_holder() -> None:
+    with open_data_plane(config(lease_s=0.6), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        client.put("p", ["a.0", "b.0", "c.0"], {"ids": ids(3)})
+        first = connect(plane.handle)
+        meta = first.claim("p", "a", ("ids",), 3)
+        first.close()  # renews no more
+        client.renew(meta.select([0, 1]))
+        while (status := client.status()).oldest_lease_s < 1.5:
+            assert status.leased_rows == 3, "the lease of a live consumer has run out"
+            time.sleep(0.05)
+        client.release(meta.select([0]), "a", "done")
+        with pytest.raises(LeaseLost, match=r"no longer holds 1 of 3 rows \(op=renew .*keys=\['a.0'\]"):
+            client.renew(meta)
+        client.release(meta.select([1]), "a", "retry")  # the last row for which this client renews
+        again = client.claim("p", "a", ("ids",), 2)
+        assert sorted(again.keys) == ["b.0", "c.0"], "the third row returns when nobody renews it"
+        with pytest.raises(LeaseLost, match="3 of 3"):
+            client.renew(meta)
+        with pytest.raises(ValueError, match="renew: the receipt has no lease"):
+            client.renew(client.lookup("p", ["a.0"]))
+
+
 def test_leases_are_renewed_for_asyncio_too_and_a_blocked_loop_keeps_them() -> None:
     with open_data_plane(config(lease_s=1.0), in_process=True) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))

@@ -38,7 +38,7 @@ class OwnLink:
 
 def renewing(link: OwnLink) -> LeaseRenewal:
     leases = LeaseRenewal(cast(Link, link), LEASE_S)
-    leases.add(5, 2)
+    leases.add(5, ("a.0", "a.1"))
     return leases
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.directory.samplers import Candidates, TaskConfig
+from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
 from headrace.dataplane.errors import DuplicateKeys, KeysNotFound, SchemaMismatch
-from headrace.dataplane.factory import DataPlane, connect
-from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
+from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
 
 KEYS = ["a.0", "a.1", "b.0", "b.1"]
 
@@ -24,17 +25,25 @@ class OneSource:
 
     order = "version"
     looks_ahead = None
+    arguments = ()
 
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+    def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         if "source" not in candidates.tags:
             return np.empty(0, np.int64)
-        return np.flatnonzero((candidates.tags["source"] == "math").all(axis=1))[:wanted]
+        return np.flatnonzero((candidates.tags["source"] == "math").all(axis=1))[: request.most]
+
+
+ONE_SOURCE = f"{__name__}:OneSource"
 
 
 @pytest.fixture
-def picky(client: DataPlaneClient) -> DataPlaneClient:
-    client.register("q", SCHEMA, [TaskConfig("a", f"{__name__}:OneSource")])
-    return client
+def picky() -> Iterator[DataPlaneClient]:
+    with (
+        open_data_plane(config(samplers=(ONE_SOURCE,)), in_process=True) as plane,
+        connect(plane.handle) as client,
+    ):
+        client.register("q", SCHEMA, [TaskConfig("a", ONE_SOURCE)])
+        yield client
 
 
 def test_texts_come_back_with_receipts(client: DataPlaneClient) -> None:

@@ -123,6 +123,36 @@ def test_waiting_claim_is_woken_by_the_put_that_completes_it(client: Any, plane:
     consumer.close()
 
 
+def test_at_least_waits_for_few_and_takes_as_many_as_are_ready(client: Any, partition: str) -> None:
+    keys = keys_of(range(3))
+    client.put(partition, keys[:1], columns(keys[:1]))
+    with pytest.raises(ClaimTimeout, match="of 2 to 8 rows; 1 of"):
+        client.claim(partition, "train", FIRST, 8, at_least=2, timeout_s=0.05)
+    thread, result = in_thread(lambda: client.claim(partition, "train", FIRST, 8, at_least=2, timeout_s=10))
+    client.put(partition, keys[1:5], columns(keys[1:5]))
+    thread.join(10)
+    assert result[0].keys == tuple(keys[:5])
+    assert_rows(client.get(result[0]), keys[:5], FIRST)
+    client.put(partition, keys[5:], columns(keys[5:]))
+    assert client.claim(partition, "train", FIRST, 6, at_least=1).keys == tuple(keys[5:11])
+    with pytest.raises(ValueError, match="at_least=6, expected a multiple of 4"):
+        client.claim(partition, "eval", FIRST, 8, at_least=6, whole_groups=True)
+    assert client.claim(partition, "eval", FIRST, 100, at_least=4, whole_groups=True).keys == tuple(keys)
+
+
+def test_rows_newer_than_max_version_are_passed_over_and_stay(client: Any, partition: str) -> None:
+    keys = keys_of(range(3))
+    for number, version in enumerate((2, 8, 5)):
+        group = keys[4 * number : 4 * number + 4]
+        client.put(partition, group, columns(group), versions=version)
+    meta = client.claim(partition, "train", FIRST, 12, at_least=8, whole_groups=True, max_version=5)
+    assert meta.keys == (*keys[:4], *keys[8:])
+    with pytest.raises(ClaimTimeout, match="4 newer than max_version=5"):
+        client.claim(partition, "train", FIRST, 1, max_version=5, timeout_s=0.05)
+    assert client.status(partition).stale_rows == 0
+    assert client.claim(partition, "train", FIRST, 4, min_version=6, max_version=8).keys == tuple(keys[4:8])
+
+
 def test_claims_of_a_task_are_served_in_the_order_they_came(client: Any, partition: str) -> None:
     waiting = []
     for _ in range(3):

@@ -11,32 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.dataplane.client.async_client import AsyncDataPlaneClient
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.directory.samplers import Candidates, TaskConfig
-from headrace.dataplane.errors import ClaimTimeout, SamplerError
+from headrace.dataplane.directory.samplers import TaskConfig
+from headrace.dataplane.errors import ClaimTimeout, KeysNotFound, SamplerError
 from headrace.dataplane.factory import DataPlane, connect_async
 from headrace.dataplane.meta import POSITION
+from headrace.dataplane.status import TaskReset, TaskStatus
 from headrace.tests.dataplane.rows import FIRST, SCHEMA, assert_rows, columns
+from headrace.tests.dataplane.stubborn import STUBBORN
 
 pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")
 
 
-class Stubborn:
-    """Asks for rows that it was not offered."""
-
-    order = "version"
-    looks_ahead = 0
-
-    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        return np.arange(wanted) + len(candidates)
-
-
 TASKS = (
     TaskConfig("train", "in_order"),
+    TaskConfig("ranks", "rank_aware", {"num_ranks": 2}),
     TaskConfig("wide", "windowed", {"window": 2}, first_prompt=10),
-    TaskConfig("bad", f"{__name__}:Stubborn"),
+    TaskConfig("bad", STUBBORN),
 )
 
 
@@ -96,12 +90,45 @@ def test_clear_of_the_missing_prompt_wakes_a_claim_too(ordered: Any) -> None:
     assert result[0].keys == tuple(group(1))
 
 
+def test_skip_of_the_missing_prompt_wakes_a_claim_too(ordered: Any) -> None:
+    client, partition = ordered
+    put(client, partition, 2)
+    thread, result = waiting_claim(client, lambda: claim(client, partition, 1, timeout_s=10))
+    client.skip(partition, "train", range(2))
+    thread.join(10)
+    assert result[0].keys == tuple(group(2))
+    with pytest.raises(ValueError, match="positions: got float64"):
+        client.skip(partition, "train", [0.5])
+
+
+def test_reset_wakes_a_claim_and_the_status_of_a_task_counts_its_rows(ordered: Any) -> None:
+    client, partition = ordered
+    for number in (0, 1, 3):
+        put(client, partition, number)
+    client.put(partition, group(4)[:1], {"reward": columns(group(4)[:1])["reward"]})
+    meta = claim(client, partition, 2)
+    client.release(meta.select(np.arange(4)), "train", "done")
+    assert client.task_status(partition, "train", FIRST) == TaskStatus(13, 4, 4, 4, 1, 2, 0)
+    assert client.task_status(partition, "train") == TaskStatus(13, 0, 4, 4, 5, 2, 0)
+    assert client.task_status(partition, "bad", ["reward"]) == TaskStatus(13, 13, 0, 0, 0, None, 0)
+    thread, result = waiting_claim(client, lambda: claim(client, partition, 1, timeout_s=10))
+    assert client.reset(partition, "train") == TaskReset(4, 4)
+    thread.join(10)
+    assert result[0].keys == tuple(group(0))
+    client.release(meta.select(np.arange(4, 8)), "train", "done")
+    assert client.reset(partition, "train", group(1)[:2]) == TaskReset(2, 0)
+    with pytest.raises(KeysNotFound, match="nothing"):
+        client.reset(partition, "train", ["nothing"])
+    with pytest.raises(ValueError, match="task 'nobody'"):
+        client.task_status(partition, "nobody")
+
+
 def test_options_travel_and_are_compared(ordered: Any) -> None:
     client, partition = ordered
     client.register(partition, SCHEMA, TASKS[::-1], group_size=4)
     with pytest.raises(ValueError, match="tasks .*'window': 3.*registered with .*'window': 2"):
         client.register(
-            partition, SCHEMA, (*TASKS[::2], TaskConfig("wide", "windowed", {"window": 3}, 10)), group_size=4
+            partition, SCHEMA, (*TASKS[:2], TASKS[3], TaskConfig("wide", "windowed", {"window": 3}, 10)), group_size=4
         )
     for number in (11, 12):
         put(client, partition, number)
@@ -134,8 +161,37 @@ def test_a_bad_sampler_is_an_error_of_the_claim_and_leases_nothing(ordered: Any)
         client.claim(partition, "bad", FIRST, 4)
     assert client.status(partition).leased_rows == 0
     assert claim(client, partition, 1).keys == tuple(group(0))
-    with pytest.raises(ValueError, match="'in_oder': expected"):
-        client.register("never", SCHEMA, (TaskConfig("train", "in_oder"),))
+    for name in ("in_oder", "os:system"):
+        with pytest.raises(ValueError, match=f"'{name}': expected .* the configuration key dataplane.samplers lists"):
+            client.register("never", SCHEMA, (TaskConfig("train", name, {"command": "true"}),))
+
+
+def test_a_rank_that_is_ahead_does_not_hold_up_the_others(ordered: Any) -> None:
+    client, partition = ordered
+
+    def share(rank: int, **options: Any) -> Any:
+        return client.claim(
+            partition, "ranks", FIRST, 4, whole_groups=True, arguments={"rank": rank}, **{"timeout_s": 10} | options
+        )
+
+    for number in range(2):
+        put(client, partition, number)
+    assert share(0).keys == tuple(group(0))
+    thread, result = waiting_claim(client, lambda: share(0))
+    assert share(1).keys == tuple(group(1))
+    for number in (2, 3):
+        put(client, partition, number)
+    thread.join(10)
+    assert result[0].keys == tuple(group(2)) and share(1).keys == tuple(group(3))
+    with pytest.raises(
+        ValueError, match=r"got the arguments \[\], but sampler 'rank_aware' of task 'ranks' takes \['rank"
+    ):
+        client.claim(partition, "ranks", FIRST, 4, whole_groups=True)
+    with pytest.raises(ValueError, match="got the arguments .'rank'.*'in_order' of task 'train' takes none"):
+        claim(client, partition, 1, arguments={"rank": 0})
+    with pytest.raises(ValueError, match="arguments: got 'rank': tensor"):
+        share(torch.tensor(0))  # pyright: ignore[reportArgumentType]
+    assert client.status().waiting_claims == 0
 
 
 def test_async_client_chooses_and_clears_alike(ordered: Any, plane: DataPlane) -> None:
@@ -154,6 +210,6 @@ def test_async_client_chooses_and_clears_alike(ordered: Any, plane: DataPlane) -
 
 
 def test_both_clients_take_the_same_arguments(kind: str) -> None:
-    for name in ("register", "claim", "clear_stale"):
+    for name in ("register", "add_tasks", "claim", "renew", "skip", "reset", "task_status", "clear_stale"):
         blocking, twin = (inspect.signature(getattr(each, name)) for each in (DataPlaneClient, AsyncDataPlaneClient))
         assert blocking == twin, name

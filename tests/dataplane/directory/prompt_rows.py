@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from headrace.dataplane.directory.directory import Directory
@@ -28,7 +30,8 @@ def placed(*numbers: int, rows: int = GROUP) -> dict[str, np.ndarray]:
 
 
 def opened(sampler: str, *, first_prompt: int = 0, group_size: int = GROUP, **options: object) -> Directory:
-    directory = Directory(capacity_bytes=1 << 30, lease_s=1e9, reserve_s=5.0)
+    own = (sampler,) if ":" in sampler else ()
+    directory = Directory(capacity_bytes=1 << 30, lease_s=1e9, reserve_s=5.0, samplers=own)
     tasks = (TaskConfig("a", sampler, dict(options), first_prompt), "b")
     directory.register("p", SCHEMA, tasks, group_size)
     return directory
@@ -38,8 +41,10 @@ def put_prompt(directory: Directory, number: int, version: int = 0) -> None:
     put(directory, keys_of(number), FIELDS, versions=np.full(GROUP, version), tags=placed(number))
 
 
-def claim(directory: Directory, groups: int = 1, *, min_version: int | None = None) -> KVBatchMeta | None:
-    return directory.claim(ClaimRows("p", "a", FIELDS, groups * GROUP, True, min_version), 0.0)
+def claim(directory: Directory, groups: int = 1, *, at_least: int | None = None, **options: Any) -> KVBatchMeta | None:
+    """Claim up to `groups` prompts, and at least `at_least` of them (None: all)."""
+    least = None if at_least is None else at_least * GROUP
+    return directory.claim(ClaimRows("p", "a", FIELDS, groups * GROUP, True, at_least=least, **options), 0.0)
 
 
 def taken(meta: KVBatchMeta | None) -> list[int]:

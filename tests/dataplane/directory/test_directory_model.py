@@ -13,6 +13,7 @@ from headrace.dataplane.directory.directory import ClaimRows, Directory, Outcome
 from headrace.dataplane.errors import AlreadyWritten, LeaseLost, SchemaMismatch
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.partition_rows import PartitionRows
+from headrace.dataplane.status import TaskReset
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, commit, make_put
 
 
@@ -56,14 +57,20 @@ class Model:
     def live_blocks(self) -> set[int]:
         return {place[0] for row in self.rows.values() for place in row.places.values()}
 
-    def claimable(self, task: str, fields: tuple[str, ...], whole: bool) -> list[str]:
+    def claimable(
+        self, task: str, fields: tuple[str, ...], whole: bool, low: int | None, high: int | None
+    ) -> list[str]:
+        def is_within(rows: list[ModelRow]) -> bool:
+            versions = [row.version for row in rows]
+            return (low is None or min(versions) >= low) and (high is None or max(versions) <= high)
+
         free = [r for r in self.rows.values() if r.state[task] == 0 and set(fields) <= set(r.places)]
         if not whole:
-            return [r.key for r in sorted(free, key=lambda r: (r.version, r.arrival))]
+            return [r.key for r in sorted(free, key=lambda r: (r.version, r.arrival)) if is_within([r])]
         groups: dict[str, list[ModelRow]] = {}
         for row in sorted(free, key=lambda r: r.arrival):
             groups.setdefault(row.key.rpartition(".")[0], []).append(row)
-        full = [g for g in groups.values() if len(g) == GROUP]
+        full = [g for g in groups.values() if len(g) == GROUP and is_within(g)]
         full.sort(key=lambda g: (min(r.version for r in g), min(r.arrival for r in g)))
         return [row.key for group in full for row in group]
 
@@ -147,10 +154,14 @@ class Run:
         task = self.random.choice("ab")
         fields = tuple(self.random.sample(list(SCHEMA), self.random.randint(1, 2)))
         whole = self.random.random() < 0.5
-        count = self.random.randint(1, 3) * (GROUP if whole else 1)
-        expected = self.model.claimable(task, fields, whole)
-        meta = self.directory.claim(ClaimRows("p", task, fields, count, whole), self.now)
-        if len(expected) < count:
+        unit = GROUP if whole else 1
+        count = self.random.randint(1, 3) * unit
+        least = self.random.choice([None, *range(unit, count + 1, unit)])
+        low, high = sorted(self.random.choices(range(-1, 4), k=2))
+        bounds = (self.random.choice([None, low]), self.random.choice([None, high]))
+        expected = self.model.claimable(task, fields, whole, *bounds)
+        meta = self.directory.claim(ClaimRows("p", task, fields, count, whole, *bounds, least), self.now)
+        if len(expected) < (least or count):
             assert meta is None
             return
         assert meta is not None and list(meta.keys) == expected[:count]
@@ -181,6 +192,16 @@ class Run:
         self.directory.tag("p", keys, {"t": np.full(len(keys), 9, np.float32)})
         for key in keys:
             self.model.rows[key].tag = 9
+
+    def reset(self) -> None:
+        task = self.random.choice("ab")
+        keys = self.random.sample(sorted(self.model.rows), min(len(self.model.rows), self.random.randint(0, 6)))
+        everything = self.random.random() < 0.1
+        states = [self.model.rows[key].state for key in (self.model.rows if everything else keys)]
+        expected = TaskReset(sum(state[task] < 0 for state in states), sum(state[task] > 0 for state in states))
+        assert self.directory.reset("p", task, None if everything else keys) == expected
+        for state in states:
+            state[task] = max(0, state[task])
 
     def clear(self) -> None:
         keys = self.random.sample(sorted(self.model.rows), min(len(self.model.rows), self.random.randint(0, 6)))
@@ -217,6 +238,11 @@ class Run:
             states = [row.state[task] for row in rows]
             assert cursor.num_leased == sum(state > 0 for state in states)
             assert cursor.num_done == sum(state < 0 for state in states)
+            fields = tuple(self.random.sample(list(SCHEMA), self.random.randint(1, 3)))
+            ready = sum(row.state[task] == 0 and set(fields) <= set(row.places) for row in rows)
+            found = self.directory.task_status("p", task, fields)
+            counts = (found.ready, found.leased, found.done, found.not_ready)
+            assert counts[:3] == (ready, cursor.num_leased, cursor.num_done) and sum(counts) == found.rows == len(rows)
         assert (status.blocks, status.bytes_reserved) == (len(self.model.blocks), 0)
         keys = [row.key for row in rows if "ids" in row.places]
         self.check(self.directory.lookup("p", keys, ("ids",)))
@@ -238,7 +264,7 @@ class Run:
 @pytest.mark.parametrize("seed", range(12))
 def test_directory_agrees_with_the_model(directory: Directory, seed: int) -> None:
     run = Run(directory, seed)
-    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.clear, run.tag] + [run.wait]
+    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.reset, run.clear, run.tag, run.wait]
     for number in range(400):
         run.random.choice(steps)()
         if number % 10 == 0:

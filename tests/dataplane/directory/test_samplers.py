@@ -65,6 +65,24 @@ def test_in_order_goes_on_past_what_was_cleared_or_is_too_old() -> None:
     assert taken(claim(directory, 1)) == [2], "without a bound it is not too old any more"
 
 
+def test_in_order_goes_on_past_what_was_skipped() -> None:
+    directory = opened("in_order")
+    for number in (1, 3, 4):
+        put_prompt(directory, number)
+    directory.skip("p", "a", np.array([2, 0]))
+    assert taken(claim(directory, 2)) == [1, 3]
+    put_prompt(directory, 0)  # it came after all
+    assert taken(claim(directory, 2)) == [0, 4]
+    with pytest.raises(ValueError, match="got position -1"):
+        directory.skip("p", "a", np.array([5, -1]))
+    put_prompt(directory, 6)
+    assert claim(directory) is None, "a call that raises settles nothing"
+    with pytest.raises(ValueError, match="'oldest_version_first' of task 'b' does not follow the prompts"):
+        directory.skip("p", "b", np.array([0]))
+    with pytest.raises(ValueError, match="task 'c': partition 'p' has"):
+        directory.skip("p", "c", np.array([0]))
+
+
 def test_a_returned_prompt_is_taken_again_before_later_ones() -> None:
     directory = opened("in_order")
     for number in range(4):
@@ -85,6 +103,34 @@ def test_windowed_takes_what_is_ready_within_its_window_only() -> None:
     assert taken(claim(directory, 2)) == [0, 3]
 
 
+@pytest.mark.parametrize("sampler", ["oldest_version_first", "ready_first", "in_order", "windowed"])
+def test_at_least_takes_what_is_ready_and_no_more_than_n(sampler: str) -> None:
+    directory = opened(sampler, **({"window": 4} if sampler == "windowed" else {}))
+    put_prompt(directory, 0)
+    assert claim(directory, 3, at_least=2) is None
+    put_prompt(directory, 1)
+    assert taken(claim(directory, 3, at_least=2)) == [0, 1]
+    for number in range(2, 6):
+        put_prompt(directory, number)
+    assert taken(claim(directory, 3, at_least=1)) == [2, 3, 4]
+    assert taken(claim(directory, 3, at_least=1)) == [5]
+    assert claim(directory, 3, at_least=1) is None
+
+
+def test_in_order_takes_up_to_the_first_missing_prompt() -> None:
+    directory = opened("in_order")
+    for number in (0, 1, 3):
+        put_prompt(directory, number)
+    assert claim(directory, 4, at_least=3) is None
+    assert taken(claim(directory, 4, at_least=1)) == [0, 1]
+
+
+@pytest.mark.parametrize(("n", "at_least"), [(4, 0), (4, 6), (4, 3), (4, -2)])
+def test_at_least_is_a_multiple_of_the_group_size_up_to_n(n: int, at_least: int) -> None:
+    with pytest.raises(ValueError, match=f"at_least={at_least}, expected a multiple of 2 from 2 to n, which is {n}"):
+        opened("ready_first").claim(ClaimRows("p", "a", FIELDS, n, True, at_least=at_least), 0.0)
+
+
 def test_rows_without_groups_follow_the_stream_too() -> None:
     directory = opened("in_order", group_size=1)
     put(directory, ["a", "b"], FIELDS, tags=placed(1, 2, rows=1))
@@ -97,7 +143,9 @@ def test_rows_without_groups_follow_the_stream_too() -> None:
 # ------------------------------------------------------------------ properties
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["put", "put", "claim", "claim", "retry", "done", "clear"]), st.integers(0, 10**6)),
+    st.tuples(
+        st.sampled_from(["put", "put", "claim", "claim", "retry", "done", "clear", "skip"]), st.integers(0, 10**6)
+    ),
     min_size=10,
     max_size=120,
 )
@@ -154,6 +202,13 @@ class Story:
             number = sorted(self.free)[seed % len(self.free)]
             self.directory.clear("p", keys_of(number))
             self.free.discard(number)
+            self.settled.add(number)
+
+    def skip(self, seed: int) -> None:
+        """Skip a prompt that will never be put, where the task follows the prompts."""
+        if self.left and self.directory._partition("p").tasks["a"].progress is not None:
+            number = self.left.pop(seed % len(self.left))
+            self.directory.skip("p", "a", np.array([number]))
             self.settled.add(number)
 
 

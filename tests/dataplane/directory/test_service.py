@@ -35,3 +35,26 @@ def test_a_close_ends_every_claim_that_waits() -> None:
     for reply in asyncio.run(close_below_three_claims()):
         with pytest.raises(DirectoryLost, match="closed while this call waited"):
             requests.body_of(reply, "claim", 0.0)
+
+
+def test_queues_of_claims_go_with_their_last_claim() -> None:
+    """Claims with other arguments wait in other queues, and a program may give any number of arguments."""
+
+    async def claim_for_many_ranks() -> int:
+        service = DirectoryService(DataPlaneConfig(store=StoreConfig(kind="local")), LocalHost("run"))
+        task = TaskConfig("t", "rank_aware", {"num_ranks": 9})
+        await service.call("register", requests.encode(requests.Register("p", SCHEMA, (task,), 1)))
+        claims = [ClaimRows("p", "t", ("a",), 1, arguments={"rank": rank}) for rank in (*range(9), 0)]
+        waiting = [
+            asyncio.create_task(service.call("claim", requests.encode(requests.Claim(claim, 0.02 * number))))
+            for number, claim in enumerate(claims)
+        ]
+        await asyncio.sleep(0)  # each claim takes its place
+        found = len(service._claim_queues)
+        waiting[8].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert not service._claim_queues
+        await service.close()
+        return found
+
+    assert asyncio.run(claim_for_many_ranks()) == 9

@@ -403,7 +403,7 @@ def test_a_host_without_the_memory_is_told_at_the_start() -> None:
             start(config)
     small = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=1))
     check_store(small)
-    for start in (lambda: check_store(small, one_host=False), lambda: build_store_host(small, "x", one_host=False)):
+    for start in (lambda: check_store(small, one_host=False), lambda: build_store_host(small, "x", "10.0.0.1")):
         with pytest.raises(ValueError, match="dataplane.store.kind: got 'shm' for a run on several hosts"):
             start()
 

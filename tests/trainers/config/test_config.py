@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from headrace.tests.trainers.config.refusals import file_problems
-from headrace.trainers.cluster.actor_specs import bucket_mib
+from headrace.trainers.cluster.actor_specs import bucket_mib, data_plane
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import ConfigError, UserError
@@ -252,3 +252,12 @@ def test_buckets_are_larger_between_gpus(tmp_path: Path) -> None:
         assert bucket_mib(unset, kind, "cpu") == 64
         assert bucket_mib(unset, kind, "cuda:1") == (512 if kind in ("ipc", "collective") else 64)
         assert bucket_mib(given, kind, "cuda") == 8
+
+
+def test_the_data_plane_may_import_the_samplers_that_the_configuration_names(tmp_path: Path) -> None:
+    listed = load(tmp_path, "dataplane: {samplers: ['my:first']}")
+    assert data_plane(listed) is listed.dataplane and listed.dataplane.samplers == ("my:first",)
+    own = load(tmp_path, "dataplane: {samplers: ['my:first']}", "algorithm.sampler=my:second")
+    assert data_plane(own).samplers == ("my:first", "my:second")
+    both = load(tmp_path, "dataplane: {samplers: ['my:first']}", "algorithm.sampler=my:first")
+    assert data_plane(both).samplers == ("my:first",)

@@ -123,6 +123,7 @@ MISTAKES = {
         "rollout.tools: got 'saw', expected one",
     ),
     "sampler": (nothing, ["algorithm.sampler=foo"], "algorithm.sampler: task 'train': sampler 'foo': expected oldest"),
+    "sampler of ranks": (nothing, ["algorithm.sampler=rank_aware"], "got 'rank_aware', whose claims need the argum"),
     "megatron": (gpt2, ["trainer.backend=megatron"], "trainer.backend: got 'megatron', expected 'fsdp' for a model of"),
     "train heads": (nothing, ["trainer.tp=3"], "trainer.tp: got 3, expected a divisor of the model's num_attention_he"),
     "engine heads": (

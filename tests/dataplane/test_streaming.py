@@ -1,0 +1,161 @@
+"""A dataset over a partition: what it yields, which rows are done, and torch's DataLoader with and without workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from headrace.codecs.batch import Batch
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.errors import ClaimTimeout, DataPlaneError
+from headrace.dataplane.factory import connect, open_data_plane
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.streaming import ROWS_A_CLAIM, StreamingDataset
+from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.dataplane.rpc.served import Served, config, wait_until
+
+SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("number", Kind.PER_SAMPLE, torch.int64)])
+FIELDS = ("ids", "number")
+
+
+@pytest.fixture
+def handle() -> Iterator[DataPlaneHandle]:
+    with open_data_plane(config(), run_id=fresh_run_id(), in_process=True) as plane:
+        yield plane.handle
+
+
+@pytest.fixture
+def client(handle: DataPlaneHandle) -> Iterator[DataPlaneClient]:
+    with connect(handle) as client:
+        client.register("p", SCHEMA, ("train",), group_size=2)
+        yield client
+
+
+def put(client: DataPlaneClient, numbers: range) -> None:
+    """Rows with these numbers, of which each has its number modulo 4 of tokens; two in a group."""
+    ids = [torch.full((number % 4,), number, dtype=torch.int32) for number in numbers]
+    client.put("p", [f"{n // 2}.{n % 2}" for n in numbers], {"ids": ids, "number": torch.tensor(list(numbers))})
+
+
+def dataset(handle: DataPlaneHandle, batch_size: int | None, **options: Any) -> StreamingDataset:
+    return StreamingDataset(
+        handle, "p", "train", FIELDS, batch_size=batch_size, **{"timeout_s": 0.2, "on_timeout": "stop"} | options
+    )
+
+
+def counts(client: DataPlaneClient) -> tuple[int, int, int]:
+    """(ready, leased, done)"""
+    status = client.task_status("p", "train")
+    return status.ready, status.leased, status.done
+
+
+def test_a_batch_is_done_when_the_next_is_asked_for(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
+    put(client, range(10))
+    batches = iter(dataset(handle, 4, at_least=2, whole_groups=True))
+    first = next(batches)
+    assert isinstance(first, Batch) and first.tensor("number").tolist() == [0, 1, 2, 3]
+    assert first.jagged("ids").values.tolist() == [1, 2, 2, 3, 3, 3]
+    assert counts(client) == (6, 4, 0)
+    assert next(batches).tensor("number").tolist() == [4, 5, 6, 7] and counts(client) == (2, 4, 4)
+    assert [batch.tensor("number").tolist() for batch in batches] == [[8, 9]]
+    assert counts(client) == (0, 0, 10)
+
+
+def test_an_abandoned_iteration_gives_its_rows_back(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
+    put(client, range(10))
+    with pytest.raises(RuntimeError, match="the trainer fails"):
+        for batch in dataset(handle, 4):
+            if batch.tensor("number")[0] == 4:
+                raise RuntimeError("the trainer fails")
+    wait_until(lambda: counts(client) == (6, 0, 4))
+    assert client.status().leases == 0
+
+
+def test_rows_come_one_by_one_and_those_before_the_last_are_done(
+    handle: DataPlaneHandle, client: DataPlaneClient
+) -> None:
+    put(client, range(ROWS_A_CLAIM + 6))
+    rows = iter(dataset(handle, None, with_receipts=True))
+    for number in range(3):
+        row, meta = next(rows)
+        assert row["number"] == number and row["ids"].tolist() == [number] * (number % 4)
+        assert meta.keys == (f"{number // 2}.{number % 2}",)
+    assert counts(client) == (6, ROWS_A_CLAIM, 0)
+    del rows
+    assert counts(client) == (ROWS_A_CLAIM + 4, 0, 2)
+    assert [int(row["number"]) for row in dataset(handle, None)] == list(range(2, ROWS_A_CLAIM + 6))
+
+
+def test_it_ends_after_as_many_rows_or_in_time_and_may_clear_them(
+    handle: DataPlaneHandle, client: DataPlaneClient
+) -> None:
+    put(client, range(10))
+    loader = DataLoader(dataset(handle, 2, stop_after=4, clear=True, on_timeout="raise"), batch_size=None)
+    found = [batch["number"].tolist() for batch in loader]
+    assert found == [[0, 1], [2, 3]]
+    assert client.status("p").rows == 6 and counts(client) == (6, 0, 0)
+    with pytest.raises(ClaimTimeout, match="2 of the partition's 6 rows are ready, 4 done"):
+        list(dataset(handle, 4, on_timeout="raise"))
+    assert [len(batch["number"]) for batch in dataset(handle, 4, at_least=1, stop_after=4)] == [2]
+
+
+def test_arguments_that_exclude_each_other_are_refused(handle: DataPlaneHandle) -> None:
+    for options, words in (
+        ({"batch_size": None, "whole_groups": True}, "batch_size: got None with"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"batch_size": 4, "stop_after": 6}, "stop_after: got 6, expected a multiple of batch_size=4"),
+        ({"batch_size": 4, "on_timeout": "wait"}, "on_timeout: got 'wait'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            dataset(handle, **options)
+
+
+# ------------------------------------------------------------------ workers
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served(store={"kind": "shm", "capacity_mib": 4})
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def far(served: Served) -> Iterator[DataPlaneClient]:
+    with connect(served.handle) as client:
+        client.register("p", SCHEMA, ("train",), group_size=2)
+        yield client
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_share_the_rows_and_give_back_what_nobody_took(
+    served: Served, far: DataPlaneClient, context: str
+) -> None:
+    put(far, range(40))
+    options: dict[str, Any] = {"batch_size": None, "num_workers": 2, "multiprocessing_context": context}
+    loader = DataLoader(dataset(served.handle, 4, stop_after=20, timeout_s=20, on_timeout="raise"), **options)
+    found = [batch["number"].tolist() for batch in loader]
+    assert sorted(map(len, found)) == [4] * 5
+    assert sorted(number for batch in found for number in batch) == list(range(20)), "each row once, the oldest first"
+    assert counts(far) == (20, 0, 20)
+    batches = iter(DataLoader(dataset(served.handle, 2, timeout_s=20), **options))
+    assert len(next(batches)["number"]) == 2
+    del batches
+    wait_until(lambda: far.task_status("p", "train").leased == 0)
+    ready, _, done = counts(far)
+    assert 20 <= done <= 26, "of the five batches that were asked for, each worker gives its last one back"
+    rest = [number for batch in dataset(served.handle, 2) for number in batch.tensor("number").tolist()]
+    assert len(set(rest)) == len(rest) == ready == 40 - done
+
+
+@pytest.mark.processes
+def test_a_worker_cannot_use_the_data_plane_of_another_process(handle: DataPlaneHandle) -> None:
+    loader = DataLoader(dataset(handle, 2), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(DataPlaneError, match="from which this one was forked"):
+        list(loader)
