@@ -14,7 +14,7 @@ import torch
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
 from headrace.dataplane.errors import DuplicateKeys, KeysNotFound, SchemaMismatch
-from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.dataplane.factory import connect, open_data_plane
 from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
 
 KEYS = ["a.0", "a.1", "b.0", "b.1"]
@@ -95,12 +95,12 @@ def test_tags_are_set_without_a_put(client: DataPlaneClient) -> None:
     assert found.tags["old"].tolist() == [0, 10, 20, 3] and "new" not in found.tags
 
 
-def test_a_tag_wakes_a_claim_whose_sampler_waits_for_it(picky: DataPlaneClient, plane: DataPlane) -> None:
+def test_a_tag_wakes_a_claim_whose_sampler_waits_for_it(picky: DataPlaneClient) -> None:
     picky.put("q", KEYS, {"ids": ids(4)})
     claimed: list[tuple[str, ...]] = []
 
     def wait() -> None:
-        claimed.append(connect(plane.handle).claim("q", "a", ["ids"], 2).keys)
+        claimed.append(picky.claim("q", "a", ["ids"], 2).keys)
 
     thread = threading.Thread(target=wait)
     thread.start()
