@@ -23,6 +23,7 @@ from .rpc.links import InProcessLink, Link, call_s, in_process_link
 from .rpc.socket_link import SocketLink
 from .stores.registry import store_entry
 from .stores.shm_folder import check_room
+from .trust import check_trust
 
 
 class DataPlane:
@@ -157,11 +158,14 @@ def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
 
 
 def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
-    """Raise ValueError when this host, in its present state, cannot provide the configured store. Starts nothing.
+    """Raise ValueError when this host, in its present state, cannot provide the configured store, or when the store
+    would trust everybody on the network (see `check_trust`). Starts nothing.
 
     A dry run calls it on the host where the data plane would be opened.
     """
-    if store_kind(config, one_host=one_host) != "shm":
+    kind = store_kind(config, one_host=one_host)
+    check_trust(config, kind, one_host=one_host)
+    if kind != "shm":
         return
     if not one_host:
         raise ValueError(

@@ -23,6 +23,11 @@ DEATH_TIMEOUT_S = 0.5
 in time."""
 
 
+def node_address() -> str:
+    """Return the IP address of this host in Ray, or the one that a Ray started here would choose."""
+    return ray.util.get_node_ip_address().strip("[]")
+
+
 class RayActorsHost(ABC):
     """Base class of hosts whose blocks are held by Ray actors. It records which blocks the actors hold, and which freed
     blocks they still have."""

@@ -18,6 +18,7 @@ from ...codecs.host_memory import total_memory
 from ...codecs.owned_folder import try_lock
 from ...dataplane.directory.samplers import build_sampler
 from ...dataplane.factory import check_store
+from ...dataplane.trust import check_trust
 from ..base_model.prepare import check_model
 from ..cluster import actor_specs
 from ..config.config import Config
@@ -145,6 +146,8 @@ def _cluster_address(given: str) -> str:
 def _check_store(config: Config) -> None:
     if config.resources.ray_address is None:
         check_store(config.dataplane)
+    else:  # a cluster whose number of hosts is not known yet
+        check_trust(config.dataplane, config.dataplane.store.kind, one_host=True)
 
 
 def _check_memory(config: Config) -> None:

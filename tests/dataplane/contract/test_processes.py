@@ -28,7 +28,8 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 def open_apart(kind: str, **settings: Any) -> DataPlane:
     """A data plane whose directory is an actor."""
     store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 64})
-    return open_data_plane(DataPlaneConfig(store=store, **{"timeout_s": 20, **settings}), run_id=fresh_run_id())
+    config = DataPlaneConfig(store=store, trusted_network=True, **{"timeout_s": 20, **settings})
+    return open_data_plane(config, run_id=fresh_run_id())
 
 
 @pytest.fixture(scope="module")
