@@ -483,7 +483,13 @@ def _add_bench_commands(commands: Any) -> None:
     kinds = bench.add_subparsers(metavar="WHAT", required=True)
 
     transfer = _bench(kinds, "transfer", _transfer, "every store against every baseline, on the same rows")
-    transfer.add_argument("--stores", nargs="+", metavar="STORE", help="local shm ray simple mooncake; default: all")
+    transfer.add_argument(
+        "--stores",
+        nargs="+",
+        metavar="STORE",
+        help="local shm ray simple mooncake; default: all; simple and mooncake open ports that ask for no key, and the "
+        "benchmark sets dataplane.trusted_network for them",
+    )
     transfer.add_argument("--workloads", nargs="+", metavar="NAME", help="rl-256, rl-1024, ...; default: all")
     transfer.add_argument(
         "--pattern",

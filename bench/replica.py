@@ -114,7 +114,7 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
         repeats=options.repeats,
     )
     results: list[ReplicaResult] = []
-    tell(f"starting the {options.store} store")
+    tell(f"starting the {options.store} store, with dataplane.trusted_network=true")
     with any_agent_port():
         ray.init(
             num_cpus=2,
@@ -125,7 +125,8 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
         )
     try:
         store = StoreConfig.model_validate({"kind": options.store, "capacity_mib": 512})
-        with open_data_plane(DataPlaneConfig(store=store), run_id=f"bench-{uuid.uuid4().hex[:8]}") as plane:
+        config = DataPlaneConfig(store=store, trusted_network=True)
+        with open_data_plane(config, run_id=f"bench-{uuid.uuid4().hex[:8]}") as plane:
             with connect(plane.handle, name="bench") as client:
                 meta = put_rows(client, options.num_rows)
             for size in options.sizes:

@@ -41,6 +41,10 @@ class DataPlaneConfig(Section):
 
     store: StoreConfig = StoreConfig()
     """The store that holds the rows' bytes."""
+    trusted_network: bool = False
+    """True says that everybody who can reach this run's hosts over the network is trusted. The stores `simple` and
+    `mooncake` need it, also on one host: their processes open ports on the network that ask for no key. Those of
+    `simple` run code that anybody sends."""
     integrity: Literal["off", "verify"] = "off"
     """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 64 rows of a field, and
     checks them at every read. `off` does neither."""

@@ -30,6 +30,7 @@ from .rpc.links import InProcessLink, Link, call_s, in_process_link
 from .rpc.socket_link import SocketLink
 from .stores.registry import StorageUnitProcess, store_entry
 from .stores.shm_folder import check_room
+from .trust import check_trust
 
 CHILD_END_TIMEOUT_S = 20.0
 """Seconds that the process of the directory may take to end the store and itself."""
@@ -253,11 +254,13 @@ def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
 
 
 def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
-    """Raise ValueError when this host, in its present state, cannot provide the configured store. Starts nothing.
+    """Raise ValueError when this host, in its present state, cannot provide the configured store, or when the store
+    would trust everybody on the network (see `check_trust`). Starts nothing.
 
     A dry run calls it on the host where the data plane would be opened.
     """
     kind = store_kind(config, one_host=one_host)
+    check_trust(config, kind, one_host=one_host)
     if kind == "shm" and not one_host:
         raise ValueError(
             "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "

@@ -17,7 +17,7 @@ FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench")
 TREE_BEGIN, TREE_END = "<!-- tree: made by tools/docs_sources.py -->\n", "<!-- end of the tree -->\n"
 PAGES = {
     "Start": ("start.md", "concepts.md"),
-    "Concepts": ("data-plane.md", "training.md", "weights.md", "architecture.md"),
+    "Concepts": ("data-plane.md", "training.md", "weights.md", "security.md", "architecture.md"),
     "How-to": ("how-to/*.md",),
     "Reference": ("reference/*.md", "testing.md"),
     "Figures": ("benchmarks.md", "reliability.md"),

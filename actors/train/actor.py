@@ -8,11 +8,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
 from ...codecs import messages
 from ..protocols import ActorInfo
 from ..remote_methods import decode_arguments, in_thread_of
+from ..rendezvous_store import RendezvousServer, RendezvousStore
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
@@ -29,8 +29,11 @@ class TrainActor:
         self._setup = setup
         self._clock: int | None = None
         """Id of the CPU clock of the thread that runs the driver's calls; None before the first `info`."""
-        self._store: TCPStore | None = None
-        """TCP store through which the ranks find each other; None until this rank opens or joins it."""
+        self._rendezvous: RendezvousServer | None = None
+        """Server through which the ranks find each other; None in all ranks but 0."""
+        self._store: RendezvousStore | None = None
+        """This rank's connection to that server, which the process groups need as long as they live; None before
+        `build`."""
         self._worker: TrainWorker | None = None
 
     @property
@@ -64,24 +67,22 @@ class TrainActor:
         return 0 if self._clock is None else time.clock_gettime_ns(self._clock)
 
     def open_rendezvous(self, host: str) -> int:
-        """Open the TCP store through which the ranks find each other, on `host` and a free port, and return the port.
+        """Open the server through which the ranks find each other, on `host` and a free port, and return the port.
 
-        Only rank 0 calls this.
+        Only rank 0 calls this. Raises OSError when listening fails.
         """
-        timeout = timedelta(seconds=self._setup.collective_timeout_s)
-        self._store = TCPStore(host, 0, self._setup.world, True, timeout, wait_for_workers=False)
-        return self._store.port
+        self._rendezvous = RendezvousServer(host, self._setup.data_plane.store.key)
+        return self._rendezvous.port
 
     def build(self, host: str, port: int) -> None:
         """Join the ranks' process group, if there are several ranks, and build the worker. The call is collective.
 
-        host, port: address of the store that rank 0 opened; ignored when there is only one rank.
+        host, port: address of the server that rank 0 opened; ignored when there is only one rank.
         """
         setup = self._setup
         if setup.world > 1:
             timeout = timedelta(seconds=setup.collective_timeout_s)
-            if self._store is None:
-                self._store = TCPStore(host, port, setup.world, False, timeout)
+            self._store = RendezvousStore(host, port, setup.data_plane.store.key, setup.collective_timeout_s)
             kind = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(kind, store=self._store, rank=setup.rank, world_size=setup.world, timeout=timeout)
         self._worker = TrainWorker(setup)
@@ -94,3 +95,7 @@ class TrainActor:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if self._store is not None:
+                self._store.close()
+            if self._rendezvous is not None:
+                self._rendezvous.close()

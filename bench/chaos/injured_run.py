@@ -59,6 +59,7 @@ def run_config(folder: Path, store: StoreKind, engine: str, seed: int) -> dict[s
         "logging": {"tensorboard": False},
     }  # fmt: skip
     if store == "simple":
+        config["dataplane"]["trusted_network"] = True
         config["rollout"]["num_actors"] = 2
     if engine == "scripted":
         config["scripted"] = {"latency_s": 0.1, "latency_sigma": 0.5, "train_row_s": 0.005, "train_step_s": 0.02}

@@ -43,7 +43,11 @@ class StoreContender:
         self.name = kind + (CHECKSUMMED if checksum else "")
         store = StoreConfig.model_validate({"kind": kind, "capacity_mib": capacity_mib})
         config = DataPlaneConfig(
-            store=store, integrity="verify" if checksum else "off", block_rows=block_rows, timeout_s=TIMEOUT_S
+            store=store,
+            trusted_network=True,
+            integrity="verify" if checksum else "off",
+            block_rows=block_rows,
+            timeout_s=TIMEOUT_S,
         )
         self._plane = open_data_plane(config, in_process=in_process)
 

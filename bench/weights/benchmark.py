@@ -30,6 +30,7 @@ from ...codecs.integers import ceil_div
 from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import open_data_plane
 from ...dataplane.handle import DataPlaneHandle
+from ...dataplane.handshake import new_key
 from ...trainers.cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
 from ..conditions import conditions
 from ..transfer.results import write_records, write_summary
@@ -322,13 +323,14 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
             folder=str(weights),
             data_plane=plane,
             device=options.device,
+            key=new_key(),
         )
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
         stack.callback(_remove_shared, run_id)
         world = case.engines + 1
         peers = []
         for rank in range(world):
-            receiver = ReceiverConfig(f"engine {rank}", SyncConfig(staging="full"), options.device, plane)
+            receiver = ReceiverConfig(f"engine {rank}", SyncConfig(staging="full"), options.device, plane, sender.key)
             bucket_bytes = case.bucket_mib << 20
             task = PeerTask(
                 rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver, bucket_bytes

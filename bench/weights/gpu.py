@@ -28,6 +28,7 @@ from ...actors.engines.protocol import SamplingParams
 from ...actors.engines.vllm.engine import VllmEngine
 from ...actors.weights.config import SyncConfig
 from ...actors.weights.transports.protocol import ReceiverConfig
+from ...dataplane.handshake import new_key
 from .gpu_builtin import measure_builtin
 from .gpu_peers import CONTEXT, KV_CACHE_BYTES, MAX_NUM_SEQS, Trainer, TrainerTask, save_config
 from .gpu_updates import NOISE, PROMPT, Case, Log, Session, Setup, check_bytes, measure_case, start_publisher, update
@@ -71,9 +72,12 @@ async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, l
         model = folder / f"{setup.size}-{uuid.uuid4().hex[:4]}"
         save_config(setup.size, model, dtype)
         trainers: list[Peer] = []
+        key = new_key()
         for rank in range(1 + max(case.trainer for case in setup.cases)):
             place = f"cuda:{rank}" if device == "cuda" else "cpu"
-            task = TrainerTask(str(model), place, dtype, f"gpu-weights-{uuid.uuid4().hex[:6]}-{setup.staging}", rank)
+            task = TrainerTask(
+                str(model), place, dtype, f"gpu-weights-{uuid.uuid4().hex[:6]}-{setup.staging}", rank, key
+            )
             trainers.append(Peer(partial(Trainer, task)))
             stack.callback(trainers[-1].close)
         session = Session(setup, trainers, device, log)
@@ -84,7 +88,7 @@ async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, l
             log.failures += await measure_builtin(model, session.num_bytes, len(trainers), session.call, log.tell)
             return
         started = time.perf_counter()
-        engine = await asyncio.to_thread(_start_engine, model, dtype, device, setup)
+        engine = await asyncio.to_thread(_start_engine, model, dtype, device, setup, key)
         try:
             await engine.generate("first", PROMPT, SamplingParams(max_new_tokens=64))
             log.tell("engine", size=setup.size, staging=setup.staging, tp=setup.tp, bytes=session.num_bytes)
@@ -99,7 +103,7 @@ async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, l
             await engine.close()
 
 
-def _start_engine(model: Path, dtype: str, device: str, setup: Setup) -> VllmEngine:
+def _start_engine(model: Path, dtype: str, device: str, setup: Setup, key: bytes) -> VllmEngine:
     place = "cuda:0" if device == "cuda" else "cpu"
     return VllmEngine(
         str(model),
@@ -108,7 +112,7 @@ def _start_engine(model: Path, dtype: str, device: str, setup: Setup) -> VllmEng
         max_num_seqs=MAX_NUM_SEQS,
         kv_cache_bytes=KV_CACHE_BYTES if device == "cuda" else 64 << 20,
         max_model_len=CONTEXT,
-        receiver=ReceiverConfig("engine", SyncConfig(staging=setup.staging), place),
+        receiver=ReceiverConfig("engine", SyncConfig(staging=setup.staging), place, key=key),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class TrainerTask:
     run_id: str
     rank: int = 0
     """Rank among the trainers, for the broadcast that measures the hardware's limit."""
+    key: bytes = field(default=b"", repr=False)
+    """Key that the trainer and the engine prove to each other that they know."""
 
 
 def save_config(size: str, folder: Path, dtype: str) -> None:
@@ -140,6 +142,7 @@ class Trainer:
             run_id=f"{self.task.run_id}-{self.task.rank}-{self._num_publishers}",
             sync=SyncConfig(timeout_s=timeout_s),
             device=self.task.device,
+            key=self.task.key,
         )
         self._publisher = WeightPublisher(build_sender(kind, sender), sender.sync, bucket_bytes)
 

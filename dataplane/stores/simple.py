@@ -6,7 +6,7 @@ TransferQueue's controller and client are not used, because the directory alread
 without both.
 
 A unit listens on its node's address in Ray, on a port that the system chooses. It trusts everybody who can reach it
-(its wire format holds pickles), so that network must be private.
+(its wire format holds pickles), so this store needs `dataplane.trusted_network`.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ def kind(request: pytest.FixtureRequest, no_shared_memory_left: None) -> str:
 def plane(kind: str) -> Iterator[DataPlane]:
     """A data plane in this process, with room and time."""
     store = store_config(kind, capacity_mib=64, num_units=2)
-    config = DataPlaneConfig(store=store, timeout_s=20, block_rows=8, integrity="verify", samplers=(STUBBORN,))
+    config = DataPlaneConfig(
+        store=store, trusted_network=True, timeout_s=20, block_rows=8, integrity="verify", samplers=(STUBBORN,)
+    )
     with as_seen(kind, open_data_plane(config, run_id=fresh_run_id(), in_process=True)) as plane:
         yield plane
 
@@ -71,7 +73,7 @@ def plane(kind: str) -> Iterator[DataPlane]:
 @pytest.fixture(scope="package")
 def tight_plane(kind: str) -> Iterator[DataPlane]:
     """One with room for 1 MiB, and leases of 0.5 s."""
-    config = DataPlaneConfig(store=store_config(kind, capacity_mib=1), timeout_s=20, lease_s=0.5)
+    config = DataPlaneConfig(store=store_config(kind, capacity_mib=1), trusted_network=True, timeout_s=20, lease_s=0.5)
     with as_seen(kind, open_data_plane(config, run_id=fresh_run_id(), in_process=True)) as plane:
         yield plane
 

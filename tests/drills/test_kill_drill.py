@@ -28,9 +28,7 @@ pytestmark = pytest.mark.processes
 )
 def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, extra):
     run_dir = tmp_path / "run"
-    process = runs.start(
-        run_dir, f"dataplane.store.kind={store}", "algorithm.steps=100000", "run.max_restarts=0", *extra
-    )
+    process = runs.start(run_dir, *runs.store(store), "algorithm.steps=100000", "run.max_restarts=0", *extra)
     runs.wait_for_step(run_dir, 2, process)
     family = runs.descendants(process)
     [target] = [process for name, process in runs.actors(run_dir).items() if name.endswith(victim)]
@@ -77,7 +75,7 @@ def figures_of(run_dir):
 )
 def test_a_run_goes_on_from_its_last_checkpoint_as_if_nothing_had_been(tmp_path, uninterrupted, victims, store):
     run_dir = tmp_path / "run"
-    process = runs.start(run_dir, *WHOLE, f"dataplane.store.kind={store}")
+    process = runs.start(run_dir, *WHOLE, *runs.store(store))
     family = set()
     for restarts, victim in enumerate(victims):
         wait_for_checkpoint(run_dir, process, restarts)

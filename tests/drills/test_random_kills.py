@@ -26,7 +26,7 @@ DRILL = (
     "run.checkpoint_every=5",
     "run.max_restarts=100",
     "rollout.num_engines=2",
-    "dataplane.store.kind=simple",
+    *runs.store("simple"),
     "dataplane.timeout_s=10",
     "validation.every=0",
     f"algorithm.steps={STEPS}",

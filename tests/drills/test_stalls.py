@@ -31,7 +31,7 @@ BOUNDS = (
 )
 COMMON = (*BOUNDS, "run.deterministic=true", "run.max_restarts=0", "run.checkpoint_every=10", "validation.every=25")
 VARIANTS = {
-    "async": ("algorithm.mode=async", "dataplane.store.kind=simple", "rollout.num_engines=2"),
+    "async": ("algorithm.mode=async", *runs.store("simple"), "rollout.num_engines=2"),
     "sync": ("algorithm.mode=sync", "dataplane.store.kind=shm", "trainer.dp=2"),
     "engines": ("algorithm.mode=async", "dataplane.store.kind=shm", "rollout.num_actors=1", "rollout.num_engines=2"),
 }

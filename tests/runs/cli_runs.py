@@ -33,6 +33,12 @@ def shared_ray() -> str:
     return f"resources.ray_address={ray_address()}"
 
 
+def store(kind: str) -> tuple[str, ...]:
+    """The overrides for a store of this kind, and for what its ports need."""
+    trusted = ("dataplane.trusted_network=true",) if kind in ("simple", "mooncake") else ()
+    return (f"dataplane.store.kind={kind}", *trusted)
+
+
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """`headrace train examples/quickstart.yaml` in the background, small, in `run_dir`."""
     # Tests that a shell has started in the background ignore SIGINT, and so would what they start.

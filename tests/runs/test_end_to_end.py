@@ -18,7 +18,7 @@ def steps_of(run_dir):
 @pytest.mark.timeout(900)
 def test_stores_give_identical_metrics(tmp_path):
     kinds = ("local", "shm", "ray", "simple")
-    runs.run_each(tmp_path, {kind: [f"dataplane.store.kind={kind}", "algorithm.steps=3"] for kind in kinds})
+    runs.run_each(tmp_path, {kind: [*runs.store(kind), "algorithm.steps=3"] for kind in kinds})
     seen = {}
     for kind in kinds:
         run_dir = tmp_path / kind

@@ -13,7 +13,7 @@ VARIANTS = {
     "local": ("dataplane.store.kind=local",),
     "shm": ("dataplane.store.kind=shm",),
     "ray": ("dataplane.store.kind=ray",),
-    "simple": ("dataplane.store.kind=simple",),
+    "simple": runs.store("simple"),
     "dp2": ("trainer.dp=2",),
     "tp2": ("trainer.tp=2", "trainer.packing=packed"),
     "megatron-tp2": ("trainer.backend=megatron", "trainer.tp=2"),

@@ -11,10 +11,10 @@ PASSES = ("algorithm.prev_logprobs=recompute", "loss.kl_coef=0.01", "validation.
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
 MESHES = {
     "fsdp dp2 x tp2, packed, simple": (
-        "trainer.dp=2", "trainer.tp=2", "trainer.packing=packed", "dataplane.store.kind=simple",
+        "trainer.dp=2", "trainer.tp=2", "trainer.packing=packed", *runs.store("simple"),
     ),
     "fsdp tp2, each rank reads": ("trainer.tp=2", "trainer.fetch=independent"),
-    "megatron dp2, simple": (*MEGATRON, "trainer.dp=2", "dataplane.store.kind=simple"),
+    "megatron dp2, simple": (*MEGATRON, "trainer.dp=2", *runs.store("simple")),
     "megatron tp2 sp, recompute": (
         *MEGATRON, "trainer.tp=2", "trainer.sequence_parallel=true", "trainer.recompute=full",
     ),

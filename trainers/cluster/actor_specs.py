@@ -137,7 +137,7 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
         config.scripted,
         device=device,
         seed=config.run.seed,
-        receiver=ReceiverConfig(name, config.sync, device, handle),
+        receiver=ReceiverConfig(name, config.sync, device, handle, handle.store.key),
     )
 
 
@@ -232,7 +232,9 @@ def worker_setup(
     worker."""
     sync, kind = config.sync, transport(config, one_host=one_host)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
-    sender = SenderConfig(handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device)
+    sender = SenderConfig(
+        handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device, key=handle.store.key
+    )
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,

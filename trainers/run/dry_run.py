@@ -33,8 +33,9 @@ def placements(config: Config) -> list[Placement]:
     """Return every process that the run would start, except Ray's own."""
     store = config.dataplane.store
     listed = [Placement("driver", 0, "controller: receipts, plans, metrics"), Placement("directory", 0, "row metadata")]
-    if store.kind == "simple":
-        listed += [Placement(f"storage unit {unit}", 0, "TransferQueue blocks") for unit in range(store.num_units)]
+    if store.kind in ("simple", "tcp"):
+        units = range(store.num_units or 1)
+        listed += [Placement(f"storage unit {unit}", 0, "blocks of rows") for unit in units]
     rollout = config.rollout
     engine = f"engine {rollout.engine}" + f", tp {rollout.tp}" * (rollout.tp > 1)
     if rollout.num_actors is None:

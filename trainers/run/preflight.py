@@ -19,6 +19,7 @@ from ...codecs.owned_folder import try_lock
 from ...dataplane.directory.rank_samplers import RankShares
 from ...dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
 from ...dataplane.factory import check_store
+from ...dataplane.trust import check_trust
 from ..base_model.prepare import check_model
 from ..cluster import actor_specs
 from ..config.config import Config
@@ -155,6 +156,8 @@ def _cluster_address(given: str) -> str:
 def _check_store(config: Config) -> None:
     if config.resources.ray_address is None:
         check_store(config.dataplane)
+    else:  # a cluster whose number of hosts is not known yet
+        check_trust(config.dataplane, config.dataplane.store.kind, one_host=True)
 
 
 def _check_memory(config: Config) -> None:

@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Opened:
     host: str
     port: int
     """These three form the `DirectoryAddress` of the directory (the data plane's metadata service)."""
-    key: str
+    key: str = field(repr=False)
     """Secret of the run's data plane in hexadecimal, which clients must know."""
     peer: str
     """Name of the directory in error messages."""

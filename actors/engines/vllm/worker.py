@@ -17,7 +17,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,9 +39,9 @@ TELL_EVERY_S = 0.25
 class InboxInfo(library.WeightTransferInitInfo):
     """Settings with which a worker receives weights."""
 
-    receiver: bytes
-    """Pickled ReceiverConfig. Unpickling it is safe, because it only ever comes from the process that started this
-    one."""
+    receiver: bytes = field(repr=False)
+    """Pickled ReceiverConfig, with the run's key in it. Unpickling it is safe, because it only ever comes from the
+    process that started this one."""
     link: str
     """Path of the Unix socket on which the engine listens for its workers."""
     model: str

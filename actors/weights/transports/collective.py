@@ -18,11 +18,12 @@ from collections.abc import Callable
 import torch
 
 from ....codecs.weights.gpu_scatter import as_signed
-from .control_link import Note, listen
+from ...rendezvous_store import RendezvousServer, RendezvousStore
+from .control_link import LinkListener, Note
 from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError
 from .receiver_tracker import ReceiverTracker
-from .rendezvous import Broadcast, Group, RendezvousStore, bounded, join_store
+from .rendezvous import Broadcast, Group, bounded
 from .sender import Sender, SenderUpdate
 
 KIND = "collective"
@@ -38,13 +39,15 @@ class CollectiveSender(Sender):
 
     kind = KIND
 
-    def __init__(self, host: str, timeout_s: float, device: torch.device, port: int = 0) -> None:
-        """Listen on `host` for receivers. port: port to try first; 0 takes any. Raises OSError when listening fails."""
+    def __init__(self, host: str, key: bytes, timeout_s: float, device: torch.device, port: int = 0) -> None:
+        """Listen on `host` for receivers. key: the run's key, which receivers must know. port: port to try first; 0
+        takes any. Raises OSError when listening fails."""
         super().__init__(timeout_s)
         self._host = host
         self._device = device
-        self._listener = listen(host, port)
-        self._rendezvous: RendezvousStore | None = None
+        self._key = key
+        self._listener = LinkListener(host, key, port)
+        self._rendezvous: RendezvousServer | None = None
         self._group: Group | None = None
         self._members: tuple = ()
         self._num_groups = 0
@@ -69,8 +72,7 @@ class CollectiveSender(Sender):
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(_RING)]
         if self._device.type == "cuda":
             self._digests = torch.zeros(len(update.plan.sizes), dtype=torch.int64, device=self._device)
-        port = self._listener.getsockname()[1]
-        return f"{self._host}|{port}|{update.number}"
+        return f"{self._host}|{self._listener.port}|{update.number}"
 
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         self._start(update)
@@ -129,6 +131,8 @@ class CollectiveSender(Sender):
             self._tracker.close()
         self._leave_group()
         self._listener.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         self._ring = []
 
     def _deadline(self, update: SenderUpdate) -> Deadline:
@@ -160,7 +164,8 @@ class CollectiveSender(Sender):
         if not kept:
             self._leave_group()
             if self._rendezvous is None:
-                self._rendezvous = RendezvousStore(listen(self._host), self.timeout_s)
+                self._rendezvous = RendezvousServer(self._host, self._key)
+            self._rendezvous.clear()
             self._num_groups += 1
         assert self._rendezvous is not None
         name = f"group-{self._rendezvous.port}-{self._num_groups}"
@@ -174,7 +179,7 @@ class CollectiveSender(Sender):
 
     def _join(self, port: int, name: str, world: int, deadline: Deadline) -> Group:
         # Each group has its own client, because one that hangs in a group that never came about would block this one.
-        store = join_store(self._host, port, max(deadline.left_s, 1.0))
+        store = RendezvousStore(self._host, port, self._key, max(deadline.left_s, 1.0))
         return Group(store, name, 0, world, host=self._host, device=self._device, timeout_s=self.timeout_s)
 
     def _leave_group(self) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import torch
 
 from ....codecs.weights.buckets import BucketPlan, read_plan
+from ...rendezvous_store import RendezvousStore
 from .control_link import Hello, Link, Note
 from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 from .receiver import Receiver, Stream, bucket_offsets
-from .rendezvous import Broadcast, Group, bounded, join_store
+from .rendezvous import Broadcast, Group, bounded
 
 _RING = 2
 _SLICE_S = 0.05
@@ -24,8 +25,10 @@ _SLICE_S = 0.05
 class CollectiveReceiver(Receiver):
     """WeightReceiver that joins the sender's process group, in which the sender is rank 0."""
 
-    def __init__(self, engine: str, worker: int, device: torch.device) -> None:
+    def __init__(self, engine: str, worker: int, key: bytes, device: torch.device) -> None:
+        """key: the run's key, which the sender must know."""
         super().__init__(engine, worker)
+        self._key = key
         self.device = device
         self.group: Group | None = None
         self._ring: list[torch.Tensor] = []
@@ -41,7 +44,7 @@ class CollectiveReceiver(Receiver):
         host, port, number = update.location.split("|")
         rank += 1
         try:
-            link = Link.connect(host, int(port), max(deadline.left_s, 1e-3))
+            link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
         except OSError as error:
             raise deadline.error(f"the sender at {host}:{port} cannot be reached: {error}") from error
         try:
@@ -84,7 +87,7 @@ class CollectiveReceiver(Receiver):
         world = 1 + sum(group.num_workers for group in update.receivers)
 
         def join() -> Group:
-            store = join_store(host, start.number, max(deadline.left_s, 1.0))
+            store = RendezvousStore(host, start.number, self._key, max(deadline.left_s, 1.0))
             return Group(store, name, rank, world, host=link.local_host, device=device, timeout_s=update.timeout_s)
 
         def look() -> None:

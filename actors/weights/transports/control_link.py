@@ -1,25 +1,35 @@
 """Carries small messages between a sender and each of its receivers over TCP: joining, announcements and progress.
 
-Each connection lasts for one update. If it breaks earlier, the sender knows at once which receiver is lost, which a
-failed collective operation would not tell.
+Each connection lasts for one update, and begins with a handshake in which both ends prove that they know the run's key.
+If it breaks earlier, the sender knows at once which receiver is lost, which a failed collective operation would not
+tell.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from ....codecs import messages
+from ....dataplane.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
 from .protocol import BucketFrame
 
+SERVICE = "weights"
+"""Name of a sender of weights in handshakes."""
+MAX_REPORT_BYTES = 1 << 20
+"""Largest number of bytes of a message from a receiver to the sender."""
+MAX_ANNOUNCEMENT_BYTES = 1 << 28
+"""Largest number of bytes of a message from the sender to a receiver. The bucket plan of a million weights fits."""
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
-_BACKLOG = 1024
+_MAX_WAITING = 1024
+"""Largest number of connections that a sender keeps for `LinkListener.accept`. Above it the oldest is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +67,22 @@ class Link:
     """One end of a TCP connection between a sender and a receiver. Any thread may call `send` and `close`; the other
     methods must all be called from one thread."""
 
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        """Take ownership of a connected socket. timeout_s: seconds after which `send` fails if the other end does not
-        read."""
+    def __init__(self, connection: socket.socket, timeout_s: float, max_bytes: int) -> None:
+        """Take ownership of a connected socket, whose handshake is over. timeout_s: seconds after which `send` fails if
+        the other end does not read. max_bytes: largest number of bytes of a message from the other end."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(timeout_s)
         self._socket = connection
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._pending = bytearray()
 
     @staticmethod
-    def connect(host: str, port: int, timeout_s: float) -> Link:
-        """Connect to a sender that listens at `host` and `port`. Raises OSError if this fails or takes longer than
-        `timeout_s` seconds."""
-        return Link(socket.create_connection((host, port), timeout_s), timeout_s)
+    def connect(host: str, port: int, key: bytes, timeout_s: float) -> Link:
+        """Connect to a sender that listens at `host` and `port`. key: the run's key. Raises OSError if this fails, if
+        who listens there does not know the key, or if it takes longer than `timeout_s` seconds."""
+        connection = connect_authenticated(host, port, key, SERVICE, timeout_s)
+        return Link(connection, timeout_s, MAX_ANNOUNCEMENT_BYTES)
 
     @property
     def local_host(self) -> str:
@@ -89,7 +101,7 @@ class Link:
     def receive(self, kind: type, wait_s: float) -> Hello | Note | None:
         """Return the next message, decoded as type `kind`, or None when none comes within `wait_s` seconds.
 
-        Raises OSError when the connection is broken or the bytes are not a message.
+        Raises OSError when the connection is broken, the bytes are not a message, or it has too many.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -110,6 +122,8 @@ class Link:
         if len(self._pending) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._pending)
+        if length > self._max_bytes:
+            raise ConnectionError(f"got a message of {length} bytes, expected at most {self._max_bytes}")
         end = _LENGTH.size + length
         if len(self._pending) < end:
             return None
@@ -127,23 +141,40 @@ class Link:
             self._socket.close()
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a listening socket on `host`, at `port`, or at any free port when `port` is 0 or taken. Raises OSError if
-    this fails."""
-    for wanted in (port, 0):
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+class LinkListener:
+    """Listens for a sender's receivers. A thread carries out the handshakes, so that connections of strangers never
+    reach the sender's own thread."""
+
+    def __init__(self, host: str, key: bytes, port: int = 0) -> None:
+        """Listen on `host`, at `port`, or at any free port when `port` is 0 or taken. key: the run's key. Raises
+        ValueError when the key is empty, and OSError when listening fails."""
+        self._waiting: deque[socket.socket] = deque()
+        """Connections whose clients have proved that they know the run's key, and that `accept` has not returned."""
+        self._listener = AuthenticatedListener(listen(host, port), key, SERVICE, self._admit)
+        self.port = self._listener.port
+
+    def _admit(self, connection: socket.socket) -> None:
+        self._waiting.append(connection)
+        if len(self._waiting) > _MAX_WAITING:
+            with contextlib.suppress(IndexError):  # the sender's thread has just taken them
+                self._waiting.popleft().close()
+
+    def accept(self, timeout_s: float) -> Link | None:
+        """Return the link to the receiver that has connected first, or None when there is none; never waits. timeout_s:
+        seconds after which the link's `send` fails if the receiver does not read."""
         try:
-            listener.bind((host, wanted))
-            listener.listen(_BACKLOG)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE or wanted == 0 and port:
-                raise OSError(error.errno, f"weights: cannot listen on {host}:{wanted}: {error.strerror}") from error
-    raise OSError(errno.EADDRINUSE, f"weights: no port of {host} is free")
+            return Link(self._waiting.popleft(), timeout_s, MAX_REPORT_BYTES)
+        except IndexError:
+            return None
+
+    def close(self) -> None:
+        """Stop listening, and close the connections that were not accepted. Idempotent."""
+        self._listener.close()
+        while self._waiting:
+            self._waiting.popleft().close()
 
 
-def readable(thing: socket.socket | Link, wait_s: float) -> bool:
+def readable(thing: socket.socket, wait_s: float) -> bool:
     """Wait at most `wait_s` seconds until there is something to read or the connection has ended, and return whether
     that happened. Raises ConnectionError if another thread has closed the socket."""
     poll = select.poll()

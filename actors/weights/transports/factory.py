@@ -40,7 +40,9 @@ def build_sender(kind: str, config: SenderConfig) -> Sender:
     """
     device = torch.device(config.device)
     if kind == "collective":
-        return CollectiveSender(config.host, config.sync.timeout_s, device)
+        if not config.key:
+            raise ValueError("sync.transport='collective' needs the run's key, the sender was given none")
+        return CollectiveSender(config.host, config.key, config.sync.timeout_s, device)
     if kind == "ipc":
         if device.type == "cuda":
             return CudaIpcSender(config.run_id, config.sync.timeout_s, device)
@@ -60,11 +62,15 @@ def build_receiver(kind: str, config: ReceiverConfig, worker: int) -> Receiver:
     """Build the receiver of a transport, in each process of an engine. worker: number of the process in its engine,
     from 0.
 
-    Raises ValueError for an unknown kind, or for `store` without a data plane.
+    Raises ValueError for an unknown kind, for `store` without a data plane, and for `collective` without a key.
     """
     device = torch.device(config.device)
     if kind == "collective":
-        return CollectiveReceiver(config.engine, worker, device)
+        if not config.key:
+            raise ValueError(
+                f"sync.transport='collective' needs the run's key, engine {config.engine!r} was given none"
+            )
+        return CollectiveReceiver(config.engine, worker, config.key, device)
     if kind == "ipc":
         return IpcReceiver(config.engine, worker, device)
     if kind == "store":

@@ -12,7 +12,7 @@ and the time since the update began.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -205,6 +205,8 @@ class SenderConfig:
     """Data plane that holds the versions; used by `store`."""
     device: str = "cpu"
     """Device of the weights, `cpu` or `cuda:0`. `collective` and `ipc` also have their buffers on it."""
+    key: bytes = field(default=b"", repr=False)
+    """The run's key (`StoreSpec.key`), which receivers must know; needed by `collective`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +222,5 @@ class ReceiverConfig:
     """Device of the engine's weights: `cpu`, or `cuda:0`."""
     data_plane: DataPlaneHandle | None = None
     """Data plane that holds the versions; used by `store`."""
+    key: bytes = field(default=b"", repr=False)
+    """The run's key (`StoreSpec.key`), which the sender must know; needed by `collective`."""

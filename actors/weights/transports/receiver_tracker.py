@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Sequence
 
-from .control_link import Hello, Link, Note, readable
+from .control_link import Hello, Link, LinkListener, Note
 from .deadline import worker_name
 from .protocol import ReceiverGroup
+
+_NOTES_AT_ONCE = 256
+"""Largest number of messages of one receiver that are read before the next receiver's."""
 
 
 class ReceiverTracker:
@@ -18,7 +20,7 @@ class ReceiverTracker:
     Only one thread may use it, but any thread may call `end`.
     """
 
-    def __init__(self, number: int, receivers: Sequence[ReceiverGroup], listener: socket.socket, send_s: float) -> None:
+    def __init__(self, number: int, receivers: Sequence[ReceiverGroup], listener: LinkListener, send_s: float) -> None:
         """Track the receivers that connect to `listener`. number: number of the update; receivers that try to join
         another one are turned away. send_s: longest time in seconds that sending a message may take."""
         members = [(group.engine, worker) for group in receivers for worker in range(group.num_workers)]
@@ -28,7 +30,8 @@ class ReceiverTracker:
         self._engines = {rank: engine for rank, (engine, _) in enumerate(members, 1)}
         self._names = {rank: worker_name(*member) for rank, member in enumerate(members, 1)}
         self._links: dict[int, Link] = {}
-        self._strangers: list[Link] = []
+        self._arrivals: list[Link] = []
+        """Links to receivers that have not said yet which receiver they are."""
         self._lock = threading.RLock()
         self.num_heard = 0
         """Number of messages heard from receivers that have joined."""
@@ -66,14 +69,16 @@ class ReceiverTracker:
             self._poll()
 
     def _poll(self) -> None:
-        while readable(self._listener, 0):
-            connection, _ = self._listener.accept()
-            self._strangers.append(Link(connection, self._send_s))
-        for link in list(self._strangers):
+        while (link := self._listener.accept(self._send_s)) is not None:
+            self._arrivals.append(link)
+        for link in list(self._arrivals):
             self._greet(link)
         for rank, link in list(self._links.items()):
             try:
-                while (note := link.receive(Note, 0)) is not None:
+                for _ in range(_NOTES_AT_ONCE):
+                    note = link.receive(Note, 0)
+                    if note is None:
+                        break
                     assert isinstance(note, Note)
                     self._hear(rank, note)
             except OSError as error:
@@ -93,7 +98,7 @@ class ReceiverTracker:
                 self.groups[hello.rank] = hello.group
         except OSError:  # the connection broke before it said what it is
             link.close()
-        self._strangers.remove(link)
+        self._arrivals.remove(link)
 
     def _hear(self, rank: int, note: Note) -> None:
         self.num_heard += 1
@@ -129,7 +134,7 @@ class ReceiverTracker:
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        for link in [*self._links.values(), *self._strangers]:
+        for link in [*self._links.values(), *self._arrivals]:
             link.close()
 
     # ------------------------------------------------------------ for errors

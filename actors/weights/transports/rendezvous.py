@@ -1,12 +1,11 @@
 """Forms process groups outside of torch's default group, gloo between CPUs and NCCL between GPUs, and leaves them.
 
-Members find each other through a TCP store that the sender serves, on a port that the system chooses.
+Members find each other through `actors/rendezvous_store.py`, whose server is in the sender's process.
 """
 
 from __future__ import annotations
 
 import atexit
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +13,10 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
+from ...rendezvous_store import RendezvousStore
 from .deadline import Deadline
 
 T = TypeVar("T")
@@ -28,36 +28,23 @@ _GRACE_S = 30.0
 """Seconds by which the timeout of a process group exceeds the timeout of the weight updates that use it."""
 
 
-class RendezvousStore:
-    """TCP store that the sender serves, and through which the members of its process groups find each other."""
-
-    def __init__(self, listener: socket.socket, timeout_s: float) -> None:
-        """Serve the store on the listening socket `listener`, and take ownership of the socket."""
-        host, self.port = listener.getsockname()[:2]
-        self.store = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect to the sender's TCP store as a member of the group. It may block, so call it within `bounded`."""
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
 class Group:
     """This process's membership in a process group, in which rank 0 broadcasts. Two broadcasts may run at the same
     time."""
 
     def __init__(
-        self, store: TCPStore, name: str, rank: int, world: int, *, host: str, device: torch.device, timeout_s: float
+        self,
+        store: RendezvousStore,
+        name: str,
+        rank: int,
+        world: int,
+        *,
+        host: str,
+        device: torch.device,
+        timeout_s: float,
     ) -> None:
-        """Join the group. Blocks until all members have joined, so call it within `bounded`. host: this process's own
-        address."""
+        """Join the group. Blocks until all members have joined, so call it within `bounded`. store: a store of this
+        group's own, which the group closes when it is left. host: this process's own address."""
         self.name = name
         self._store = store  # must outlive the group
         self.device = device
@@ -100,9 +87,10 @@ class Group:
         timeout. Idempotent."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            held = [backend, self._store]
+            held = [backend]
             del backend
-            leaving = threading.Thread(target=_end, args=(held, self.device), daemon=True, name="headrace-leave")
+            args = (held, self._store, self.device)
+            leaving = threading.Thread(target=_end, args=args, daemon=True, name="headrace-leave")
             _leaving.add(leaving)
             leaving.start()
 
@@ -166,10 +154,11 @@ def bounded(call: Callable[[], T], deadline: Deadline, what: str, look: Callable
 _leaving: set[threading.Thread] = set()
 
 
-def _end(held: list[Any], device: torch.device) -> None:
+def _end(held: list[Any], store: RendezvousStore, device: torch.device) -> None:
     if device.type == "cuda":
         held[0].abort()  # otherwise kernels that wait for a lost peer would block the device
     held.clear()
+    store.close()
     _leaving.discard(threading.current_thread())
 
 

@@ -41,12 +41,13 @@ class Ends:
     def __init__(self, kind: str, handle: DataPlaneHandle, folder: Path, *, delta: bool) -> None:
         self.handle = handle
         sync = SyncConfig(timeout_s=TIMEOUT_S, delta=delta, cache=True)
-        config = SenderConfig(fresh_run_id(), sync, folder=str(folder), data_plane=handle)
+        config = SenderConfig(fresh_run_id(), sync, folder=str(folder), data_plane=handle, key=handle.store.key)
         self.publisher = WeightPublisher(build_sender(kind, config), sync, BUCKET_BYTES)
         self.inboxes = {group: [self.inbox(group, n) for n in range(group.num_workers)] for group in ENGINES}
 
     def inbox(self, group: ReceiverGroup, worker: int) -> WeightInbox:
-        return WeightInbox(ReceiverConfig(group.engine, SyncConfig(delta=True), data_plane=self.handle), worker)
+        config = ReceiverConfig(group.engine, SyncConfig(delta=True), data_plane=self.handle, key=self.handle.store.key)
+        return WeightInbox(config, worker)
 
     def sync(self, version: int, named: Mapping[str, torch.Tensor], base: int | None = None) -> WeightUpdate:
         """Publish, receive in all inboxes, compare, commit."""

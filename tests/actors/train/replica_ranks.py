@@ -47,7 +47,8 @@ def data_plane(kind: str) -> Iterator[DataPlaneHandle]:
             yield handle
         return
     start_ray()
-    config = DataPlaneConfig(store=StoreConfig.model_validate({"kind": kind, "capacity_mib": 64}), timeout_s=20)
+    store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 64})
+    config = DataPlaneConfig(store=store, trusted_network=True, timeout_s=20)
     with open_data_plane(config, run_id=fresh_run_id()) as plane:
         yield plane.handle
 

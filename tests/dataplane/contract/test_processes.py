@@ -28,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 def open_apart(kind: str, **settings: Any) -> DataPlane:
     """A data plane whose directory is an actor."""
-    config = DataPlaneConfig(store=store_config(kind, capacity_mib=64), **{"timeout_s": 20, **settings})
+    config = DataPlaneConfig(
+        store=store_config(kind, capacity_mib=64), trusted_network=True, **{"timeout_s": 20, **settings}
+    )
     return as_seen(kind, open_data_plane(config, run_id=fresh_run_id()))
 
 

@@ -271,7 +271,7 @@ def test_batches_and_nested_tensors_can_be_put(client: Any, partition: str) -> N
 
 
 def test_closed_plane_ends_waits_and_refuses_calls(kind: str) -> None:
-    config = DataPlaneConfig(store=store_config(kind, capacity_mib=8), timeout_s=30)
+    config = DataPlaneConfig(store=store_config(kind, capacity_mib=8), trusted_network=True, timeout_s=30)
     plane = open_data_plane(config, run_id=fresh_run_id(), in_process=True)
     client = connect(plane.handle)
     client.register("p", SCHEMA, ("train",))

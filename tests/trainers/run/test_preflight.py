@@ -215,6 +215,21 @@ def test_shared_memory_that_is_too_small(place: Path, monkeypatch: pytest.Monkey
     assert checked(place, {**run, "dataplane": {"store": {"kind": "ray"}}})
 
 
+def test_a_store_that_trusts_everybody_needs_a_network_that_may_be_trusted(place: Path) -> None:
+    run = {"model": {"path": "no-one/has-this-model"}}
+    with socket.create_server(("127.0.0.1", 0)) as cluster:  # any that can be reached
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        for resources in ({}, {"ray_address": address}):
+            for kind in ("simple", "mooncake"):
+                plane = {"store": {"kind": kind}}
+                [problem] = problems(place, {**run, "resources": resources, "dataplane": plane})
+                assert problem.startswith(
+                    f"dataplane.trusted_network: got false with dataplane.store.kind='{kind}', expected true, because "
+                )
+                plane = {**plane, "trusted_network": True}
+                assert checked(place, {**run, "resources": resources, "dataplane": plane})
+
+
 def test_prompts_that_are_left_out_are_no_mistake(place: Path) -> None:
     write(place / "some.jsonl", *({"prompt": f"r{n}=", "answer": "1"} for n in (1, 333333333)))
     data = {"train": "./some.jsonl", "validation": "./some.jsonl", "max_prompt_tokens": 6}

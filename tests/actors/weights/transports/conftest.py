@@ -14,10 +14,12 @@ from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.factory import TRANSPORT_KINDS
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.handshake import new_key
 from headrace.tests.actors.train.replica_ranks import data_plane
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, end_resting
 
 _NUMBER = itertools.count()
+KEY = new_key()
 BUCKET_BYTES = 1 << 20
 
 
@@ -50,6 +52,7 @@ def sender_config(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..
             sync=SyncConfig(timeout_s=timeout_s),
             folder=str(tmp_path / "weights"),
             data_plane=request.getfixturevalue("plane") if kind == "store" else None,
+            key=KEY,
         )
 
     return build
@@ -63,7 +66,7 @@ def group(tmp_path: Path, sender_config: Callable[..., SenderConfig]) -> Iterato
         def build(kind: str, timeout_s: float = 30.0) -> PeerGroup:
             config = sender_config(kind, timeout_s)
             sync = SyncConfig(staging="full", delta=True)
-            made = PeerGroup(kind, config, ReceiverConfig("", sync, "cpu", config.data_plane))
+            made = PeerGroup(kind, config, ReceiverConfig("", sync, "cpu", config.data_plane, KEY))
             stack.callback(made.close)
             return made
 

@@ -224,8 +224,8 @@ def test_unknown_kinds(sender_config: Callable[..., SenderConfig]) -> None:
         build_sender("nccl", sender_config("ipc"))
     with pytest.raises(ValueError, match="sync.transport: got 'nccl'"):
         build_receiver("nccl", ReceiverConfig("e", SyncConfig()), 0)
-    for kind, what in (("store", "data plane"), ("disk", "folder")):
-        with pytest.raises(ValueError, match=f"'{kind}' needs a {what}"):
+    for kind, what in (("store", "a data plane"), ("disk", "a folder"), ("collective", "the run's key")):
+        with pytest.raises(ValueError, match=f"'{kind}' needs {what}, the sender was given none"):
             build_sender(kind, SenderConfig("run"))
 
 

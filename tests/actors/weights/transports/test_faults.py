@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from headrace.actors.weights.transports.collective import CollectiveSender
-from headrace.actors.weights.transports.control_link import listen
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup, SenderConfig
 from headrace.actors.weights.transports.sender import Sender, SenderUpdate
+from headrace.dataplane.authenticated_listener import listen
+from headrace.dataplane.handshake import new_key
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import (
     GRACE_S,
@@ -312,11 +313,11 @@ def test_the_rendezvous_s_port_is_taken(sender_config: Callable[..., SenderConfi
         other.listen()
         taken = other.getsockname()[1]
         for _ in range(TIMES):
-            sender = CollectiveSender("127.0.0.1", 5.0, torch.device("cpu"), port=taken)
+            sender = CollectiveSender("127.0.0.1", new_key(), 5.0, torch.device("cpu"), port=taken)
             update = sender.begin(1, plan_of(weights(1), 256), (ReceiverGroup("engine-0", 1),))
             assert int(update.location.split("|")[1]) != taken
             sender.close()
-    with pytest.raises(OSError, match="weights: cannot listen on 203.0.113.1:0") as raised:
+    with pytest.raises(OSError, match="cannot listen on 203.0.113.1:0") as raised:
         listen("203.0.113.1")
     assert raised.value.errno == errno.EADDRNOTAVAIL
 

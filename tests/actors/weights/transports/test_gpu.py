@@ -11,6 +11,7 @@ import torch
 
 from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from headrace.dataplane.handshake import new_key
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, outcome
 
@@ -37,9 +38,11 @@ def gpu_group() -> Iterator[Callable[..., PeerGroup]]:
     ) -> PeerGroup:
         if torch.cuda.device_count() < len(set(devices.values()) | {"cuda:0"}):
             pytest.skip("needs two GPUs")
-        config = SenderConfig(f"gpu{os.getpid()}-{len(made)}", SyncConfig(timeout_s=timeout_s), device="cuda:0")
+        key = new_key()
+        sync = SyncConfig(timeout_s=timeout_s)
+        config = SenderConfig(f"gpu{os.getpid()}-{len(made)}", sync, device="cuda:0", key=key)
         keeping = SyncConfig(staging=staging, delta=True)  # pyright: ignore[reportArgumentType]
-        receiver = ReceiverConfig("", keeping, "cuda:0")
+        receiver = ReceiverConfig("", keeping, "cuda:0", key=key)
         made.append(PeerGroup(kind, config, receiver, devices))
         return made[-1]
 

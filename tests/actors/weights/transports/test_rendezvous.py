@@ -11,11 +11,11 @@ pytestmark = pytest.mark.processes
 
 LEAVES_AND_ENDS = """
 import torch
-from headrace.actors.weights.transports.control_link import listen
-from headrace.actors.weights.transports.rendezvous import Group, RendezvousStore, join_store
+from headrace.actors.rendezvous_store import RendezvousServer, RendezvousStore
+from headrace.actors.weights.transports.rendezvous import Group
 
-point = RendezvousStore(listen("127.0.0.1"), 20.0)
-store = join_store("127.0.0.1", point.port, 20.0)
+server = RendezvousServer("127.0.0.1", b"key")
+store = RendezvousStore("127.0.0.1", server.port, b"key", 20.0)
 group = Group(store, "alone", 0, 1, host="127.0.0.1", device=torch.device("cpu"), timeout_s=20.0)
 assert group.broadcast(torch.zeros(8, dtype=torch.uint8)).ended(20.0)
 group.leave()

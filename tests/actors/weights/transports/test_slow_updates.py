@@ -17,18 +17,20 @@ from headrace.actors.weights.publisher import WeightPublisher
 from headrace.actors.weights.transports.deadline import Deadline
 from headrace.actors.weights.transports.factory import build_sender
 from headrace.actors.weights.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightTransferError
+from headrace.dataplane.handshake import new_key
 
 WEIGHTS = {f"w{n}": torch.full((1024,), float(n)) for n in range(8)}
 TIMEOUT_S = 2.0
+KEY = new_key()
 
 
 @pytest.mark.parametrize("kind", ["ipc", "collective", "disk"])
 def test_many_short_waits_do_not_add_up_to_the_bound_of_one(kind: str, tmp_path: Path) -> None:
     sync = SyncConfig(timeout_s=TIMEOUT_S)
-    config = SenderConfig(f"slow-{uuid.uuid4().hex[:8]}", sync, folder=str(tmp_path))
+    config = SenderConfig(f"slow-{uuid.uuid4().hex[:8]}", sync, folder=str(tmp_path), key=KEY)
     publisher, inbox = (
         WeightPublisher(build_sender(kind, config), sync, 4096),
-        WeightInbox(ReceiverConfig("e", sync), 0),
+        WeightInbox(ReceiverConfig("e", sync, key=KEY), 0),
     )
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()}
     update = publisher.open(1, specs, [ReceiverGroup("e", 1)])

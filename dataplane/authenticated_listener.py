@@ -1,0 +1,274 @@
+"""Accepts connections in a thread of its own, and hands over those whose clients have proved that they know the key.
+
+Until then a connection is a stranger's. It costs one descriptor and at most HELLO_BYTES bytes of memory, it ends after
+HANDSHAKE_TIMEOUT_S, and there are never more than MOST_STRANGERS. The threads that work for the run's own processes do
+not see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import select
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .handshake import HandshakeError, ServerHandshake, prove_to_server
+
+_logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Seconds after which a connection is closed if its client has not proved that it knows the run's key."""
+MAX_STRANGERS = 128
+"""Number of strangers' connections above which an old one is closed whose client is slow, for each new one."""
+MOST_STRANGERS = 1024
+"""Largest number of strangers' connections. Above it the oldest is closed for each new one, whatever its client does;
+that client connects again."""
+SLOW_S = 1.0
+"""Seconds that a client may take to answer the server's part of the handshake before it counts as slow."""
+_LOOKED_AT = 8
+"""Number of strangers' connections, the oldest ones, that are searched for a slow one."""
+_ACCEPTED_AT_ONCE = 64
+"""Largest number of connections that are accepted before those that are open already are read again."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_S = 0.05
+_BACKLOG = 1024
+_LOG_EVERY_S = 1.0
+"""Shortest time in seconds between two lines in the log about refused connections, which anybody can cause."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Open a listening socket on `host`, at `port`, or at any free port when `port` is 0 or taken. Raises OSError if
+    this fails."""
+    for wanted in (port, 0):
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.bind((host, wanted))
+            listener.listen(_BACKLOG)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE or wanted == 0 and port:
+                raise OSError(error.errno, f"cannot listen on {host}:{wanted}: {error.strerror}") from error
+    raise OSError(errno.EADDRINUSE, f"no port of {host} is free")
+
+
+def connect_authenticated(host: str, port: int, key: bytes, service: str, timeout_s: float) -> socket.socket:
+    """Connect to an AuthenticatedListener and carry out the handshake, and return the connected blocking socket.
+
+    Connects again when the listener closes the connection in the middle of the handshake, as it does when it has too
+    many strangers. Raises HandshakeError when who listens there does not know the key, and OSError when nobody listens
+    there or `timeout_s` seconds are over.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 1e-3))
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what follows the proof is sent at once
+            prove_to_server(connection, key, service, deadline)
+            return connection
+        except HandshakeError:
+            connection.close()
+            raise
+        except (ConnectionResetError, BrokenPipeError):
+            connection.close()
+            if time.monotonic() + _PAUSE_S >= deadline:
+                raise
+            time.sleep(_PAUSE_S)
+        except BaseException:
+            connection.close()
+            raise
+
+
+@dataclass(eq=False, slots=True)
+class _Stranger:
+    """A connection whose client has not proved yet that it knows the run's key."""
+
+    connection: socket.socket
+    handshake: ServerHandshake
+    deadline: float
+    """Time by `time.monotonic` at which the connection is closed."""
+    received: bytes = b""
+    """Bytes of the client's next message that have arrived."""
+    challenged_s: float | None = None
+    """Time by `time.monotonic` at which the server's part of the handshake was sent; None before."""
+
+
+class AuthenticatedListener:
+    """Listening socket with a thread that carries out the server's part of each handshake."""
+
+    def __init__(
+        self, listener: socket.socket, key: bytes, service: str, admit: Callable[[socket.socket], None]
+    ) -> None:
+        """Take ownership of the listening socket `listener`, and start the thread.
+
+        key: the run's key (`StoreSpec.key`). service: name of the service in handshakes. admit: function that is
+        called in the thread with each connection (a blocking socket) whose client has proved that it knows the key;
+        it must return at once, and owns the connection. Raises ValueError, and closes `listener`, when the key is
+        empty.
+        """
+        if not key:
+            listener.close()
+            raise ValueError(f"{service}: got no key, expected the key of the run's data plane")
+        self.host, self.port = listener.getsockname()[:2]
+        self._listener = listener
+        self._key = key
+        self._service = service
+        self._admit = admit
+        self._strangers: dict[_Stranger, None] = {}
+        """Strangers' connections, oldest first."""
+        self._refused = 0
+        """Number of connections refused since the last line in the log about them."""
+        self._logged_s = -_LOG_EVERY_S
+        self._pid = os.getpid()
+        listener.setblocking(False)
+        self._stop, self._stopped = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._stopped, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"headrace-{service.replace(' ', '-')}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_strangers(self) -> int:
+        """Number of open connections whose clients have not proved yet that they know the run's key."""
+        return len(self._strangers)
+
+    def close(self) -> None:
+        """Stop listening, and close the strangers' connections. Connections that were handed over stay open.
+        Idempotent; a no-op in a process that was forked from the listener's."""
+        if os.getpid() != self._pid:
+            return
+        with contextlib.suppress(OSError):  # it is closed already
+            self._stop.send(b"x")
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._stop.close()
+
+    # -------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                connects = False
+                for key, _ in self._selector.select(self._wait_s()):
+                    if key.fileobj is self._stopped:
+                        return
+                    if key.fileobj is self._listener:
+                        connects = True
+                    else:
+                        self._hear(key.data)
+                if connects:  # last, so that a client whose bytes are here already does not count as slow
+                    self._accept()
+                self._end_late()
+        finally:
+            for stranger in list(self._strangers):
+                self._end(stranger)
+            self._selector.close()
+            self._listener.close()
+            self._stopped.close()
+
+    def _wait_s(self) -> float | None:
+        """Return the seconds until the oldest stranger's connection is to be closed; None when there is none."""
+        oldest = next(iter(self._strangers), None)
+        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTORS:
+                    continue  # the client has gone
+                _logger.warning("no connection can be accepted: %s", error)
+                if self._strangers:
+                    self._end(next(iter(self._strangers)))
+                else:
+                    time.sleep(_PAUSE_S)  # the listening socket stays readable
+                return
+            connection.setblocking(False)
+            handshake = ServerHandshake(self._key, self._service)
+            stranger = _Stranger(connection, handshake, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+            self._strangers[stranger] = None
+            self._selector.register(connection, selectors.EVENT_READ, stranger)
+            if len(self._strangers) > MAX_STRANGERS:
+                self._end_slow_one()
+
+    def _end_slow_one(self) -> None:
+        """Close an old stranger's connection that has sent nothing, or has not answered within SLOW_S seconds. If there
+        is none among the _LOOKED_AT oldest ones, close the oldest if there are more than MOST_STRANGERS."""
+        oldest = list(itertools.islice(self._strangers, _LOOKED_AT))
+        slow = next((stranger for stranger in oldest if _is_slow(stranger)), None)
+        if slow is None and len(self._strangers) > MOST_STRANGERS:
+            slow = oldest[0]
+        if slow is not None:
+            self._end(slow)
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        while (oldest := next(iter(self._strangers), None)) is not None and oldest.deadline <= now:
+            self._end(oldest)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        """Read a stranger's next bytes, no more than the handshake needs, and carry the handshake on."""
+        needed = stranger.handshake.needed_bytes
+        try:
+            received = stranger.connection.recv(needed - len(stranger.received))
+            if not received:
+                raise ConnectionResetError
+            stranger.received += received
+            if len(stranger.received) < needed:
+                return
+            message, stranger.received = stranger.received, b""
+            if stranger.challenged_s is None:
+                stranger.connection.send(stranger.handshake.challenge(message))  # few bytes: the kernel takes them all
+                stranger.challenged_s = time.monotonic()
+                return
+            stranger.handshake.check(message)
+        except BlockingIOError:
+            return
+        except HandshakeError as error:
+            self._end(stranger)
+            self._log_refusal(error)
+        except OSError:  # the client has gone
+            self._end(stranger)
+        else:
+            self._forget(stranger)
+            stranger.connection.setblocking(True)
+            self._admit(stranger.connection)
+
+    def _log_refusal(self, error: HandshakeError) -> None:
+        self._refused += 1
+        now = time.monotonic()
+        if now >= self._logged_s + _LOG_EVERY_S:
+            _logger.warning(
+                "connections to the %s refused: %d; the last because %s", self._service, self._refused, error
+            )
+            self._refused, self._logged_s = 0, now
+
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger.connection)
+
+    def _end(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.connection.close()
+
+
+def _is_slow(stranger: _Stranger) -> bool:
+    """Return whether nothing has come from a client that connected just now, or that was answered SLOW_S seconds ago.
+    Bytes that have come but have not been read yet count."""
+    if stranger.challenged_s is not None and time.monotonic() < stranger.challenged_s + SLOW_S:
+        return False
+    poll = select.poll()
+    poll.register(stranger.connection, select.POLLIN)
+    return not poll.poll(0)

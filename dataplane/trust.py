@@ -1,0 +1,36 @@
+"""Refuses stores whose processes trust everybody who reaches their ports, unless the configuration allows it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from .config import DataPlaneConfig
+
+_ALLOW = "set dataplane.trusted_network=true if everybody on that network may do so, or choose another store"
+
+
+def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
+    """Raise ValueError when a store of the given kind opens ports beyond loopback that ask for no key, unless
+    `dataplane.trusted_network` is true. Starts nothing.
+
+    kind: kind of the store that is used, not `auto`. one_host: whether all processes of the run are on one host.
+    """
+    if config.trusted_network:
+        return
+    if kind == "simple":
+        from .stores.ray_processes import node_address  # imports Ray, and only this needs it
+
+        address = node_address()
+        if one_host and ipaddress.ip_address(address).is_loopback:
+            return  # the host has no other address; Ray replaces a loopback address that it is given
+        raise ValueError(
+            f"dataplane.trusted_network: got false with dataplane.store.kind='simple', expected true, because "
+            f"TransferQueue's units listen on Ray's address of their host, such as {address}, also in a run on one "
+            f"host, and run code that anybody sends there; {_ALLOW}"
+        )
+    if kind == "mooncake":
+        raise ValueError(
+            "dataplane.trusted_network: got false with dataplane.store.kind='mooncake', expected true, because each "
+            "of Mooncake's clients listens on all addresses of its host, also in a run on one host, and lets anybody "
+            f"read and overwrite its memory; {_ALLOW}"
+        )
