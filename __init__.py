@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         SchemaMismatch,
         StoreLost,
     )
-    from .dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+    from .dataplane.factory import DataPlane, connect, connect_async, open_data_plane, open_storage_unit
     from .dataplane.handle import DataPlaneHandle
     from .dataplane.meta import KVBatchMeta
     from .dataplane.partition_rows import PartitionRows
@@ -90,6 +90,7 @@ __all__ = [
     "connect_async",
     "load_config",
     "open_data_plane",
+    "open_storage_unit",
     "run_training",
 ]
 
@@ -100,7 +101,7 @@ _MODULES = {
     "dataplane.client.client": "DataPlaneClient",
     "dataplane.config": "DataPlaneConfig StoreConfig",
     "dataplane.directory.samplers": "TaskConfig",
-    "dataplane.factory": "DataPlane connect connect_async open_data_plane",
+    "dataplane.factory": "DataPlane connect connect_async open_data_plane open_storage_unit",
     "dataplane.handle": "DataPlaneHandle",
     "dataplane.meta": "KVBatchMeta",
     "dataplane.partition_rows": "PartitionRows",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 from dataclasses import dataclass
 
 import msgspec
@@ -30,6 +31,12 @@ class DataPlaneHandle:
     opened it."""
     peer: str
     """Name, pid and host of the directory (the metadata service), for error messages."""
+
+    def over_sockets(self) -> DataPlaneHandle:
+        """Return a handle whose clients reach storage units of the store `tcp` over sockets even on their own host, as
+        clients of other hosts do. Tests and benchmarks use it."""
+        store = dataclasses.replace(self.store, address={**self.store.address, "shares_memory": False})
+        return dataclasses.replace(self, store=store)
 
     def to_text(self) -> str:
         """Return the handle as a short text of letters, digits, "-", "_" and ".", with which any process can `connect`.

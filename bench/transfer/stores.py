@@ -50,12 +50,12 @@ class StoreContender:
             timeout_s=TIMEOUT_S,
         )
         self._plane = open_data_plane(config, in_process=in_process)
+        # As other hosts see it: on one host, readers and writers of `tcp` would use its units' memory.
+        self._handle = self._plane.handle.over_sockets() if kind == "tcp" else self._plane.handle
 
     def factory(self, spec: LoadSpec) -> Callable[[], StoreEndpoint]:
         sample = build_load(LoadSpec(spec.name, SCHEMA_SHARE))
-        return functools.partial(
-            StoreEndpoint, self._plane.handle, spec.name, sample.schema, sample.group_size, sample.first
-        )
+        return functools.partial(StoreEndpoint, self._handle, spec.name, sample.schema, sample.group_size, sample.first)
 
     def part(self, token: KVBatchMeta, share: Share) -> KVBatchMeta:
         return token if share.count == 1 else token.select(share.rows)

@@ -31,6 +31,8 @@ def _nothing() -> None:
 class StorageUnitProcess(Protocol):
     """A storage unit that this process has started. It ends with this process at the latest."""
 
+    pid: int
+
     def close(self) -> None:
         """End the unit's process; its rows are lost. Idempotent."""
         ...

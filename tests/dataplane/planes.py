@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from headrace.dataplane.block_store import ReadsRanges
 from headrace.dataplane.config import StoreConfig
-from headrace.dataplane.factory import DataPlane
-from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.factory import DataPlane, connect
 
 SOCKETS = "-sockets"
 LENDING = ("shm", "tcp")
@@ -26,13 +25,14 @@ def store_config(kind: str, **settings: Any) -> StoreConfig:
 def as_seen(kind: str, plane: DataPlane) -> DataPlane:
     """Return the plane, whose handle makes clients of `tcp-sockets` read and write over sockets alone."""
     if kind.endswith(SOCKETS):
-        plane.handle = over_sockets(plane.handle)
+        plane.handle = plane.handle.over_sockets()
     return plane
 
 
-def over_sockets(handle: DataPlaneHandle) -> DataPlaneHandle:
-    store = dataclasses.replace(handle.store, address={**handle.store.address, "shares_memory": False})
-    return dataclasses.replace(handle, store=store)
+def put_one(text: str, key: str) -> None:
+    """Put a row of three tokens into the partition `train`, in a process that has only the handle's text."""
+    with connect(text) as client:
+        client.put("train", [key], {"ids": [torch.arange(3)], "reward": torch.ones(1)})
 
 
 def catch_reads(store: Any, kind: str, then: Callable[[list[dict[int, np.ndarray]]], Any]) -> None:

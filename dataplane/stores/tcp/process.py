@@ -23,6 +23,7 @@ class UnitProcess:
         setup = {"run_id": run_id, "name": name, "key": key.hex(), "host": host, "capacity_bytes": capacity_bytes}
         self._child = ChildProcess(__name__, setup, START_TIMEOUT_S)
         self.address = UnitAddress(**self._child.answer)
+        self.pid = self.address.pid
 
     def has_died(self) -> bool:
         return self._child.has_died()

@@ -25,7 +25,6 @@ from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
 from headrace.dataplane.stores.tcp.messages import Cut, Free, Get, Put, Reserve, column, encode, locations
 from headrace.dataplane.stores.tcp.unit import MAX_STRANGERS, StorageUnit
 from headrace.dataplane.stores.tcp.wire import SERVICE, Connection
-from headrace.tests.dataplane.planes import over_sockets
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import suspend
 
@@ -268,7 +267,7 @@ def plane() -> Iterator[DataPlane]:
 @pytest.fixture
 def client(plane: DataPlane, request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """Over sockets."""
-    with connect(over_sockets(plane.handle)) as client:
+    with connect(plane.handle.over_sockets()) as client:
         client.register(request.node.name, SCHEMA, ("a",))
         yield client
         client.unregister(request.node.name)
@@ -332,7 +331,7 @@ def test_a_forked_process_has_connections_of_its_own() -> None:
     config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16), timeout_s=10)
     with (
         open_data_plane(config, run_id=fresh_run_id(), process=True) as plane,
-        connect(over_sockets(plane.handle)) as client,
+        connect(plane.handle.over_sockets()) as client,
     ):
         client.register("p", SCHEMA)
         use_in_a_fork(client)
@@ -362,7 +361,7 @@ def test_the_death_of_a_unit_takes_its_rows_and_no_others() -> None:
     config = DataPlaneConfig(store=store, timeout_s=10, block_rows=1)
     with (
         open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane,
-        connect(over_sockets(plane.handle)) as far,
+        connect(plane.handle.over_sockets()) as far,
         connect(plane.handle) as near,
     ):
         far.register("p", SCHEMA, ("a",))

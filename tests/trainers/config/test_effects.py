@@ -64,8 +64,8 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
         ),
         (
             {"dataplane": {"store": {"kind": "shm", "num_units": 2}}},
-            "dataplane.store.num_units: got 2 with dataplane.store.kind='shm', expected 1, because it has an effect "
-            "only with dataplane.store.kind=auto or simple",
+            "dataplane.store.num_units: got 2 with dataplane.store.kind='shm', expected it unset, because it has "
+            "an effect only with dataplane.store.kind=auto or tcp or simple",
         ),
         (
             {"validation": {"every": 0, "num_prompts": 5}},

@@ -1,0 +1,198 @@
+"""A data plane in plain processes, without Ray: scripts share it by a text, and it ends with the one that opened it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.errors import DirectoryLost, StoreLost
+from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.tests.dataplane.planes import put_one
+from headrace.tests.dataplane.rows import fresh_run_id
+
+pytestmark = pytest.mark.processes
+
+SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("reward", Kind.PER_SAMPLE, torch.float32)])
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[DataPlane]:
+    config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16), timeout_s=20)
+    with open_data_plane(config, run_id=fresh_run_id(), process=True) as plane:
+        with connect(plane.handle) as client:
+            client.register("train", SCHEMA, tasks=["train"])
+        yield plane
+    assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
+    assert not any(map(lives, plane.processes().values()))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_of_every_kind_share_a_plane_by_its_text(plane: DataPlane) -> None:
+    text = plane.handle.to_text()
+    assert len(text) < 200 and "\n" not in text
+    children = [
+        multiprocessing.get_context(how).Process(target=put_one, args=(text, f"{how}.0")) for how in ("fork", "spawn")
+    ]
+    for child in children:
+        child.start()
+    writer = (
+        "import sys, headrace\n"
+        "with headrace.connect(sys.argv[1]) as client:\n"
+        "    client.put('train', ['unrelated.0'], {'ids': [[7, 8]], 'reward': [2.0]})\n"
+    )
+    subprocess.run([sys.executable, "-c", writer, text], check=True, timeout=120)
+    for child in children:
+        child.join(120)
+        assert child.exitcode == 0
+    keys = ["fork.0", "spawn.0", "unrelated.0"]
+
+    async def read() -> list[int]:
+        async with connect_async(text) as client:
+            batch = await client.get_keys("train", keys, ["ids"])
+            return batch.jagged("ids").values.tolist()
+
+    assert asyncio.run(read()) == [0, 1, 2, 0, 1, 2, 7, 8]
+    with connect(text) as client:
+        assert client.clear("train", keys) == 3
+
+
+def test_a_text_that_is_none_is_refused(plane: DataPlane) -> None:
+    for text in ("", "headrace1.", "headrace1.!!", plane.handle.to_text()[:-9], "tcp://1.2.3.4:5"):
+        with pytest.raises(ValueError, match="expected what plane.handle.to_text"):
+            connect(text)
+    with open_data_plane(DataPlaneConfig(), run_id=fresh_run_id(), in_process=True) as own:
+        with pytest.raises(ValueError, match="in_process=True, which no other process can use; open it with process=T"):
+            own.handle.to_text()
+    for arguments in ({"in_process": True, "process": True}, {"listen": "127.0.0.1"}):
+        with pytest.raises(ValueError, match="open_data_plane: got"):
+            open_data_plane(DataPlaneConfig(), **arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_process_that_cannot_start_says_why() -> None:
+    taken = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16))
+    with pytest.raises(ValueError, match="cannot listen on 192.0.2.77"):
+        open_data_plane(taken, run_id=fresh_run_id(), process=True, listen="192.0.2.77")
+    with pytest.raises(StoreLost, match="did not start within 0.01 s"):
+        open_data_plane(taken, run_id=fresh_run_id(), process=True, start_timeout_s=0.01)
+
+
+SCRIPT = """
+import os, sys, torch
+from headrace import DataPlaneConfig, Field, Kind, Schema, StoreConfig, connect, open_data_plane
+config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16))
+plane = open_data_plane(config, run_id=sys.argv[1], process=True)
+client = connect(plane.handle)
+client.register("train", Schema([Field("ids", Kind.PER_TOKEN, torch.int32)]))
+client.put("train", ["a.0"], {"ids": [[1, 2, 3]]})
+if not os.fork():  # a child that lives longer, as a stray DataLoader worker
+    import time
+    os.close(1)
+    time.sleep(20)
+    os._exit(0)
+print(*plane.processes().values(), plane.handle.to_text(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["the script ends", "it is killed"])
+def test_a_plane_ends_with_its_script(end: str) -> None:
+    run_id = fresh_run_id()
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, run_id], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert script.stdin is not None and script.stdout is not None
+    *pids, text = script.stdout.readline().split()
+    assert len(pids) == 2 and all(lives(int(pid)) for pid in pids)
+    with connect(text) as client:
+        assert client.get_keys("train", ["a.0"], ["ids"]).jagged("ids").values.tolist() == [1, 2, 3]
+        if end == "it is killed":
+            script.kill()
+        script.stdin.close()
+        script.wait(60)
+        deadline = time.monotonic() + 60
+        while any(lives(int(pid)) for pid in pids) or list(Path("/dev/shm").glob(f"*{run_id}*")):
+            assert time.monotonic() < deadline, "the directory and the unit end with the script, and remove its rows"
+            time.sleep(0.05)
+        with pytest.raises(DirectoryLost):
+            client.status()
+    script.stdout.close()
+
+
+def test_cells_of_a_notebook_can_be_run_again() -> None:
+    """Opening a plane again while the old one lives, and registering with other fields."""
+    config = DataPlaneConfig(store=StoreConfig(capacity_mib=16))
+    planes: list[DataPlane] = []
+    for fields in (SCHEMA, Schema([Field("ids", Kind.PER_TOKEN, torch.int64)]), SCHEMA):
+        planes.append(open_data_plane(config, in_process=True))
+        client = connect(planes[-1].handle)
+        client.register("train", fields, redefine=True)
+        client.register("train", SCHEMA.subset(["ids"]), redefine=True)
+        client.put("train", ["a.0"], {"ids": [[1, 2]]})
+        client.register("train", SCHEMA, redefine=True)
+        assert client.status().rows == 0
+    for plane in planes:
+        plane.close()
+
+
+# ------------------------------------------------------------------ two hosts: namespaces with their own /dev/shm
+
+HOST = """
+import os, subprocess, sys
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
+import torch
+from headrace import connect, open_storage_unit
+unit = open_storage_unit(sys.argv[1], listen="127.0.0.1")
+with connect(sys.argv[1]) as client:
+    meta = client.put("train", ["other.0"], {"ids": [torch.arange(1000)], "reward": [1.0]})
+    here = client.get_keys("train", ["here.0"], ["ids"]).jagged("ids").values
+    print(unit.pid, int.from_bytes(meta.blocks[0].location[:2]), here.tolist() == list(range(500)), flush=True)
+    sys.stdin.readline()
+    unit.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to make namespaces")
+@pytest.mark.parametrize("killed", ["here", "there"])
+def test_rows_go_from_host_to_host_and_the_death_of_a_unit_takes_its_own(killed: str) -> None:
+    config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16), timeout_s=20)
+    with open_data_plane(config, run_id=fresh_run_id(), process=True, listen="127.0.0.1") as plane:
+        with connect(plane.handle) as client:
+            client.register("train", SCHEMA)
+            client.put("train", ["here.0"], {"ids": [torch.arange(500)], "reward": torch.ones(1)})
+            command = ["unshare", "--mount", sys.executable, "-c", HOST, plane.handle.to_text()]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+                assert host.stdin is not None and host.stdout is not None
+                pid, unit, read = host.stdout.readline().split()
+                assert (unit, read) == ("1", "True"), "it writes to its own unit, and read what is here"
+                theirs = client.get_keys("train", ["other.0"], ["ids"])
+                assert theirs.jagged("ids").values.tolist() == list(range(1000))
+                lost, kept = ("here.0", "other.0") if killed == "here" else ("other.0", "here.0")
+                os.kill(plane.processes()["unit-0"] if killed == "here" else int(pid), signal.SIGKILL)
+                with pytest.raises(StoreLost, match="storage unit unit-"):
+                    client.get_keys("train", [lost], ["ids"])
+                assert client.get_keys("train", [kept], ["ids"]).num_rows == 1
+                client.put("train", ["new.0"], {"ids": [torch.arange(5)], "reward": torch.ones(1)})
+                assert client.get_keys("train", ["new.0"], ["ids"]).num_rows == 1
+                host.stdin.write("\n")
+                host.stdin.flush()
+                host.wait(60)
