@@ -487,7 +487,7 @@ def _add_bench_commands(commands: Any) -> None:
         "--stores",
         nargs="+",
         metavar="STORE",
-        help="local shm ray simple mooncake; default: all; simple and mooncake open ports that ask for no key, and the "
+        help="local shm tcp ray simple mooncake; default: all; simple and mooncake open ports that ask for no key, and the "
         "benchmark sets dataplane.trusted_network for them",
     )
     transfer.add_argument("--workloads", nargs="+", metavar="NAME", help="rl-256, rl-1024, ...; default: all")
@@ -506,7 +506,7 @@ def _add_bench_commands(commands: Any) -> None:
         kinds, "replica", _replica, "one read per replica and a broadcast, against a read by each rank and padded rows"
     )
     replica.add_argument("--sizes", nargs="+", type=int, metavar="N", help="ranks of a replica; default: 2 4 8")
-    replica.add_argument("--store", default="simple", choices=("shm", "ray", "simple", "mooncake"))
+    replica.add_argument("--store", default="simple", choices=("shm", "tcp", "ray", "simple", "mooncake"))
     replica.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU per rank")
 
     weights = _bench(kinds, "weights", _weights, "weight sync from a trainer to engines, over every transport")

@@ -39,7 +39,7 @@ class StreamingDataset(IterableDataset):
 
     def __init__(
         self,
-        handle: DataPlaneHandle,
+        handle: DataPlaneHandle | str,
         partition: str,
         task: str,
         fields: Sequence[str],
@@ -54,7 +54,7 @@ class StreamingDataset(IterableDataset):
         clear: bool = False,
         with_receipts: bool = False,
     ) -> None:
-        """Nothing is claimed before the first item is asked for.
+        """Nothing is claimed before the first item is asked for. handle: a handle, or its text.
 
         batch_size, at_least, whole_groups, arguments, timeout_s: as `n` and its namesakes of `DataPlaneClient.claim`;
         with `batch_size=None` only `arguments` and `timeout_s` can be given. stop_after: number of rows after which an

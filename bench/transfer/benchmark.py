@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 WORKLOADS = tuple(name for name in DESCRIBED if name not in ("step", STEP_ENDS))
 """Names of the workloads on which each operation is timed by itself. The workload `step` is measured as a whole step,
 and the workload `step-ends` is padded in one process."""
-STORES = ("local", "shm", "ray", "simple", "mooncake")
+STORES = ("local", "shm", "tcp", "ray", "simple", "mooncake")
 PATTERNS: dict[str, frozenset[Op]] = {
     "put": frozenset(("put",)),
     "get": frozenset(("get",)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,31 @@ def test_python_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Monke
     """A snippet with `run_training` starts Ray and a whole run: tests/runs/test_from_python.py runs it."""
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet.text, str(snippet), "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.processes
+def test_the_readmes_three_processes_share_a_data_plane(tmp_path: Path) -> None:
+    for snippet in SNIPPETS:
+        if snippet.page.name == "README.md" and (title := re.search(r'python title="(.+)"', snippet.language)):
+            (tmp_path / title[1]).write_text(snippet.text)
+    trainer = subprocess.Popen([sys.executable, "trainer.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    handle = trainer.stdout.readline().strip()
+    for name in "ab":
+        subprocess.run([sys.executable, "rollout.py", handle, name], cwd=tmp_path, check=True, timeout=120)
+    said = trainer.communicate(timeout=120)[0]
+    assert trainer.returncode == 0 and "[3 5 3 5] tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4]" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_of_torchrun_stream_one_partition() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, str(ROOT / "examples" / "stream_rows.py")], capture_output=True, text=True, timeout=300
+    )
+    counts = [int(count) for count in re.findall(r"rank \d streamed (\d+) rows", run.stdout)]
+    assert run.returncode == 0 and len(counts) == 2 and sum(counts) == 64, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("snippet", of("yaml"), ids=str)
@@ -133,9 +160,10 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_file_arguments(words: list[str]) -> None:
-    """Scripts and tests that the command names exist."""
+    """Scripts and tests that the command names exist, in the repository or as blocks of the documentation."""
+    titles = {match[1] for snippet in SNIPPETS if (match := re.search(r'title="(.+)"', snippet.language))}
     for word in words:
-        if re.fullmatch(r"[\w/]+(\.py)?", word) and ("/" in word or word.endswith(".py")):
+        if word not in titles and re.fullmatch(r"[\w/]+(\.py)?", word) and ("/" in word or word.endswith(".py")):
             assert (ROOT / word).exists(), word
 
 
@@ -151,4 +179,5 @@ CHECKS = {
     "pytest": check_file_arguments,
     "git": nothing,
     "pre-commit": nothing,
+    "torchrun": check_file_arguments,
 }
