@@ -487,8 +487,8 @@ def _add_bench_commands(commands: Any) -> None:
         "--stores",
         nargs="+",
         metavar="STORE",
-        help="local shm tcp ray simple mooncake; default: all; simple and mooncake open ports that ask for no key, and the "
-        "benchmark sets dataplane.trusted_network for them",
+        help="local shm tcp ray simple mooncake; default: all; simple and mooncake open ports that ask for no key, and "
+        "the benchmark sets dataplane.trusted_network for them",
     )
     transfer.add_argument("--workloads", nargs="+", metavar="NAME", help="rl-256, rl-1024, ...; default: all")
     transfer.add_argument(

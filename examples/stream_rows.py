@@ -27,7 +27,9 @@ def main() -> None:
             client = stack.enter_context(connect(plane.handle))
             client.register("train", SCHEMA, tasks=["trainer"])
             ids = [torch.arange(1 + number % 7) for number in range(ROWS)]
-            client.put("train", [f"r.{number}" for number in range(ROWS)], {"ids": ids, "reward": torch.arange(ROWS)})
+            client.put(
+                "train", [f"r.{number}" for number in range(ROWS)], {"ids": ids, "reward": torch.arange(float(ROWS))}
+            )
         dist.broadcast_object_list(texts)
         rows = StreamingDataset(
             texts[0], "train", "trainer", ["ids", "reward"], batch_size=8, timeout_s=2.0, on_timeout="stop"

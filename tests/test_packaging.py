@@ -1,6 +1,7 @@
 """The wheel holds every package and runs outside the clone; pyproject's package list names every package folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def test_packages_list_is_true():
 
 @pytest.mark.processes
 def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
-    """`headrace --help` and the README's example run from the wheel, with this machine's dependencies."""
+    """`headrace --help` and the README's three processes run from the wheel, with this machine's dependencies."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE", "py.typed"))]:
@@ -42,11 +43,20 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
         archive.extractall(site)
     assert (site / "headrace" / "py.typed").exists()
 
-    (tmp_path / "example.py").write_text((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0])
+    for title, text in re.findall(r'```python title="([^"]+)"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL):
+        (tmp_path / title).write_text(text)
     where = run([sys.executable, "-c", "import headrace; print(headrace.__file__)"], tmp_path, PYTHONPATH=str(site))
     assert Path(where.strip()) == site / "headrace" / "__init__.py"
     assert "bench" in run([sys.executable, "-m", "headrace.cli", "--help"], tmp_path, PYTHONPATH=str(site))
-    assert "[3 5]" in run([sys.executable, "example.py"], tmp_path, PYTHONPATH=str(site))
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "trainer.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        handle = trainer.stdout.readline().strip()
+        for name in "ab":
+            run([sys.executable, "rollout.py", handle, name], tmp_path, PYTHONPATH=str(site))
+        said = trainer.stdout.read()
+    assert trainer.returncode == 0 and "[3 5 3 5] tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4]" in said, said
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:

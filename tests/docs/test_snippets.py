@@ -64,25 +64,19 @@ def test_every_block_has_a_language_that_says_how_it_is_tried() -> None:
     assert not unknown
 
 
-@pytest.mark.parametrize("snippet", [block for block in of("python") if "run_training" not in block.text], ids=str)
+def python_snippet(snippet: Snippet) -> object:
+    """The snippet as a parameter, marked if it starts processes."""
+    marks = [pytest.mark.processes] if "process=True" in snippet.text.replace("in_process=True", "") else []
+    return pytest.param(snippet, marks=marks, id=str(snippet))
+
+
+@pytest.mark.parametrize(
+    "snippet", [python_snippet(snippet) for snippet in of("python") if "run_training" not in snippet.text]
+)
 def test_python_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snippet with `run_training` starts Ray and a whole run: tests/runs/test_from_python.py runs it."""
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet.text, str(snippet), "exec"), {"__name__": "snippet"})
-
-
-@pytest.mark.processes
-def test_the_readmes_three_processes_share_a_data_plane(tmp_path: Path) -> None:
-    for snippet in SNIPPETS:
-        if snippet.page.name == "README.md" and (title := re.search(r'python title="(.+)"', snippet.language)):
-            (tmp_path / title[1]).write_text(snippet.text)
-    trainer = subprocess.Popen([sys.executable, "trainer.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    handle = trainer.stdout.readline().strip()
-    for name in "ab":
-        subprocess.run([sys.executable, "rollout.py", handle, name], cwd=tmp_path, check=True, timeout=120)
-    said = trainer.communicate(timeout=120)[0]
-    assert trainer.returncode == 0 and "[3 5 3 5] tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 4]" in said, said
 
 
 @pytest.mark.slow
