@@ -59,6 +59,7 @@ def rows_by_field(draw, max_rows=6):
             Kind.PER_SAMPLE: lambda row, field=field: field.trailing,
             Kind.RAGGED: lambda row, field=field: tuple(rng.integers(0, 4, field.ndim).tolist()),
         }[field.kind]
+        assert field.dtype is not None
         data[field.name] = [random_bits(rng, field.dtype, shapes(row)) for row in range(num_rows)]
     return schema, num_rows, data
 

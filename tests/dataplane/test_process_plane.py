@@ -50,7 +50,8 @@ def test_processes_of_every_kind_share_a_plane_by_its_text(plane: DataPlane) -> 
     text = plane.handle.to_text()
     assert len(text) < 200 and "\n" not in text
     children = [
-        multiprocessing.get_context(how).Process(target=put_one, args=(text, f"{how}.0")) for how in ("fork", "spawn")
+        multiprocessing.get_context("fork").Process(target=put_one, args=(text, "fork.0")),
+        multiprocessing.get_context("spawn").Process(target=put_one, args=(text, "spawn.0")),
     ]
     for child in children:
         child.start()

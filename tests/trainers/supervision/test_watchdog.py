@@ -285,8 +285,10 @@ def test_a_run_has_a_watchdog_where_its_configuration_says_so(tmp_path: Path, on
 def test_a_watchdog_that_died_is_replaced_and_told_what_the_first_one_knew(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     config = build_config({"run": {"dir": str(tmp_path)}})
-    address = DirectoryAddress("headrace-nobody", "", 0, b"\0")
-    handle = DataPlaneHandle("nobody", config.dataplane, StoreSpec("shm", "nobody", {}), "directory", address, "peer")
+    address = DirectoryAddress("headrace-nobody", "", 0)
+    handle = DataPlaneHandle(
+        "nobody", config.dataplane, StoreSpec("shm", "nobody", {}, key=b"\0"), "directory", address, "peer"
+    )
     with under_watchdog(config, tmp_path) as under:
         under.opened(handle)
         [first] = set(psutil.Process().children()) - before
