@@ -73,7 +73,10 @@ def _enc_hook(obj: Any) -> Any:
 
 def _dec_hook(of: Any, obj: Any) -> Any:
     if of is Schema:
-        return Schema.from_list(obj)
+        try:
+            return Schema.from_list(obj)
+        except (LookupError, AttributeError) as error:  # msgspec turns ValueError and TypeError into its own error
+            raise msgspec.ValidationError(f"damaged schema: {error!r}") from error
     if not isinstance(obj, of):
         raise msgspec.ValidationError(f"got {type(obj).__name__}, expected {of.__name__}")
     return obj

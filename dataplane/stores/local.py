@@ -85,11 +85,14 @@ class LocalHost:
 
     def read(self, block_id: int, numbers: Sequence[int]) -> dict[int, np.ndarray]:
         """Return parts of a block without copying them: part number -> array. Raises RowsCleared if the block was
-        freed."""
+        freed, and ValueError if it has no such part."""
         with self._lock:
             parts = self._blocks.get(block_id)
         if parts is None:
             raise RowsCleared(f"block {block_id} was freed", op="get")
+        absent = [number for number in numbers if not 0 <= number < len(parts)]
+        if absent:
+            raise ValueError(f"block {block_id}: got part {absent[0]}, expected one below {len(parts)}")
         return {number: parts[number] for number in numbers}
 
     def serve(self, request: bytes) -> bytes:

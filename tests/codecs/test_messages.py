@@ -127,3 +127,11 @@ def test_another_type_is_refused():
         decode(b"\xd4\x05\x00", np.ndarray)
     with pytest.raises(ValueError, match="damaged numpy array"):
         decode(b"\xc7\x05\x01\x02\xff<4ab", np.ndarray)
+
+
+def test_a_damaged_schema_is_no_message() -> None:
+    whole = Schema([Field("x", Kind.RAGGED, torch.uint8, ndim=2)])
+    [field] = whole.to_list()
+    for name in field:
+        with pytest.raises(ValueError, match="are not a Schema"):
+            decode(encode([{key: value for key, value in field.items() if key != name}]), Schema)

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import check_store, open_data_plane
 from headrace.dataplane.stores import ray_processes
+from headrace.dataplane.stores.local import LocalHost
 from headrace.tests.dataplane.rows import fresh_run_id
 
 EXPLOIT = """
@@ -96,3 +98,12 @@ def test_a_unit_of_transferqueue_runs_what_a_stranger_sends(ray_session: None, t
     with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
         units: Any = plane.handle.store.address["units"]
         assert attack(tmp_path / "marker", listening({pid for _, _, pid, _, _ in units}))
+
+
+def test_a_part_that_a_block_does_not_have_is_refused() -> None:
+    host = LocalHost("run")
+    host.allocate(1, 64)
+    host.write(1, [np.zeros(8, np.uint8)])
+    for part in (-1, 1):
+        with pytest.raises(ValueError, match=f"block 1: got part {part}, expected one below 1"):
+            host.read(1, (part,))

@@ -1,0 +1,163 @@
+"""A drill that sends each port damaged frames by the ten thousands, without the run's key and with it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import re
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.dataplane.handshake import CHALLENGE_BYTES, HELLO_BYTES, ClientHandshake
+from headrace.tests.attacks.ports import PORTS, AttackedPort, frames_of, member, received, send, stranger
+
+pytestmark = pytest.mark.drill
+
+FRAMES = int(os.environ.get("HEADRACE_FUZZ_FRAMES", "100000"))
+"""Frames that each port gets, half of them without the key."""
+SEED = os.environ.get("HEADRACE_FUZZ_SEED")
+"""A seed that a failed drill printed; unset: a new one."""
+UNPROVED_AT_ONCE = 5
+"""Damaged frames in one connection without the key."""
+GROWTH_BYTES = 96 << 20
+"""By which this process, which is the server, the client and the attacker, may grow."""
+
+NOT_YET_REFUSED_IN_A_SENTENCE = re.compile(
+    r"request (.*) failed: KeyError\(\1\)"
+    r"|request '(reserve|commit)' failed: (IndexError|MemoryError|_ArrayMemoryError)\(.*\)",
+    re.DOTALL,
+)
+"""What the directory answers with "the directory failed" and logs with a traceback: an operation that it does not know,
+and a put whose groups' numbers lie beyond its groups' names. Both need the key, and neither loses a row. Delete this
+when the directory checks them."""
+
+
+def mutated(dice: random.Random, frame: bytes) -> bytes:
+    """Return the frame with one mutation: a byte changed, a range cut, doubled, moved, or random bytes put in."""
+    at, until = sorted(dice.randrange(len(frame) + 1) for _ in range(2))
+    until = min(until, at + 32)
+    part = frame[at:until]
+    kind = dice.randrange(5)
+    if kind == 0:
+        at = dice.randrange(len(frame))
+        return frame[:at] + bytes([frame[at] ^ dice.randrange(1, 256)]) + frame[at + 1 :]
+    if kind == 1:
+        return frame[:at] + frame[until:]
+    if kind == 2:
+        return frame[:until] + part + frame[until:]
+    if kind == 3:
+        return part + frame[:at] + frame[until:]
+    return frame[:at] + dice.randbytes(dice.randrange(1, 32)) + frame[at:]
+
+
+def send_without_the_key(port: AttackedPort, dice: random.Random, frames: list[tuple[bytes, bytes]]) -> None:
+    """One connection: a damaged handshake, or none, and damaged frames behind it."""
+    with stranger(port) as connection:
+        damaged = b"".join(mutated(dice, b"".join(dice.choice(frames))) for _ in range(UNPROVED_AT_ONCE))
+        client = ClientHandshake(port.key, port.service)
+        kind = dice.randrange(3)
+        if kind == 0:
+            send(connection, mutated(dice, client.hello) + damaged)
+        elif kind == 1:
+            send(connection, damaged)
+        else:
+            send(connection, client.hello)
+            proof = client.answer(_exactly(connection, CHALLENGE_BYTES))
+            wrong = proof
+            while wrong[: len(proof)] == proof:
+                wrong = mutated(dice, proof)
+            send(connection, wrong + damaged)
+        send(connection, bytes(HELLO_BYTES))  # so that what is short is not waited for
+        assert len(received(connection)) in (0, CHALLENGE_BYTES), "nothing but the server's part of the handshake"
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        more = connection.recv(nbytes - len(data))
+        assert more, "a proper hello is answered"
+        data += more
+    return data
+
+
+def send_with_the_key(port: AttackedPort, dice: random.Random, frames: list[tuple[bytes, bytes]]) -> None:
+    """One connection: the handshake, and frames of which each is a real client's but for one mutation. That of the last
+    one may be in its header, behind which the server cannot know where the next frame begins."""
+    with member(port) as connection:
+        chosen = [dice.choice(frames) for _ in range(port.at_once)]
+        if dice.random() < 0.8:  # as a client begins, so that what follows is not the first that the server hears
+            send(connection, b"".join(frames[0]))
+        whole = dice.random() < 0.2
+        for header, body in chosen[:-1] if whole else chosen:
+            send(connection, port.framed(header, mutated(dice, body)))
+        if whole:
+            send(connection, mutated(dice, b"".join(chosen[-1])))
+            with contextlib.suppress(OSError):  # refused already
+                connection.shutdown(socket.SHUT_WR)  # it may announce more than there is
+        port.settle(connection)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return the size of this process's address space, and of what of it is resident."""
+    with open("/proc/self/statm") as file:
+        size, resident = map(int, file.read().split()[:2])
+    return size * os.sysconf("SC_PAGE_SIZE"), resident * os.sysconf("SC_PAGE_SIZE")
+
+
+def texts(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """Take the errors that were logged, without what their tracebacks keep alive."""
+    found = {f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}" for record in caplog.records}
+    caplog.clear()
+    return found
+
+
+@pytest.fixture
+def limited_memory() -> Iterator[None]:
+    """What would take gigabytes fails in place of taking them from the machine."""
+    old = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes()[0] + (2 << 30), old[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, old)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("limited_memory")
+@pytest.mark.parametrize("name", PORTS)
+def test_damaged_frames(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    seed = int(SEED) if SEED else random.SystemRandom().randrange(1 << 32)
+    print(f"{name}: HEADRACE_FUZZ_SEED={seed}", file=sys.stderr)
+    dice, started = random.Random(seed), time.monotonic()
+    caplog.set_level(logging.ERROR)
+    port = PORTS[name]()
+    try:
+        frames = frames_of(port)
+        before, told = 0, set[str]()
+        unproved = proved = rounds = 0
+        while min(unproved, proved) < FRAMES // 2:
+            if unproved < FRAMES // 2:
+                send_without_the_key(port, dice, frames)
+                unproved += UNPROVED_AT_ONCE
+            if proved < FRAMES // 2:
+                send_with_the_key(port, dice, frames)
+                proved += port.at_once
+            rounds += 1
+            if rounds % 100 == 0:
+                port.work()
+                told |= texts(caplog)
+            if rounds == 200:
+                before = memory_bytes()[1]
+        port.work()
+        grown = memory_bytes()[1] - before
+    finally:
+        port.close()
+    print(f"{name}: {FRAMES} frames in {time.monotonic() - started:.0f} s, grown by {grown >> 20} MiB", file=sys.stderr)
+    errors = {error for error in told | texts(caplog) if not NOT_YET_REFUSED_IN_A_SENTENCE.fullmatch(error)}
+    assert not errors, f"{len(errors)} exceptions that are no refusals, such as {sorted(errors)[:12]}"
+    assert before and grown < GROWTH_BYTES
