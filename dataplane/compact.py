@@ -15,6 +15,10 @@ from ..codecs.texts import pack_texts, unpack_texts
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4
 """Smallest average run length (number of equal values in succession) at which integers are encoded as runs."""
+MOST_ROWS = 1 << 28
+"""Largest number of values of one column, so that a damaged message cannot make its reader allocate more."""
+MOST_KEY_BYTES = 1 << 32
+"""Largest number of bytes of the keys of one message, before they are compressed."""
 _ZIP_BYTES = 96
 """Number of bytes below which keys are not compressed, because setting up a compressor costs more than it saves."""
 
@@ -37,10 +41,15 @@ def pack_ints(values: np.ndarray) -> bytes:
 
 
 def unpack_ints(data: bytes) -> np.ndarray:
-    """Decode what `pack_ints` encoded, as int64 `[N]`."""
+    """Decode what `pack_ints` encoded, as int64 `[N]`. Raises ValueError for runs of more than MOST_ROWS values."""
     parts = msgspec.msgpack.decode(data)
     values = _widen(*parts[:3])
-    return values if len(parts) == 3 else np.repeat(values, _widen(*parts[3:]))
+    if len(parts) == 3:
+        return values
+    counts = _widen(*parts[3:])
+    if len(counts) and (counts.min() < 0 or counts.max() > MOST_ROWS or counts.sum() > MOST_ROWS):
+        raise ValueError(f"integers: runs of {counts.min()} to {counts.max()} values, expected at most {MOST_ROWS}")
+    return np.repeat(values, counts)
 
 
 def _narrow(values: np.ndarray) -> list:
@@ -76,8 +85,20 @@ def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
 def unpack_keys(data: bytes) -> list[str]:
     if not data:
         return []
-    text = zlib.decompress(data[1:]) if data[:1] == b"z" else data[1:]
+    text = _decompressed(data[1:]) if data[:1] == b"z" else data[1:]
     return text.decode().split("\0")
+
+
+def _decompressed(data: bytes) -> bytes:
+    """Decompress keys. Raises ValueError for other bytes, and for more than MOST_KEY_BYTES bytes of keys."""
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(data, MOST_KEY_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"keys: {len(data)} bytes cannot be decompressed: {error}") from None
+    if not stream.eof:
+        raise ValueError(f"keys: {len(data)} bytes are cut off, or become more than {MOST_KEY_BYTES}")
+    return text
 
 
 def check_keys(keys: Sequence[str] | np.ndarray, argument: str = "keys") -> list[str]:

@@ -391,6 +391,7 @@ class Partition:
             raise self._mismatch("the writer knows another schema: the partition was registered anew", put.keys)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
             raise self._mismatch(f"blocks of {[at.num_rows for at in put.layouts]} rows", put.keys)
+        self._check_groups(put)
         rows = self.rows.find(put.keys)
         old = np.flatnonzero(rows >= 0)
         if not put.replace:
@@ -416,6 +417,17 @@ class Partition:
             else:
                 continue
             raise SchemaMismatch(message, op=op, partition=self.name, keys=keys)
+
+    def _check_groups(self, put: PutRows) -> None:
+        """Raise SchemaMismatch unless the put assigns each of its rows to one of its groups."""
+        index, count = put.groups.index, len(put.groups.names)
+        if index.dtype.kind not in "iu" or index.shape != (len(put.keys),):
+            message = (
+                f"groups: got {index.dtype} {list(index.shape)}, expected an integer for each of {len(put.keys)} rows"
+            )
+            raise self._mismatch(message, put.keys)
+        if len(index) and not 0 <= index.min() <= index.max() < count:
+            raise self._mismatch(f"groups: got {index.min()} to {index.max()} of {count} groups", put.keys)
 
     def _check_lengths(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
         """Raise SchemaMismatch for a row whose length differs from that of its PER_TOKEN fields written earlier. A put

@@ -8,6 +8,7 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -26,6 +27,11 @@ from headrace.dataplane.factory import connect
 from headrace.dataplane.handshake import HELLO_BYTES, PROOF_BYTES, new_key
 from headrace.dataplane.rpc import frames
 from headrace.dataplane.rpc.frames import DirectoryAddress
+from headrace.dataplane.stores.tcp import messages as unit_messages
+from headrace.dataplane.stores.tcp import wire
+from headrace.dataplane.stores.tcp.link import UnitLink
+from headrace.dataplane.stores.tcp.unit import StorageUnit
+from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, wait_until
 
 TIMEOUT_S = 30.0
@@ -128,14 +134,10 @@ class DirectoryPort:
             client.unregister("fuzzed")
 
     def split(self, sent: bytes) -> list[tuple[bytes, bytes]]:
-        found = [frames.frame(number, body, op) for number, op, body in frames.FrameReader().feed(sent)]
-        ends = [frames.HEADER.size + frames.HEADER.unpack_from(frame)[2] for frame in found]
-        return [(frame[:end], frame[end:]) for frame, end in zip(found, ends, strict=True)]
+        return split_frames(sent)
 
     def framed(self, header: bytes, body: bytes) -> bytes:
-        _, number, op_bytes = frames.HEADER.unpack_from(header)
-        op = header[frames.HEADER.size :]
-        return frames.HEADER.pack(len(op) + len(body), number, op_bytes) + op + body
+        return reframed(header, body)
 
     def settle(self, connection: socket.socket) -> None:
         send(connection, frames.frame(_LAST, messages.encode(requests.Status(None)), "status"))
@@ -153,6 +155,93 @@ class DirectoryPort:
     def close(self) -> None:
         self._client.close()
         self._served.close()
+
+
+def split_frames(sent: bytes) -> list[tuple[bytes, bytes]]:
+    """Cut frames of `rpc/frames.py`, each into its header with the op's name, and its payload."""
+    found = [frames.frame(number, body, op) for number, op, body in frames.FrameReader().feed(sent)]
+    ends = [frames.HEADER.size + frames.HEADER.unpack_from(frame)[2] for frame in found]
+    return [(frame[:end], frame[end:]) for frame, end in zip(found, ends, strict=True)]
+
+
+def reframed(header: bytes, body: bytes) -> bytes:
+    """Return a frame with this header and payload, in which the length is put right."""
+    _, number, op_bytes = frames.HEADER.unpack_from(header)
+    op = header[frames.HEADER.size :]
+    return frames.HEADER.pack(len(op) + len(body), number, op_bytes) + op + body
+
+
+class UnitPort:
+    """The port of a storage unit of the store `tcp`."""
+
+    service = wire.SERVICE
+    at_once = 1
+    _kept = bytes(range(64)) * 100
+
+    def __init__(self) -> None:
+        self.key = new_key()
+        self._unit = StorageUnit(fresh_run_id(), "unit-0", self.key, "127.0.0.1", 4 << 20)
+        self.address = (self._unit.address.host, self._unit.address.port)
+        self._link = UnitLink(self._unit.address, self.key)
+        self._put(self._link, 1, self._kept)
+        self._count = itertools.count(1 << 40)
+
+    def _put(self, link: UnitLink, block_id: int, data: bytes) -> None:
+        request = unit_messages.encode(unit_messages.Put(block_id, (len(data),), 0.0))
+        link.ask("put", "put", request, [memoryview(data)], time.monotonic() + TIMEOUT_S)
+
+    def _get(self, link: UnitLink, block_id: int, nbytes: int) -> bytes:
+        column = unit_messages.column
+        request = unit_messages.Get(column([block_id]), column([0]), column([0]), column([nbytes]))
+        head, deadline = unit_messages.encode(request), time.monotonic() + TIMEOUT_S
+        with link.exchange("get", "get", head, (), deadline) as (connection, _, raw_bytes):
+            data = bytearray(raw_bytes)
+            connection.receive_into([memoryview(data)], deadline)
+        return bytes(data[:-1])
+
+    def _free(self, link: UnitLink, block_ids: list[int]) -> None:
+        request = unit_messages.encode(unit_messages.Free(unit_messages.column(block_ids)))
+        link.ask("clear", "free", request, (), time.monotonic() + TIMEOUT_S)
+
+    def work(self) -> None:
+        block_id = next(self._count)
+        for other in set(self._unit._pool._held) - {1}:  # what members may store under any id
+            self._free(self._link, [other])
+        if not self._unit._pool.holds(1):  # a member may have deleted it
+            self._put(self._link, 1, self._kept)
+        self._put(self._link, block_id, bytes(640))
+        assert self._get(self._link, block_id, 640) == bytes(640)
+        assert self._get(self._link, 1, len(self._kept)) == self._kept
+        self._free(self._link, [block_id])
+
+    def converse(self, address: Address) -> None:
+        near = dataclasses.replace(self._unit.address, host=address[0], port=address[1])
+        link = UnitLink(near, self.key)
+        self._put(link, 7, bytes(128))
+        self._get(link, 7, 100)
+        reserve = unit_messages.encode(unit_messages.Reserve(8, 128, 0.0))
+        link.ask("put", "reserve", reserve, (), time.monotonic() + TIMEOUT_S)
+        link.ask("put", "cut", unit_messages.encode(unit_messages.Cut(8, (64,))), (), time.monotonic() + TIMEOUT_S)
+        self._free(link, [7, 8])
+        link.close()
+
+    def split(self, sent: bytes) -> list[tuple[bytes, bytes]]:
+        return split_frames(sent)
+
+    def framed(self, header: bytes, body: bytes) -> bytes:
+        return reframed(header, body)
+
+    def settle(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # refused already
+            connection.shutdown(socket.SHUT_WR)
+            received(connection)
+
+    def num_strangers(self) -> int:
+        return len(self._unit._strangers)
+
+    def close(self) -> None:
+        self._link.close()
+        self._unit.close()
 
 
 class WeightsPort:
@@ -226,7 +315,11 @@ class WeightsPort:
         self._listener.close()
 
 
-PORTS: dict[str, Callable[[], AttackedPort]] = {"directory": DirectoryPort, "weights": WeightsPort}
+PORTS: dict[str, Callable[[], AttackedPort]] = {
+    "directory": DirectoryPort,
+    "storage unit": UnitPort,
+    "weights": WeightsPort,
+}
 
 
 def recorded(port: AttackedPort) -> bytes:

@@ -50,6 +50,10 @@ MAX_STRANGERS = 128
 oldest is closed; a client whose connection is closed in this way connects again."""
 STALL_S = 60.0
 """Seconds that a client may take to send or receive the rest of a message."""
+MAX_WAIT_S = 86400.0
+"""Largest number of seconds for which a put may wait for room."""
+MAX_BLOCK_ID = 1 << 62
+"""Number above all ids of blocks, which the table of blocks holds as 64 bits."""
 LATE_BLOCKS = 1 << 16
 """Number of deleted blocks that are remembered because they had not come when they were deleted."""
 LOOK_AGAIN_S = 0.25
@@ -278,6 +282,8 @@ class StorageUnit:
     def _room_for(self, first_block_id: int, nbytes: int, wait_s: float) -> bytes | str:
         """Allocate room for a put, waiting for it at most `wait_s` seconds. Returns its location, or why there is
         none."""
+        if not 0 <= first_block_id < MAX_BLOCK_ID or nbytes <= 0 or not 0 <= wait_s <= MAX_WAIT_S:
+            raise ValueError(f"put: block {first_block_id} of {nbytes} bytes, which waits {wait_s} s for room")
         deadline = time.monotonic() + wait_s
         if self._pool.holds(first_block_id):
             raise ValueError(f"put: block {first_block_id} is there already")
