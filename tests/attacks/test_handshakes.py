@@ -93,7 +93,8 @@ def test_oversized_messages(port: AttackedPort) -> None:
         assert len(received(flood)) in (0, CHALLENGE_BYTES)
     with member(port) as known:  # who knows the key cannot announce what is too much, either
         send(known, b"\xff" * 64)
-        assert received(known) == b""
+        answer = received(known)
+        assert not answer or (b"expected" in answer and len(answer) < 200), "a sentence says why it is closed"
 
 
 def test_pickles_are_not_run(port: AttackedPort, tmp_path: Path) -> None:
