@@ -1,4 +1,4 @@
-"""Stores `ray` and `simple` at their own protocol: blocks in and out, freed ones, dead and late peers."""
+"""Stores with Ray actors at their own protocol: blocks in and out, freed ones, dead and late peers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from headrace.codecs.blocks import BlockLayout
 from headrace.dataplane.block_store import Want
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
+from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import unfreed
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.dataplane.rows import BYTES, block_of, fresh_run_id
 from headrace.tests.process_pool import suspend
 
 SIZES = (100, 0, 300_000, 7)
@@ -278,3 +282,25 @@ def test_closed_host_leaves_no_process(kind: str, ray_session: None) -> None:
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_storage_units_of_a_cluster_are_actors_on_its_nodes(ray_session: None) -> None:
+    """On several hosts `auto` is `tcp`, with a unit on every node; a dead one takes its rows, and no file is left."""
+    config = DataPlaneConfig(store=StoreConfig(capacity_mib=8, num_units=2), timeout_s=20, block_rows=1)
+    plane = open_data_plane(config, run_id=fresh_run_id(), one_host=False)
+    units: Any = plane.handle.store.address["units"]
+    assert plane.handle.store.kind == "tcp" and len(units) == 2
+    assert {unit[2] for unit in units} == {ray.util.get_node_ip_address()}
+    client = connect(plane.handle.over_sockets())
+    client.register("p", BYTES)
+    metas = [client.put("p", [f"k.{number}"], block_of(number, 1)) for number in range(4)]
+    assert [client.get(meta).tensor("x").unique().tolist() for meta in metas] == [[0], [1], [2], [3]]
+    os.kill(units[0][1], signal.SIGKILL)
+    lost = [meta for meta in metas if not int.from_bytes(meta.blocks[0].location[:2])]
+    with pytest.raises(StoreLost, match="unit-0 pid="):
+        client.get(lost[0])
+    client.put("p", ["new.0"], block_of(7, 1))
+    assert client.clear("p", timeout_s=20) == 5
+    client.close()
+    plane.close()
+    assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
