@@ -43,17 +43,23 @@ class DataPlane:
     metadata service)."""
 
     def __init__(
-        self, handle: DataPlaneHandle, processes: dict[str, int], host: str, end: Callable[[], None], *, at_exit: bool
+        self,
+        handle: DataPlaneHandle,
+        processes: dict[str, int],
+        host: str,
+        end: Callable[[], None],
+        *,
+        at_exit: Callable[[], None] | None,
     ) -> None:
-        """end: function that ends the store and the directory. at_exit: whether to call it when the program ends
-        without having called `close`, so that its rows do not stay in memory."""
+        """end: function that ends the store and the directory. at_exit: function to call when the program ends without
+        having called `close`, so that its rows do not stay in memory; None when they go by themselves."""
         self.handle = handle
         """Handle with which other processes connect; `handle.to_text()` returns it as a short text."""
         self.host = host
         """Name of the host on which the directory and all of `processes` run."""
         self._processes = processes
         self._end: Callable[[], None] | None = end
-        self._at_exit = functools.partial(_end_in, os.getpid(), end) if at_exit else None
+        self._at_exit = None if at_exit is None else functools.partial(_end_in, os.getpid(), at_exit)
         if self._at_exit is not None:
             atexit.register(self._at_exit)
 
@@ -131,7 +137,8 @@ def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
         store_entry(handle.store.kind).remove_leftovers()
 
     processes = {"directory": os.getpid(), **link.host.processes()}
-    return DataPlane(handle, processes, platform.node(), end, at_exit=True)
+    # When the program ends, the directory's event loop may have ended already.
+    return DataPlane(handle, processes, platform.node(), end, at_exit=link.host.close)
 
 
 def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: float) -> DataPlane:
@@ -148,7 +155,7 @@ def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: 
         store_entry(store.kind).remove_leftovers()
 
     processes = {"directory": started["pid"], **started["store_processes"]}
-    return DataPlane(handle, processes, started["node"], end, at_exit=True)
+    return DataPlane(handle, processes, started["node"], end, at_exit=end)
 
 
 def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s: float) -> DataPlane:
@@ -173,7 +180,7 @@ def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s:
         store_entry(started.store.kind).remove_leftovers()
 
     processes = {"directory": started.pid, **started.store_processes}
-    return DataPlane(handle, processes, started.node, end, at_exit=False)
+    return DataPlane(handle, processes, started.node, end, at_exit=None)
 
 
 def connect(handle: DataPlaneHandle | str, *, name: str = "") -> DataPlaneClient:

@@ -45,7 +45,7 @@ def test_a_data_plane_lists_its_processes(plane: DataPlane) -> None:
 
 
 def test_an_unknown_kind_of_store_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 'tape', expected auto or one of local, shm, ray, simple, mooncake"):
+    with pytest.raises(ValueError, match="got 'tape', expected auto or one of local, shm, tcp, ray, simple, mooncake"):
         store_entry("tape")
 
 

@@ -71,7 +71,10 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.micro_batch_size=1", "did you mean trainer.tokens_per_microbatch?"),
         ("trainer.ppo_epochs=2", "nothing here does that, a step takes all its rows in one optimizer step"),
         ("sync.xyz=1", "sync.xyz: unknown key; sync has transport, bucket_mib, in_flight,"),
-        ("dataplane.store.kind=shmm", "expected one of auto, local, shm, ray, simple, mooncake (did you mean shm?)"),
+        (
+            "dataplane.store.kind=shmm",
+            "expected one of auto, local, shm, tcp, ray, simple, mooncake (did you mean shm?)",
+        ),
         ("trainer.lr=fast", "trainer.lr: got 'fast', expected a finite number"),
         ("trainer.weight_decay=-0.1", "trainer.weight_decay: got -0.1, expected a number >= 0"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas.1: got 1.0, expected a number < 1"),

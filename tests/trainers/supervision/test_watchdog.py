@@ -57,7 +57,7 @@ member = subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DE
 print(json.dumps([stranger.pid, watchdog.pid, member.pid]), flush=True)
 nobody = f"headrace-{run_id}-nobody"
 sys.stdin.readline()
-tell({"run_id": run_id, "local": nobody, "host": "", "port": 0, "token": "00", "peer": "directory"})
+tell({"run_id": run_id, "local": nobody, "host": "", "port": 0, "key": "00", "peer": "directory"})
 
 def stand_still():
     beat.step(3)
