@@ -77,6 +77,7 @@ class Probe:
 PROBES = (
     Probe("store", "local", ("headrace.dataplane.stores.local",)),
     Probe("store", "shm", ("headrace.dataplane.stores.shared_memory",)),
+    Probe("store", "tcp", ("headrace.dataplane.stores.tcp.host",)),
     Probe("store", "ray", ("headrace.dataplane.stores.ray_objects", "ray")),
     Probe("store", "simple", ("headrace.dataplane.stores.simple", "transfer_queue"), "transferqueue"),
     Probe("store", "mooncake", ("mooncake.store",), "mooncake"),
@@ -269,7 +270,8 @@ def _starts() -> list[Finding]:
     """Return a finding for each probe. Their imports are tried one after the other in a child process, so that torch is
     loaded only once."""
     errors = try_imports({probe.name: probe.imports for probe in PROBES})
-    errors["shm"] = errors["shm"] or write_error(SHARED_MEMORY)
+    for kind in ("shm", "tcp"):
+        errors[kind] = errors[kind] or write_error(SHARED_MEMORY)
     kinds = (
         *typing.get_args(StoreKind),
         *typing.get_args(RolloutConfig.model_fields["engine"].annotation),

@@ -13,9 +13,9 @@ _NEED_RAY = ("transferqueue", SECOND_RUN, "ray")
 
 
 def contender_name(name: str) -> str:
-    """Return the name under which a baseline's results are reported. It differs for `ray`, because a store has that
-    name, too."""
-    return "ray put" if name == "ray" else name
+    """Return the name under which a baseline's results are reported. It differs for `ray` and `tcp`, because stores
+    have these names, too."""
+    return {"ray": "ray put", "tcp": "raw tcp"}.get(name, name)
 
 
 def why_absent(name: str, in_process: bool) -> str:
@@ -51,7 +51,7 @@ def open_baseline(name: str, host: Host) -> Contender:
     if name == "tcp":
         from .tcp_loopback import TcpEndpoint, TcpServer
 
-        return ServedContender(name, host, TcpServer, TcpEndpoint)
+        return ServedContender(contender_name(name), host, TcpServer, TcpEndpoint)
     if name == "zmq":
         from .zmq_frames import ZmqEndpoint, ZmqServer
 

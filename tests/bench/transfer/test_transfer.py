@@ -97,7 +97,7 @@ def test_a_flipped_byte_fails_the_case_and_no_other(tmp_path: Path, monkeypatch:
     failed = failures(report)
     assert [line.split(":")[0] for line in failed] == ["rl-256, local", "rl-256, local+checksum"]
     assert "field 'logprobs' differs in 1 rows" in failed[0]
-    assert {result.contender for result in report.results if result.seconds} == {"memcpy", "tcp", "zmq"}
+    assert {result.contender for result in report.results if result.seconds} == {"memcpy", "raw tcp", "zmq"}
     assert not [name for name in report.summary if ".local." in name]
 
 
