@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ....codecs.blocks import BlockLayout
+from ....codecs.gather import as_bytes
 from ....codecs.integers import ALIGN, distinct, round_up
+from ....codecs.memory import fresh
 from ...block_store import ByteRanges, StoreSpec, Want
 from ...directory.requests import body_of
 from ...errors import CapacityExceeded, RowsCleared, StoreLost
@@ -28,7 +31,6 @@ UNIT_BYTES = 2
 """Number of bytes at the beginning of a block's location that hold the number of its unit. The location in the unit's
 pool follows."""
 _PAD = memoryview(bytes(ALIGN))
-_BUFFER_BYTES = 1 << 20
 _ASK_TIMEOUT_S = 10.0
 
 
@@ -147,25 +149,20 @@ class TcpStore:
         return found
 
     def _get_far(self, far: list[tuple[int, Want]], found: list[dict[int, np.ndarray]], deadline: float) -> None:
-        starts, at = [], 0
-        for _, want in far:
-            sizes = want.block.layout.part_bytes
-            for part in want.parts:
-                starts.append(at)
-                at += round_up(sizes[part], ALIGN)
-        memory = np.empty(at + ALIGN, np.uint8)
-        memory = memory[-memory.ctypes.data % ALIGN :]
+        """Receive the wanted parts of blocks in other hosts' units, and add views of them to `found`. far: (position in
+        `found`, request) for each of these blocks."""
+        parts = [(number, part) for number, (_, want) in enumerate(far) for part in want.parts]
+        sizes = [far[number][1].block.layout.part_bytes[part] for number, part in parts]
+        starts = np.cumsum([0, *(round_up(size, ALIGN) for size in sizes)]).tolist()
+        memory = as_bytes(fresh(torch.uint8, (starts[-1],)))
         ranges = []
-        for position, want in far:
-            offsets, sizes = want.block.layout.offsets, want.block.layout.part_bytes
-            for part in want.parts:
-                begin = starts[len(ranges)]
-                view = memory[begin : begin + sizes[part]]
-                block = np.zeros(1, np.int64) + (len(found) and position)
-                ranges.append(ByteRanges(view, block, np.array([offsets[part]]), np.array([sizes[part]])))
-                found[position][part] = view
-        blocks = {position: want.block for position, want in far}
-        self._read([blocks.get(position) for position in range(len(found))], ranges, deadline)
+        for (number, part), start, nbytes in zip(parts, starts, sizes, strict=False):
+            position, want = far[number]
+            view = memory[start : start + nbytes]
+            offset = want.block.layout.offsets[part]
+            ranges.append(ByteRanges(view, np.array([number]), np.array([offset]), np.array([nbytes])))
+            found[position][part] = view
+        self._read([want.block for _, want in far], ranges, deadline)
         for position, _ in far:
             for view in found[position].values():
                 view.flags.writeable = False
@@ -184,14 +181,14 @@ class TcpStore:
         """
         self._read(blocks, ranges, time.monotonic() + timeout_s)
 
-    def _read(self, blocks: Sequence[BlockRef | None], ranges: Sequence[ByteRanges], deadline: float) -> None:
-        unit_of = np.array([-1 if block is None else self._number(block, deadline) for block in blocks], np.int64)
+    def _read(self, blocks: Sequence[BlockRef], ranges: Sequence[ByteRanges], deadline: float) -> None:
+        unit_of = np.array([self._number(block, deadline) for block in blocks], np.int64)
         columns = _Columns(ranges)
-        for number in distinct(unit_of[unit_of >= 0]).tolist():
+        for number in distinct(unit_of).tolist():
             positions = np.flatnonzero(unit_of == number)
             chosen = np.flatnonzero(unit_of[columns.block] == number) if len(columns.block) else columns.block
             near = self._near.get(number)
-            of_unit = [block for block in (blocks[position] for position in positions.tolist()) if block is not None]
+            of_unit = [blocks[position] for position in positions.tolist()]
             if near is not None:
                 self._units[number].check_alive("get", deadline)
                 self._copy_near(near, of_unit, positions, columns, chosen)

@@ -49,7 +49,7 @@ MAX_STRANGERS = 128
 """Largest number of connections whose clients have not proved that they know the run's key. When there are more, the
 oldest is closed; a client whose connection is closed in this way connects again."""
 STALL_S = 60.0
-"""Seconds that a client may take to send or receive the rest of a message."""
+"""Seconds that a client may take to send or receive the rest of a message before its connection is closed."""
 MAX_WAIT_S = 86400.0
 """Largest number of seconds for which a put may wait for room."""
 MAX_BLOCK_ID = 1 << 62
