@@ -1,4 +1,4 @@
-"""Reading ranges of bytes gives the rows that reading whole blocks gives, for all kinds of field and choices of rows."""
+"""Reading ranges of bytes gives the rows that reading whole blocks gives, for all kinds of field and choices."""
 
 from __future__ import annotations
 
