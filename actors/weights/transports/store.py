@@ -42,6 +42,8 @@ _LOOK_S = 0.1
 """Seconds of one wait for a row at the data plane's directory, which ends as soon as the row is put. Between two waits
 the receiver checks that the update has not been ended and that it has not been closed itself."""
 _CLOSE_S = 5.0
+_SAY_S = 0.5
+"""Seconds for which the reason of an abort may wait for room before the rows of the update are removed."""
 
 
 @dataclass(slots=True)
@@ -98,11 +100,17 @@ class StoreSender(BackgroundSender):
 
     def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         rows = self._kept[-1]
+        keys, rows.keys, rows.ended = rows.keys, [], True
+        said = False
+        with contextlib.suppress(DataPlaneError):  # such as CapacityExceeded: there is room once the rows are gone
+            # Before the rows go, so that no reader finds neither them nor the reason.
+            self._put(update, "ended", {"reason": reason}, timeout_s=_SAY_S)
+            said = True
         with contextlib.suppress(DataPlaneError):  # if it fails, readers still notice that rows are missing
-            self._clear(rows)
-            self._kept.append(rows)
-            rows.keys, rows.ended = [], True
-            self._put(update, "ended", {"reason": reason})
+            if keys:
+                self._client.clear(PARTITION, keys[::-1], timeout_s=_CLOSE_S)
+            if not said:
+                self._put(update, "ended", {"reason": reason}, timeout_s=_CLOSE_S)
 
     def _remove_all(self) -> None:
         with contextlib.suppress(DataPlaneError):  # a data plane that was closed before has removed the rows
@@ -110,11 +118,20 @@ class StoreSender(BackgroundSender):
                 self._clear(rows)
         self._client.close()
 
-    def _put(self, update: SenderUpdate, name: str, told: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+    def _put(
+        self,
+        update: SenderUpdate,
+        name: str,
+        told: dict[str, Any],
+        payload: torch.Tensor | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Put one row of the update. timeout_s: None takes what is left of the update's time limit."""
         values = torch.empty(0, dtype=torch.uint8) if payload is None else payload
         fields = {"payload": Ragged(values, np.array([[len(values)]], np.int64)), "frame": [told]}
         key = f"{update.location}.{name}"
-        left_s = self._deadline(update).left_s if not update.ended else _CLOSE_S
+        left_s = self._deadline(update).left_s if timeout_s is None else timeout_s
         self._client.put(PARTITION, [key], fields, versions=update.version, timeout_s=left_s)
         self._kept[-1].keys.append(key)
 
