@@ -237,7 +237,7 @@ class UnitPort:
             received(connection)
 
     def num_strangers(self) -> int:
-        return len(self._unit._strangers)
+        return self._unit._listener.num_strangers
 
     def close(self) -> None:
         self._link.close()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 
+from ...authenticated_listener import connect_authenticated
 from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
-from ...handshake import HandshakeError, prove_to_server
+from ...handshake import HandshakeError
 from .messages import DONE, FREED, FULL, UnitAddress
 from .wire import SERVICE, Connection
-
-CONNECT_AGAIN_S = 0.02
-"""Seconds between attempts to connect to a unit that has closed a connection during the handshake."""
 
 
 class UnitDied(StoreLost):
@@ -143,20 +140,11 @@ class UnitLink:
         connection.close()
 
     def _connected(self, deadline: float) -> Connection:
-        """Open a connection and carry out the handshake. A unit that has too many new connections closes some of them,
-        so this connects again until the deadline."""
+        """Open a connection and carry out the handshake."""
         if self._closed:
             raise StoreLost("this client is closed", op="connect", peer=self.address.peer)
-        while True:
-            connection = socket.create_connection((self.address.host, self.address.port), _left_s(deadline))
-            try:
-                prove_to_server(connection, self._key, SERVICE, deadline)
-                return Connection(connection)
-            except BaseException as error:
-                connection.close()
-                if isinstance(error, HandshakeError) or not isinstance(error, ConnectionError):
-                    raise
-            time.sleep(min(CONNECT_AGAIN_S, _left_s(deadline)))
+        address = self.address
+        return Connection(connect_authenticated(address.host, address.port, self._key, SERVICE, _left_s(deadline)))
 
     def _lost(self, op: str, error: Exception, started: float) -> StoreLost:
         elapsed_s = time.monotonic() - started

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ....codecs.integers import ALIGN
+from ...authenticated_listener import AuthenticatedListener, listen
 from ...errors import RowsCleared
-from ...handshake import HandshakeError, prove_to_client
 from ..shared_memory import SharedMemoryHost, SharedMemoryStore
 from .messages import (
     DONE,
@@ -43,11 +43,6 @@ from .wire import SERVICE, Connection
 
 _logger = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0
-"""Seconds after which a connection is closed whose client has not proved that it knows the run's key."""
-MAX_STRANGERS = 128
-"""Largest number of connections whose clients have not proved that they know the run's key. When there are more, the
-oldest is closed; a client whose connection is closed in this way connects again."""
 STALL_S = 60.0
 """Seconds that a client may take to send or receive the rest of a message before its connection is closed."""
 MAX_WAIT_S = 86400.0
@@ -58,7 +53,6 @@ LATE_BLOCKS = 1 << 16
 """Number of deleted blocks that are remembered because they had not come when they were deleted."""
 LOOK_AGAIN_S = 0.25
 """Seconds after which a put that waits for room looks again for ranges whose late writers have ended."""
-BACKLOG = 1024
 THREAD_STACK_BYTES = 512 << 10
 _VALID, _FREED = b"\1", b"\0"
 
@@ -72,7 +66,6 @@ class StorageUnit:
         key: the run's key, which clients must know. Raises ValueError when /dev/shm has no room for `capacity_bytes`,
         and OSError when `host` is not an address of this host.
         """
-        self._key = key
         self._pool = SharedMemoryHost(f"{run_id}-{name}", capacity_bytes)
         self._memory = SharedMemoryStore(self._pool.spec)
         self._lock = threading.Lock()
@@ -80,17 +73,14 @@ class StorageUnit:
         """Notified when blocks are freed."""
         self._late: collections.OrderedDict[int, None] = collections.OrderedDict()
         """Ids of blocks that were deleted before they came. A block with such an id is refused."""
-        self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
-        """Connections whose clients have not proved that they know the run's key, oldest first."""
         self._connections: set[Connection] = set()
         self._closed = False
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+            listener = listen(host)
         except BaseException:
             self._pool.close()
             raise
-        port = self._listener.getsockname()[1]
+        port = listener.getsockname()[1]
         folder = str(self._pool.spec.address["folder"])
         self.address = UnitAddress(name, os.getpid(), host, port, memory_id(), folder)
         self._handlers: dict[str, Callable[[Connection, bytes, int], None]] = {
@@ -100,7 +90,7 @@ class StorageUnit:
             "cut": self._cut,
             "free": self._free,
         }
-        self._start(self._accept)
+        self._listener = AuthenticatedListener(listener, key, SERVICE, self._admit)
 
     def close(self) -> None:
         """End all connections and remove the pool. Idempotent."""
@@ -108,8 +98,7 @@ class StorageUnit:
             if self._closed:
                 return
             self._closed = True
-            ended = [*(known.socket for known in self._connections), *self._strangers]
-        _end(self._listener)  # wakes accept, which a close alone leaves waiting
+            ended = [known.socket for known in self._connections]
         self._listener.close()
         with self._room:
             self._room.notify_all()
@@ -120,50 +109,21 @@ class StorageUnit:
 
     # -------------------------------------------------------------- connections
 
-    def _start(self, run: Callable[..., None], *arguments: object) -> None:
+    def _admit(self, connection: socket.socket) -> None:
+        """Start a thread that serves a connection whose client has proved that it knows the run's key."""
         before = threading.stack_size(THREAD_STACK_BYTES)
         try:
-            threading.Thread(target=run, args=arguments, name="storage-unit", daemon=True).start()
+            threading.Thread(target=self._host, args=(connection,), name="storage-unit", daemon=True).start()
+        except RuntimeError as error:  # no thread could be started
+            _logger.warning("a connection is refused: %s", error)
+            connection.close()
         finally:
             threading.stack_size(before)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                _logger.warning("no connection can be accepted now: %s", error)  # descriptors may have run out
-                time.sleep(LOOK_AGAIN_S)
-                continue
-            with self._lock:
-                self._strangers[connection] = None
-                oldest = next(iter(self._strangers)) if len(self._strangers) > MAX_STRANGERS else None
-                if oldest is not None:
-                    del self._strangers[oldest]
-            if oldest is not None:
-                _end(oldest)  # its own thread notices and closes it
-            try:
-                self._start(self._admit, connection)
-            except RuntimeError as error:  # no thread could be started
-                _logger.warning("a connection is refused: %s", error)
-                self._forget(connection)
-                connection.close()
-
-    def _admit(self, connection: socket.socket) -> None:
-        """Serve one connection once its client has proved that it knows the run's key."""
-        try:
-            prove_to_client(connection, self._key, SERVICE, time.monotonic() + HANDSHAKE_S)
-        except OSError as error:
-            if isinstance(error, HandshakeError):
-                _logger.warning("a connection was refused: %s", error)
-            self._forget(connection)
-            connection.close()
-            return
+    def _host(self, connection: socket.socket) -> None:
+        """Serve a connection, and close it in the end."""
         known = Connection(connection)
         with self._lock:
-            self._strangers.pop(connection, None)
             closed = self._closed
             if not closed:
                 self._connections.add(known)
@@ -174,10 +134,6 @@ class StorageUnit:
             with self._lock:
                 self._connections.discard(known)
             known.close()
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._strangers.pop(connection, None)
 
     def _serve(self, connection: Connection) -> None:
         """Answer the requests of one client until it disconnects or breaks the protocol."""

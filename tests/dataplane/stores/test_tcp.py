@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane import authenticated_listener
+from headrace.dataplane.authenticated_listener import MAX_STRANGERS
 from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.handshake import ClientHandshake, new_key
-from headrace.dataplane.stores.tcp import unit as unit_module
 from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
 from headrace.dataplane.stores.tcp.messages import Cut, Free, Get, Put, Reserve, column, encode, locations
-from headrace.dataplane.stores.tcp.unit import MAX_STRANGERS, StorageUnit
+from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.dataplane.stores.tcp.wire import SERVICE, Connection
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import suspend
@@ -207,17 +208,17 @@ def test_strangers_are_few_and_keep_nobody_out(unit: StorageUnit, link: UnitLink
         strangers.append(stranger)
     put(link, 1, bytes(64))
     assert get(link, (1, 0, 64)) == bytes(64)
-    wait_until(lambda: len(unit._strangers) <= MAX_STRANGERS)
+    wait_until(lambda: unit._listener.num_strangers <= MAX_STRANGERS)
     for stranger in strangers:
         stranger.close()
 
 
 def test_a_slow_stranger_is_ended(unit: StorageUnit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit_module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(authenticated_listener, "HANDSHAKE_TIMEOUT_S", 0.2)
     with socket.create_connection((unit.address.host, unit.address.port), 10) as stranger:
         stranger.sendall(ClientHandshake(KEY, SERVICE).hello[:-1])
         assert stranger.recv(1) == b""
-    wait_until(lambda: not unit._strangers)
+    wait_until(lambda: not unit._listener.num_strangers)
 
 
 def test_a_message_in_drops_and_a_mad_size(unit: StorageUnit, link: UnitLink) -> None:
