@@ -88,14 +88,24 @@ class UnitLink:
         """
         started = time.monotonic()
         with self._watching:
-            if self._watch and (self._watch_pid != os.getpid() or not self._watch[0].is_idle()):
-                self._watch.pop().socket.close()
-            if not self._watch:
-                try:
-                    self._watch.append(self._connected(deadline))
+            with self._lock:
+                if self._watch and (self._watch_pid != os.getpid() or not self._watch[0].is_idle()):
+                    self._watch.pop().socket.close()
+                if self._watch:
+                    return
+            try:
+                connection = self._connected(deadline)
+            except (OSError, ValueError) as error:
+                if isinstance(error, DataPlaneError):
+                    raise
+                raise self._lost(op, error, started) from None
+            with self._lock:
+                if not self._closed:
+                    self._watch.append(connection)
                     self._watch_pid = os.getpid()
-                except (OSError, ValueError) as error:
-                    raise self._lost(op, error, started) from None
+                    return
+        connection.close()
+        raise self._closed_error()
 
     def close(self) -> None:
         """Close the idle connections now, and those in use after their calls. Idempotent."""
@@ -142,9 +152,12 @@ class UnitLink:
     def _connected(self, deadline: float) -> Connection:
         """Open a connection and carry out the handshake."""
         if self._closed:
-            raise StoreLost("this client is closed", op="connect", peer=self.address.peer)
+            raise self._closed_error()
         address = self.address
         return Connection(connect_authenticated(address.host, address.port, self._key, SERVICE, _left_s(deadline)))
+
+    def _closed_error(self) -> StoreLost:
+        return StoreLost("this client is closed", op="connect", peer=self.address.peer)
 
     def _lost(self, op: str, error: Exception, started: float) -> StoreLost:
         elapsed_s = time.monotonic() - started

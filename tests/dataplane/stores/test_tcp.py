@@ -221,6 +221,20 @@ def test_a_slow_stranger_is_ended(unit: StorageUnit, monkeypatch: pytest.MonkeyP
     wait_until(lambda: not unit._listener.num_strangers)
 
 
+def test_a_client_that_is_closed_while_it_connects_leaves_no_connection(unit: StorageUnit, link: UnitLink) -> None:
+    connects, connections = link._connected, []
+
+    def closed_meanwhile(deadline: float) -> Connection:
+        connections.append(connects(deadline))
+        link.close()
+        return connections[0]
+
+    link._connected = closed_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(StoreLost, match="this client is closed"):
+        link.check_alive("get", soon())
+    assert connections[0].socket.fileno() == -1
+
+
 def test_a_message_in_drops_and_a_mad_size(unit: StorageUnit, link: UnitLink) -> None:
     connection = link._connected(soon())
     sent: list[bytes] = []
