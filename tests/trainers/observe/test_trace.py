@@ -182,8 +182,8 @@ def test_random_spans_never_cross_in_a_lane() -> None:
 
 def test_a_span_outside_the_kept_step_costs_microseconds() -> None:
     tracer = Tracer(0)
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread only, as other processes may have the cores
     for _ in range(2000):
         with tracer.span("x"):
             pass
-    assert (time.perf_counter() - start) / 2000 < 50e-6
+    assert (time.thread_time() - start) / 2000 < 50e-6
