@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.dataplane.handshake import CHALLENGE_BYTES, HELLO_BYTES, ClientHandshake
+from headrace.dataplane.security.handshake import CHALLENGE_BYTES, HELLO_BYTES, ClientHandshake
 from headrace.tests.attacks.ports import PORTS, AttackedPort, frames_of, member, received, send, stranger
 
 pytestmark = pytest.mark.drill

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataplane.handshake import CHALLENGE_BYTES, HELLO_BYTES, MAGIC, PROOF_BYTES, ClientHandshake
+from headrace.dataplane.security.handshake import CHALLENGE_BYTES, HELLO_BYTES, MAGIC, PROOF_BYTES, ClientHandshake
 from headrace.tests.attacks.ports import PORTS, AttackedPort, frames_of, member, received, recorded, send, stranger
 
 MEMORY_BYTES = 16 << 20
