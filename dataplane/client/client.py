@@ -13,7 +13,7 @@ import numpy as np
 from ...codecs.batch import Batch
 from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
-from ..directory.directory import Outcome
+from ..directory.calls import Outcome
 from ..directory.requests import body_of
 from ..directory.samplers import TaskConfig
 from ..handle import DataPlaneHandle

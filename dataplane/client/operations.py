@@ -24,8 +24,7 @@ from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
 from ..compact import check_keys, pack_keys, unpack_keys
 from ..directory import requests
-from ..directory.directory import Outcome
-from ..directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
+from ..directory.calls import ClaimRows, Committed, Grouping, Outcome, PutRows, check_distinct, schema_id
 from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from ..handle import DataPlaneHandle

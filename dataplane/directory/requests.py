@@ -12,8 +12,8 @@ import numpy as np
 from ...codecs import messages
 from ...codecs.schema import Schema
 from .. import errors
-from .directory import Outcome
-from .partition import ClaimRows, Committed, PartitionState, PutRows
+from .calls import ClaimRows, Committed, Outcome, PutRows
+from .partition import PartitionState
 from .samplers import TaskConfig
 
 

@@ -45,9 +45,9 @@ from ..errors import (
 from ..partition_rows import PartitionRows
 from . import requests
 from .block_table import FreedBlock, Reservation
+from .calls import ClaimRows, PutRows
 from .directory import Directory
 from .host_calls import HostCalls
-from .partition import ClaimRows, PutRows
 from .waiting import Place, Pulse, Queue
 
 _logger = logging.getLogger(__name__)

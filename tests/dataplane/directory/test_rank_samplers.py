@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.partition import ClaimRows
 from headrace.dataplane.directory.rank_samplers import RankShares
 from headrace.dataplane.errors import SamplerError
 from headrace.dataplane.meta import KVBatchMeta

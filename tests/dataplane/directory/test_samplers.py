@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.partition import ClaimRows
 from headrace.dataplane.directory.samplers import StreamProgress
 from headrace.tests.dataplane.directory.directory_puts import GROUP, put
 from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, placed, put_prompt, taken
@@ -206,7 +206,7 @@ class Story:
 
     def skip(self, seed: int) -> None:
         """Skip a prompt that will never be put, where the task follows the prompts."""
-        if self.left and self.directory._partition("p").tasks["a"].progress is not None:
+        if self.left and self.directory._partitions["p"].tasks["a"].progress is not None:
             number = self.left.pop(seed % len(self.left))
             self.directory.skip("p", "a", np.array([number]))
             self.settled.add(number)

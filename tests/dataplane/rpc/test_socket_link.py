@@ -16,7 +16,7 @@ import torch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory import requests
-from headrace.dataplane.directory.directory import ClaimRows
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.requests import body_of
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
