@@ -6,7 +6,7 @@ It uses neither the content of the rows nor a clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,9 @@ class TaskState:
     """Lowest position in the prompt stream that is not settled; None for samplers that do not follow the prompts."""
     settled: tuple[int, ...]
     """Settled positions after `first_prompt`."""
+    notes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Number that the task's sampler has noted for each row, int64 `[N]`, in order of arrival; 0 for none. Empty if it
+    has noted none, and in files of versions that did not save notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +225,7 @@ class Partition:
         for cursor in self.tasks.values():
             done = np.packbits(cursor.column[rows] == DONE).tobytes()
             first, ahead = (None, ()) if cursor.progress is None else (cursor.progress.first, cursor.progress.ahead)
-            tasks.append(TaskState(cursor.config, done, first, tuple(sorted(ahead))))
+            tasks.append(TaskState(cursor.config, done, first, tuple(sorted(ahead)), cursor.notes_of(rows)))
         return PartitionState(self.schema, self.groups.group_size, tuple(tasks))
 
     def check_fields(self, fields: Sequence[str]) -> None:
@@ -387,8 +390,8 @@ class Partition:
 
     def restore(self, rows: PartitionRows, tasks: Sequence[TaskState], numbering: Numbers) -> None:
         """Add the rows of a saved partition, without any written field, and the progress of its tasks. The partition
-        must be new. Raises DuplicateKeys for a key that occurs twice, and SchemaMismatch for a group of more than
-        group_size rows."""
+        must be new. Raises DuplicateKeys for a key that occurs twice, SchemaMismatch for a group of more than
+        group_size rows, and ValueError for notes that are not one number for each row."""
         keys: list[str] = rows.keys.tolist()
         check_distinct(keys, self.name, "load")
         grouping = Grouping.of(keys, rows.group_names.tolist())
@@ -405,6 +408,7 @@ class Partition:
             cursor = self.tasks[task.config.name]
             cursor.grow()
             done = np.unpackbits(np.frombuffer(task.done, np.uint8), count=len(keys)).astype(bool)
+            cursor.restore_notes(numbers, task.notes)
             cursor.set(numbers[done], DONE)
             if cursor.progress is not None and task.first_prompt is not None:
                 cursor.progress.first = task.first_prompt
