@@ -24,13 +24,15 @@ class Payload:
     def __reduce__(self):
         return (os.mkdir, (sys.argv[1],))
 
+strangers = []
 for address in sys.argv[2:]:
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.setsockopt(zmq.IDENTITY, b"TQ_STORAGE_stranger")
     stranger.setsockopt(zmq.LINGER, 1000)
     stranger.connect("tcp://" + address)
     stranger.send_multipart([b"\\xc1\\xfe\\xed", pickle.dumps(Payload())])
-    stranger.poll(1500)
+    strangers.append(stranger)
+strangers[-1].poll(1500)
 """
 """Sends a storage unit of TransferQueue a pickle that makes a folder. It knows no key, and needs neither Ray nor
 Headrace."""
