@@ -24,7 +24,7 @@ class Register:
     tasks: tuple[TaskConfig, ...]
     group_size: int
     redefine: bool = False
-    """Whether to replace a partition that is registered with other arguments, and to forget its rows."""
+    """True replaces a partition that is registered with other arguments, and forgets its rows; False refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
