@@ -46,7 +46,7 @@ def roomy() -> Iterator[DataPlane]:
 
 
 def listed(rows: PartitionRows) -> dict[str, Any]:
-    """What the list of rows says but for the partition's name and the groups' numbers."""
+    """Return what the list of rows says, without the partition's name and the groups' numbers."""
     tags = {name: (str(values.dtype), values.tobytes() if values.dtype != object else values.tolist())
             for name, values in rows.tags.items()}  # fmt: skip
     flags = {name: column.tolist() for name, column in [*rows.tagged.items(), *rows.written.items()]}
@@ -74,7 +74,7 @@ def contents(client: DataPlaneClient, partition: str) -> dict[str, list[list[Any
 
 
 def remaining(client: DataPlaneClient, partition: str) -> dict[str, list[str]]:
-    """The keys that each task still claims, in its order. Leased rows are given back before."""
+    """Return the keys that each task still claims, in its order. The caller has given leased rows back before."""
     found: dict[str, list[str]] = {}
     for task, whole in (("train", False), ("eval", False), ("stream", True)):
         found[task] = []
@@ -88,7 +88,7 @@ def remaining(client: DataPlaneClient, partition: str) -> dict[str, list[str]]:
 
 
 def fill(client: DataPlaneClient, partition: str, seed: int) -> list[Any]:
-    """Registers a partition and lets random things happen to it. Returns its leases."""
+    """Register a partition and let random things happen to it. Returns its leases."""
     chance = random.Random(seed)
     client.register(partition, SCHEMA, TASKS, group_size=GROUP)
     leases = []
@@ -174,7 +174,7 @@ RANKS = TaskConfig("ranks", "rank_aware", {"num_ranks": 2})
 
 
 def shares(client: DataPlaneClient, partition: str, rank: int, count: int) -> list[tuple[str, ...]]:
-    """The keys of the next `count` claims of two rows that a rank makes."""
+    """Return the keys of the next `count` claims of two rows that a rank makes."""
     claim = {"arguments": {"rank": rank}, "timeout_s": 0}
     return [client.claim(partition, "ranks", ["ids"], 2, **claim).keys for _ in range(count)]
 
