@@ -33,6 +33,7 @@ from headrace.dataplane.saved_file import PartitionReader, PartitionWriter
 from headrace.tests.dataplane.client.local_plane import SCHEMA as SMALL
 from headrace.tests.dataplane.client.local_plane import config, ids
 from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, columns
+from headrace.tests.example_counts import examples
 
 TASKS = ("train", TaskConfig("eval", "ready_first"), TaskConfig("stream", "windowed", {"window": 3}))
 GROUP = 2
@@ -124,7 +125,7 @@ def fill(client: DataPlaneClient, partition: str, seed: int) -> list[Any]:
     return leases
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**6))
 def test_a_partition_comes_back_exactly(roomy: DataPlane, tmp_path: Path, seed: int) -> None:
     path = tmp_path / "saved"
