@@ -22,8 +22,8 @@ from typing import Any, TypeVar, cast
 from torch.distributed import DistNetworkError, DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ..codecs import messages
-from ..dataplane.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
 from ..dataplane.rpc import tcp
+from ..dataplane.security.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from rich.table import Table
 from ..codecs.blocks import BlockLayout
 from ..codecs.schema import Field, Kind, Schema
 from ..dataplane.config import DataPlaneConfig, StoreConfig
-from ..dataplane.directory.directory import ClaimRows, Directory
-from ..dataplane.directory.partition import Grouping, PutRows, schema_id
+from ..dataplane.directory.calls import ClaimRows, Grouping, PutRows, schema_id
+from ..dataplane.directory.directory import Directory
 from ..dataplane.factory import connect, open_data_plane
 from ..trainers.cluster.ray_cluster import Cluster, Demand
 from .conditions import conditions

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from .handshake import new_key
+from .security.handshake import new_key
 
 if TYPE_CHECKING:
     from .meta import BlockRef

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .child_process import serve_parent
 from .config import DataPlaneConfig
 from .factory import build_store_host
+from .rpc.child_process import serve_parent
 from .rpc.hosted_directory import HostedDirectory, directory_name
 
 END_TIMEOUT_S = 20.0

@@ -17,20 +17,20 @@ from types import TracebackType
 
 from ..codecs import messages
 from .block_store import StoreHost, StoreSpec
-from .child_process import ChildProcess
 from .client.async_client import AsyncDataPlaneClient
 from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
 from .directory import requests
 from .directory.requests import body_of
 from .handle import DataPlaneHandle, PlaneText
+from .rpc.child_process import ChildProcess
 from .rpc.frames import DirectoryAddress
 from .rpc.hosted_directory import directory_name
 from .rpc.links import InProcessLink, Link, call_s, in_process_link
 from .rpc.socket_link import SocketLink
+from .security.trusted_network import check_trust
 from .stores.registry import StorageUnitProcess, store_entry
 from .stores.shm_folder import check_room
-from .trust import check_trust
 
 CHILD_END_TIMEOUT_S = 20.0
 """Seconds that the process of the directory may take to end the store and itself."""

@@ -1,8 +1,9 @@
 """Writes a partition into one file, and reads it back: its definition, what the directory knows of its rows, its rows.
 
-A file begins with MAGIC. Records follow, each with its number of bytes and their xxh3 checksum before it. The first
-record is the message `SavedPartition`. Two records follow for each chunk of rows: the message `SavedChunk`, and the
-parts of a block (`codecs/blocks.py`) that holds the rows. Nothing is pickled, so that reading a file runs no code.
+A file begins with MAGIC, which names the version of the format. Records follow, each with its number of bytes and their
+xxh3 checksum before it. The first record is the message `SavedPartition`. Two records follow for each chunk of rows:
+the message `SavedChunk`, and the parts of a block (`codecs/blocks.py`) that holds the rows. Nothing is pickled, so that
+reading a file runs no code.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from .partition_rows import PartitionRows
 
 T = TypeVar("T")
 
-MAGIC = b"hrpart1\n"
+MAGIC = b"hrpart2\n"
+_READABLE = (b"hrpart1\n", MAGIC)
+"""Versions of the format that can be read. Files of the first one lack what samplers have noted."""
 _RECORD = struct.Struct("<QQ")
 """Head of a record: the number of its bytes, and their xxh3."""
 
@@ -130,8 +133,11 @@ class PartitionReader:
         self._offsets: list[int] = []
         """Offset of each chunk in the file."""
         with open(self._path, "rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise ValueError(f"{self._path}: not a saved partition, it does not begin with {MAGIC!r}")
+            if (magic := file.read(len(MAGIC))) not in _READABLE:
+                raise ValueError(
+                    f"{self._path}: not a saved partition that this version can read: it begins with {magic!r}, "
+                    f"expected one of {', '.join(map(repr, _READABLE))}"
+                )
             self.saved = self._decoded(self._next(file), SavedPartition)
             self.rows = PartitionRows.from_bytes(self.saved.rows)
             for _ in range(self.saved.num_chunks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing.process
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.tests import process_pool
+from headrace.tests import example_counts, process_pool
 
 TESTS = Path(__file__).parent
 MAY_START = ("processes", "vllm", "gpu", "drill")
@@ -71,6 +72,14 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     _refuse_processes(item)
+
+
+# ---------------------------------------------------------------- how many examples of a property are tried
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" not in config.option.markexpr:
+        os.environ[example_counts.LONG] = "1"
 
 
 # ---------------------------------------------------------------- which worker of pytest-xdist runs a test

@@ -45,9 +45,9 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
 
     for title, text in re.findall(r'```python title="([^"]+)"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL):
         (tmp_path / title).write_text(text)
-    where = run([sys.executable, "-c", "import headrace; print(headrace.__file__)"], tmp_path, PYTHONPATH=str(site))
-    assert Path(where.strip()) == site / "headrace" / "__init__.py"
-    assert "bench" in run([sys.executable, "-m", "headrace.cli", "--help"], tmp_path, PYTHONPATH=str(site))
+    code = "import runpy, headrace; print(headrace.__file__); runpy.run_module('headrace.cli', run_name='__main__')"
+    where, _, said = run([sys.executable, "-c", code, "--help"], tmp_path, PYTHONPATH=str(site)).partition("\n")
+    assert Path(where) == site / "headrace" / "__init__.py" and "bench" in said
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "trainer.py"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as trainer:

@@ -81,10 +81,10 @@ MUTANTS = (
     ),
     Mutant(
         "rpc: any proof of the key will do",
-        "dataplane/rpc/server.py",
-        "            handshake.check(part)\n",
+        "dataplane/security/strangers.py",
+        "        self._handshake.check(message)\n",
         "",
-        RPC_TESTS,
+        f"{RPC_TESTS} tests/dataplane/security",
     ),
     Mutant(
         "rpc: the claims of a client that has died go on waiting",

@@ -14,8 +14,8 @@ from ..transfer.results import write_records, write_summary
 from .injured_run import GROUP_SIZE, PROMPTS_PER_STEP, InjuredRun
 from .ledger import Balance, balance
 from .memory import Growth
-from .pairs import PAIRS, Pair
-from .schedule import STORES, TWICE, Injury, StoreKind, more, schedule
+from .pairs import PAIRS, STORES, Pair, StoreKind
+from .schedule import TWICE, Injury, more, schedule
 from .surgeon import Fault, Hung, Surgeon
 
 WHOLE_MINUTES = 15.0

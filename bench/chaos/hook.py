@@ -141,6 +141,17 @@ def _patch_simple(module: ModuleType, faults: Faults) -> None:
     host.free_many = slowed(faults, host.free_many)
 
 
+def _patch_tcp(module: ModuleType, faults: Faults) -> None:
+    store: Any = module.TcpStore
+    store.put_many, store.get = slowed(faults, store.put_many), slowed(faults, store.get)
+    store.read_ranges = slowed(faults, store.read_ranges)
+
+
+def _patch_tcp_host(module: ModuleType, faults: Faults) -> None:
+    host: Any = module.TcpHost
+    host.free_many = slowed(faults, host.free_many)
+
+
 PATCHES: dict[str, Callable[[ModuleType, Faults], None]] = {
     "headrace.dataplane.client.async_client": _patch_async_client,
     "headrace.dataplane.client.client": _patch_client,
@@ -148,6 +159,8 @@ PATCHES: dict[str, Callable[[ModuleType, Faults], None]] = {
     "headrace.trainers.grpo.feed": _patch_feed,
     "headrace.dataplane.stores.shared_memory": _patch_shared_memory,
     "headrace.dataplane.stores.simple": _patch_simple,
+    "headrace.dataplane.stores.tcp.store": _patch_tcp,
+    "headrace.dataplane.stores.tcp.host": _patch_tcp_host,
 }
 """Functions that patch the library's modules after their import, by the name of the module."""
 

@@ -21,8 +21,7 @@ from ...trainers.supervision.cleanup import is_alive, kill_process
 from ...trainers.supervision.report import read_actors
 from .control import VARIABLE, Control
 from .hook import RUN_FOLDER, SITE
-from .pairs import ProcessKind
-from .schedule import StoreKind
+from .pairs import ProcessKind, StoreKind
 
 PROMPTS_PER_STEP, GROUP_SIZE = 8, 2
 CAPACITY_MIB = 64
@@ -31,7 +30,7 @@ GONE_S = 60.0
 some."""
 _NAMES: tuple[tuple[str, ProcessKind], ...] = (
     ("directory", "directory"),
-    (r"headrace-\w+-unit-\d+", "storage unit"),
+    (r"(headrace-\w+-)?unit-\d+", "storage unit"),
     (r"rollout \d+", "rollout actor"),
     (r"engine \d+", "engine actor"),
     (r"train worker \d+", "train worker"),
@@ -60,6 +59,7 @@ def run_config(folder: Path, store: StoreKind, engine: str, seed: int) -> dict[s
     }  # fmt: skip
     if store == "simple":
         config["dataplane"]["trusted_network"] = True
+    if store != "shm":
         config["rollout"]["num_actors"] = 2
     if engine == "scripted":
         config["scripted"] = {"latency_s": 0.1, "latency_sigma": 0.5, "train_row_s": 0.005, "train_step_s": 0.02}
@@ -188,8 +188,8 @@ class InjuredRun:
                     yield kind, actor.pid
 
     def unit_ports(self) -> tuple[int, ...]:
-        """Return the TCP ports on which the run's storage units (the processes that keep the rows of the store
-        `simple`) listen."""
+        """Return the TCP ports on which the run's storage units (the processes that keep the rows of the stores
+        `simple` and `tcp`) listen."""
         units = self.look().get("storage unit", [])
         return tuple(
             connection.laddr.port

@@ -14,6 +14,12 @@ Outcome = Literal["goes on", "restarts", "stops"]
 back to its last checkpoint by itself; or it stops with an explanation, and goes on when it is started with
 `--resume`."""
 
+StoreKind = Literal["shm", "simple", "tcp"]
+STORES: tuple[StoreKind, ...] = ("shm", "simple", "tcp")
+"""Stores of the benchmark's runs, one run after another. With `shm` the engines run inside the rollout actors; with the
+others they are separate actors, and a storage unit (a process of its own) keeps the rows."""
+_WITH_UNITS: tuple[StoreKind, ...] = ("simple", "tcp")
+
 PROCESSES: tuple[ProcessKind, ...] = (
     "driver", "directory", "rollout actor", "engine actor", "train worker", "storage unit", "watchdog", "raylet",
 )  # fmt: skip
@@ -36,8 +42,8 @@ class Pair:
     fault: FaultKind
     worst: Outcome
     """Most severe outcome that the library's promises allow."""
-    store: Literal["shm", "simple", "any"] = "any"
-    """Store of the runs in which this fault is injected; `any` means every store."""
+    stores: tuple[StoreKind, ...] = STORES
+    """Stores of the runs in which this fault is injected."""
 
     def __str__(self) -> str:
         return f"{self.fault} {self.process}"
@@ -54,7 +60,7 @@ PAIRS: tuple[Pair, ...] = (
     Pair("directory", "stop", "goes on"),
     Pair("directory", "kill", "restarts"),
     Pair("directory", "cut", "restarts"),
-    Pair("directory", "shm", "goes on", "shm"),
+    Pair("directory", "shm", "goes on", ("shm",)),
     Pair("directory", "slow_store", "goes on"),
     Pair("rollout actor", "stop", "goes on"),
     Pair("rollout actor", "kill", "goes on"),
@@ -62,8 +68,8 @@ PAIRS: tuple[Pair, ...] = (
     Pair("rollout actor", "disk", "stops"),
     Pair("rollout actor", "slow_store", "goes on"),
     Pair("rollout actor", "slow_checkpoint", "goes on"),
-    Pair("engine actor", "stop", "goes on", "simple"),
-    Pair("engine actor", "kill", "goes on", "simple"),
+    Pair("engine actor", "stop", "goes on", _WITH_UNITS),
+    Pair("engine actor", "kill", "goes on", _WITH_UNITS),
     Pair("train worker", "stop", "goes on"),
     Pair("train worker", "kill", "restarts"),
     Pair("train worker", "cut", "restarts"),
@@ -71,10 +77,10 @@ PAIRS: tuple[Pair, ...] = (
     Pair("train worker", "shm", "stops"),
     Pair("train worker", "slow_store", "goes on"),
     Pair("train worker", "slow_checkpoint", "goes on"),
-    Pair("storage unit", "stop", "goes on", "simple"),
-    Pair("storage unit", "kill", "restarts", "simple"),
-    Pair("storage unit", "cut", "restarts", "simple"),
-    Pair("storage unit", "slow_store", "goes on", "simple"),
+    Pair("storage unit", "stop", "goes on", _WITH_UNITS),
+    Pair("storage unit", "kill", "restarts", _WITH_UNITS),
+    Pair("storage unit", "cut", "restarts", _WITH_UNITS),
+    Pair("storage unit", "slow_store", "goes on", _WITH_UNITS),
     Pair("watchdog", "stop", "goes on"),
     Pair("watchdog", "kill", "goes on"),
     Pair("raylet", "stop", "goes on"),
@@ -97,7 +103,10 @@ NO_SENSE: dict[tuple[ProcessKind, FaultKind], str] = {
     ("engine actor", "slow_store"): _NO_STORE,
     ("engine actor", "slow_checkpoint"): _NO_FILE,
     ("storage unit", "disk"): _NO_FILE,
-    ("storage unit", "shm"): "it keeps rows in memory of its own",
+    (
+        "storage unit",
+        "shm",
+    ): "one of `simple` keeps rows in memory of its own, one of `tcp` takes it as the directory does",
     ("storage unit", "slow_checkpoint"): _NO_FILE,
     ("watchdog", "cut"): "it has a pipe to the driver and shared memory, which cannot be cut alone",
     ("watchdog", "disk"): "it writes its report only once the run has ended or is stuck",

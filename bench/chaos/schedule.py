@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal
 
-from .pairs import PAIRS, Pair
+from .pairs import PAIRS, STORES, Pair, StoreKind
 
-StoreKind = Literal["shm", "simple"]
-STORES: tuple[StoreKind, ...] = ("shm", "simple")
-"""Stores of the benchmark's runs, one run after another. With `shm` the engines run inside the rollout actors; with
-`simple` they are separate actors, and a storage unit (a process of its own) keeps the rows."""
 TWICE = 2
 """Minimum number of times that each fault must strike each kind of process for which it is planned."""
 REST_S = 1.5
@@ -45,12 +40,9 @@ def schedule(seed: int) -> dict[StoreKind, list[Injury]]:
     """
     dice = random.Random(seed)
     found: dict[StoreKind, list[Pair]] = {store: [] for store in STORES}
-    for pair in PAIRS:
-        if pair.store == "any":
-            for number in range(TWICE):
-                found[STORES[number % len(STORES)]].append(pair)
-        else:
-            found[pair.store] += [pair] * TWICE
+    for position, pair in enumerate(PAIRS):
+        for number in range(TWICE):  # in another store each time, and equally often in each store over all pairs
+            found[pair.stores[(position + number) % len(pair.stores)]].append(pair)
     return {store: _injuries(pairs, dice) for store, pairs in found.items()}
 
 
@@ -60,7 +52,7 @@ def more(store: StoreKind, seed: int, again: int) -> list[Injury]:
 
     again: 1 for the first additional list, 2 for the second, and so on.
     """
-    pairs = [pair for pair in PAIRS if pair.store in ("any", store)]
+    pairs = [pair for pair in PAIRS if store in pair.stores]
     return _injuries(pairs, random.Random(f"{seed}/{store}/{again}"))
 
 

@@ -30,7 +30,7 @@ from ...codecs.integers import ceil_div
 from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import open_data_plane
 from ...dataplane.handle import DataPlaneHandle
-from ...dataplane.handshake import new_key
+from ...dataplane.security.handshake import new_key
 from ...trainers.cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
 from ..conditions import conditions
 from ..transfer.results import write_records, write_summary

@@ -28,7 +28,7 @@ from ...actors.engines.protocol import SamplingParams
 from ...actors.engines.vllm.engine import VllmEngine
 from ...actors.weights.config import SyncConfig
 from ...actors.weights.transports.protocol import ReceiverConfig
-from ...dataplane.handshake import new_key
+from ...dataplane.security.handshake import new_key
 from .gpu_builtin import measure_builtin
 from .gpu_peers import CONTEXT, KV_CACHE_BYTES, MAX_NUM_SEQS, Trainer, TrainerTask, save_config
 from .gpu_updates import NOISE, PROMPT, Case, Log, Session, Setup, check_bytes, measure_case, start_publisher, update

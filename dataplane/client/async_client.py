@@ -15,7 +15,7 @@ import numpy as np
 from ...codecs.batch import Batch
 from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
-from ..directory.directory import Outcome
+from ..directory.calls import Outcome
 from ..directory.requests import body_of
 from ..directory.samplers import TaskConfig
 from ..errors import DataPlaneTimeout, DirectoryLost
@@ -25,9 +25,11 @@ from ..partition_rows import PartitionRows
 from ..rpc.links import Link
 from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
-from .operations import Ask, Fields, Keys, Moved, Operations, Steps, Work
+from .arguments import Fields, Keys
+from .operations import Operations
 from .renewal import LeaseRenewal
 from .saving import load, save
+from .steps import Ask, Moved, Steps, Work
 
 T = TypeVar("T")
 

@@ -7,92 +7,50 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...codecs import messages
 from ...codecs.batch import Batch
-from ...codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
-from ...codecs.jagged import pack
+from ...codecs.blocks import BatchEncoder, EncodedBlock
 from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
 from ..compact import check_keys, pack_keys, unpack_keys
 from ..directory import requests
-from ..directory.directory import Outcome
-from ..directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
+from ..directory.calls import ClaimRows, Committed, Grouping, Outcome, PutRows, check_distinct, schema_id
 from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags
 from ..partition_rows import PartitionRows
-from ..rpc.links import Undo
 from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from ..traffic import ClientStats
+from .arguments import (
+    Fields,
+    Keys,
+    as_integer,
+    as_positions,
+    as_version,
+    as_versions,
+    empty_receipt,
+    packed,
+    task_configs,
+)
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
 from .credit import Credit
 from .renewal import LeaseRenewal
+from .steps import Ask, Moved, Steps, Work
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase
+    pass
 
 _logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0
-_MAX_VERSION = (1 << 63) - 1
-"""Highest policy version, and highest position in the prompt stream."""
-
-Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
-"""Type of the rows that `put` takes: anything that `codecs.jagged.pack` takes."""
-
-Keys: TypeAlias = "Sequence[str] | np.ndarray"
-"""Type of keys and names of groups: strings, also those of numpy, or an array `[N]` of strings."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Step of an operation: a request to the directory (the metadata service). The client sends it, and passes the
-    reply to the operation."""
-
-    op: str
-    payload: bytes
-    timeout_s: float
-    undo: Undo | None = None
-    """Function that builds the request that undoes this one if its caller was interrupted; None when there is nothing
-    to undo."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Step of an operation: a function that the client must run, which may move bytes and block. Once begun it must be
-    waited for."""
-
-    op: str
-    run: Callable[[], Any]
-    deadline: float | None = None
-    """Time by the clock `time.monotonic()` until which the function may wait for a free thread; None sets no limit."""
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Moved(Generic[T]):
-    """Result of an operation that moves bytes, together with the number of bytes moved."""
-
-    result: T
-    nbytes: int
-    """Number of bytes in the committed blocks, or in the columns that were read."""
-
-
-Steps = Generator[Ask | Work, Any, T]
-"""Type of an operation: a generator that yields steps, is sent their results (or thrown their errors), and returns the
-operation's result."""
 
 
 class Operations:
@@ -122,12 +80,12 @@ class Operations:
     def register(
         self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int, redefine: bool
     ) -> Steps[None]:
-        request = requests.Register(partition, schema, _task_configs(tasks), group_size, redefine)
+        request = requests.Register(partition, schema, task_configs(tasks), group_size, redefine)
         yield Ask("register", requests.encode(request), self.timeout(None))
         self._schemas[partition] = schema
 
     def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], timeout_s: float | None) -> Steps[None]:
-        request = requests.AddTasks(partition, _task_configs(tasks))
+        request = requests.AddTasks(partition, task_configs(tasks))
         yield Ask("add_tasks", requests.encode(request), self.timeout(timeout_s))
 
     def unregister(self, partition: str, timeout_s: float | None) -> Steps[int]:
@@ -163,7 +121,7 @@ class Operations:
             raise ValueError(f"groups: got {len(group_names)} names, expected one for each of {len(names)} keys")
 
         def prepare(schema: Schema) -> tuple[PutRows, list[EncodedBlock]]:
-            batch = _packed(partition, schema, fields, names)
+            batch = packed(partition, schema, fields, names)
             grouping = Grouping.of(names, group_names)
             blocks = self._encoded(batch, grouping)
             put = PutRows(
@@ -171,7 +129,7 @@ class Operations:
                 names,
                 tuple(batch),
                 batch.lengths,
-                _versions(versions, len(names)),
+                as_versions(versions, len(names)),
                 grouping,
                 check_tags(tags or {}, len(names)),
                 tuple(block.layout for block in blocks),
@@ -194,7 +152,7 @@ class Operations:
                 # Fields were added meanwhile, or the partition was registered anew.
                 put, blocks = yield Work("put", lambda: prepare(schema), deadline)
             if not names:
-                return Moved(_empty_receipt(partition, schema, put.fields, self._plane_id), 0)
+                return Moved(empty_receipt(partition, schema, put.fields, self._plane_id), 0)
             written = yield from self._place(put, blocks, deadline)
         except SchemaMismatch:
             self._schemas.pop(partition, None)  # it may have been registered anew
@@ -336,11 +294,11 @@ class Operations:
             partition,
             task,
             tuple(fields),
-            _integer("n", n),
+            as_integer("n", n),
             whole_groups,
-            None if min_version is None else _version("min_version", min_version),
-            None if max_version is None else _version("max_version", max_version),
-            None if at_least is None else _integer("at_least", at_least),
+            None if min_version is None else as_version("min_version", min_version),
+            None if max_version is None else as_version("max_version", max_version),
+            None if at_least is None else as_integer("at_least", at_least),
             check_arguments(arguments or {}),
         )
         request = requests.Claim(rows, bound)
@@ -366,7 +324,7 @@ class Operations:
     def skip(
         self, partition: str, task: str, positions: Sequence[int] | np.ndarray, timeout_s: float | None
     ) -> Steps[None]:
-        request = requests.Skip(partition, task, _positions(positions))
+        request = requests.Skip(partition, task, as_positions(positions))
         yield Ask("skip", requests.encode(request), self.timeout(timeout_s))
 
     def reset(self, partition: str, task: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[TaskReset]:
@@ -395,7 +353,7 @@ class Operations:
         whole_groups: bool,
         timeout_s: float | None,
     ) -> Steps[tuple[str, ...]]:
-        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, _version("min_version", min_version))
+        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, as_version("min_version", min_version))
         reply = yield Ask("clear_stale", requests.encode(requests.ClearStale(rows)), self.timeout(timeout_s))
         return tuple(unpack_keys(reply))
 
@@ -457,74 +415,3 @@ def _retry(task: str, body: bytes) -> tuple[str, bytes]:
     meta = KVBatchMeta.from_bytes(body)
     request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), "retry")
     return "release", requests.encode(request)
-
-
-def _task_configs(tasks: Sequence[str | TaskConfig]) -> tuple[TaskConfig, ...]:
-    """Return the settings of tasks, of which some may be given only by their names."""
-    if isinstance(tasks, str):
-        raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
-    return tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
-
-
-def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:
-    try:
-        batch = pack(schema, fields, len(keys))
-    except ValueError as error:
-        raise SchemaMismatch(str(error), op="put", partition=partition, keys=keys) from None
-    if not len(batch):
-        raise SchemaMismatch("no fields to put", op="put", partition=partition, keys=keys)
-    lengths = batch.lengths
-    if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
-        longest = int(lengths.argmax())
-        message = f"row {keys[longest]!r} has {lengths[longest]} tokens, expected at most {MAX_TOKENS}"
-        raise SchemaMismatch(message, op="put", partition=partition, keys=[keys[longest]])
-    return batch
-
-
-def _integer(name: str, value: int) -> int:
-    """Return `value` as an int. Raises ValueError naming the argument when `value` is not an integer."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}: got {value!r}, expected an integer") from None
-
-
-def _positions(positions: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return positions in the prompt stream as int64 `[N]`. Raises ValueError for anything but one dimension of
-    integers, and for integers of more than 63 bits."""
-    array = np.asarray(positions)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() > _MAX_VERSION):
-        raise ValueError(
-            f"positions: got {array.dtype} {list(array.shape)}, expected one dimension of integers up to {_MAX_VERSION}"
-        )
-    return array.astype(np.int64)
-
-
-def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:
-    """Return the policy versions of N rows as int64 `[N]`; None stays None. Raises ValueError for another shape, for
-    non-integers, and for unsigned integers beyond 2^63 - 1."""
-    if versions is None:
-        return None
-    array = np.asarray(versions)
-    if array.dtype.kind == "u" and array.size and array.max() > _MAX_VERSION:
-        raise ValueError(f"versions: got {array.max()}, expected at most {_MAX_VERSION}")
-    if array.dtype.kind not in "iu" or array.shape not in ((), (num_rows,)):
-        raise ValueError(
-            f"versions: got {array.dtype} {list(array.shape)}, expected one integer or one for each of {num_rows} rows"
-        )
-    return np.broadcast_to(array, (num_rows,)).astype(np.int64)
-
-
-def _version(name: str, value: int) -> int:
-    """Return `value` as an int. Raises ValueError naming the argument when it is not an integer, or is not between
-    -(2^63 - 1) and 2^63 - 1."""
-    version = _integer(name, value)
-    if not -_MAX_VERSION <= version <= _MAX_VERSION:
-        raise ValueError(f"{name}: got {version}, expected -{_MAX_VERSION} to {_MAX_VERSION}")
-    return version
-
-
-def _empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...], plane_id: int) -> KVBatchMeta:
-    none, places = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-    sources = (RowSource(fields, places, places, none),)
-    return KVBatchMeta(partition, (), fields, none, none, none, {}, (), sources, schema=schema, plane_id=plane_id)

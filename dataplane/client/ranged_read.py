@@ -105,8 +105,7 @@ class RangedReader:
             first.whole.update(dict.fromkeys(values.items()))
             gather = self._gather_indexed(source, runs, wanted, values, index, first)
             return lambda: gather
-        plan = self._plan_ragged if wanted.kind is Kind.RAGGED else self._plan_objects
-        return lambda: plan(source, runs, wanted, values, self._views(first, index), second)
+        return lambda: self._plan_indexed(source, runs, wanted, values, self._views(first, index), second)
 
     def _plan_dense(
         self, source: RowSource, runs: Runs, wanted: Field, first: _Reads
@@ -159,7 +158,7 @@ class RangedReader:
 
         return gather
 
-    def _plan_ragged(
+    def _plan_indexed(
         self,
         source: RowSource,
         runs: Runs,
@@ -168,6 +167,16 @@ class RangedReader:
         index: dict[int, np.ndarray],
         second: _Reads,
     ) -> Callable[[], Column]:
+        """Plan the second request for a RAGGED or OBJECT field, whose index has been read. Returns the function that
+        makes the column of what the request has read."""
+        if wanted.kind is Kind.OBJECT:
+            start, nbytes = locate_objects(source.block, source.row, index)
+            memory = as_bytes(fresh(torch.uint8, (int(nbytes.sum()),)))
+            second.ranges.append(self._ranges(memory, runs.source, values, start[runs.first], runs.totals(nbytes)))
+            ends = np.cumsum(nbytes)
+            pairs = list(zip((ends - nbytes).tolist(), ends.tolist(), strict=True))
+            view = memory.data
+            return lambda: [objects.decode(view[begin:end]) for begin, end in pairs]
         assert wanted.dtype is not None
         sizes = {number: self._layouts[number].part_bytes[part] for number, part in values.items()}
         shapes, start, counts = locate_ragged(wanted, source.block, source.row, sizes, index)
@@ -176,27 +185,6 @@ class RangedReader:
         begin, nbytes = start[runs.first] * wanted.item_bytes, elements * wanted.item_bytes
         second.ranges.append(self._ranges(as_bytes(out), runs.source, values, begin, nbytes))
         return lambda: Ragged(out, shapes)
-
-    def _plan_objects(
-        self,
-        source: RowSource,
-        runs: Runs,
-        wanted: Field,
-        values: dict[int, int],
-        index: dict[int, np.ndarray],
-        second: _Reads,
-    ) -> Callable[[], Column]:
-        start, nbytes = locate_objects(source.block, source.row, index)
-        memory = as_bytes(fresh(torch.uint8, (int(nbytes.sum()),)))
-        second.ranges.append(self._ranges(memory, runs.source, values, start[runs.first], runs.totals(nbytes)))
-        ends = np.cumsum(nbytes)
-
-        def decode() -> Column:
-            view = memory.data
-            pairs = zip((ends - nbytes).tolist(), ends.tolist(), strict=True)
-            return [objects.decode(view[begin:end]) for begin, end in pairs]
-
-        return decode
 
     # -------------------------------------------------------------- inside
 

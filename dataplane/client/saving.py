@@ -17,7 +17,8 @@ from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
 from ..partition_rows import PartitionRows
 from ..saved_file import PartitionReader, PartitionWriter, SavedPartition
-from .operations import ABORT_TIMEOUT_S, Ask, Moved, Operations, Steps, Work
+from .operations import ABORT_TIMEOUT_S, Operations
+from .steps import Ask, Moved, Steps, Work
 
 _logger = logging.getLogger(__name__)
 

@@ -7,27 +7,26 @@ happens in full or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from ...codecs.blocks import BlockLayout, RowSource
 from ...codecs.integers import distinct
-from ...codecs.schema import Field, Kind, Schema
-from ..errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
+from ...codecs.schema import Field, Schema
+from ..errors import CapacityExceeded, DataPlaneTimeout, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
 from ..partition_rows import PartitionRows
 from ..status import DataPlaneStatus, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
-from .partition import ClaimRows, Committed, Partition, PartitionState, PutRows
+from .calls import ClaimRows, Committed, Outcome, PutRows
+from .partition import Partition, PartitionState
 from .ready import ReadyView
-from .rows import ROW_BITS, Numbers, pick
+from .receipts import committed_of, receipt_of, token_starts
+from .registry import PartitionRegistry
+from .rows import pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, LeaseBook
-
-Outcome = Literal["done", "retry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,12 @@ class Directory:
     ) -> None:
         """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains. samplers:
         import paths of the samplers that tasks may name besides the built-in ones."""
-        self._samplers = samplers
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
         self._blocks = BlockTable(capacity_bytes)
         self._leases = LeaseBook()
-        self._partitions: dict[str, Partition] = {}
-        self._group_numbers = Numbers()
+        self._partitions = PartitionRegistry(samplers)
 
     # -------------------------------------------------------------- partitions
 
@@ -94,34 +91,8 @@ class Directory:
         Raises ValueError for invalid arguments, for a sampler that cannot be built, and without `redefine` if the
         partition is already registered with other arguments; the error names the difference.
         """
-        configs = _by_name(tasks)
-        if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
-            raise ValueError(
-                f"register {name!r}: got {len(schema)} fields, tasks {list(tasks)}, group_size={group_size}; "
-                "expected a name, at least one field, task names once each, group_size >= 1"
-            )
-        known = self._partitions.get(name)
-        if known is None:
-            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size, self._samplers)
-            return None
-        if known.knows(schema):
-            schema = known.schema  # fields were added since the caller wrote its own
-        for what, old, new in (
-            ("schema", known.schema, schema),
-            ("tasks", _described(known.declared(configs)), _described(configs.values())),
-            ("group_size", known.groups.group_size, group_size),
-        ):
-            if old != new and redefine:
-                replacement = Partition(name, schema, list(configs.values()), group_size, self._samplers)
-                freed = self.unregister(name)[1]
-                self._partitions[name] = replacement
-                return freed
-            if old != new:
-                raise ValueError(
-                    f"register {name!r}: {what} {new}, but it is registered with {old}; redefine=True replaces it and "
-                    "drops its rows, unregister drops it"
-                )
-        return None
+        replaced = self._partitions.register(name, schema, tasks, group_size, redefine=redefine)
+        return None if replaced is None else self._forget(replaced, replaced.rows.live())
 
     def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
         """Add tasks to a partition. They can claim all rows that are there. A task that the partition has already, with
@@ -130,30 +101,22 @@ class Directory:
         Raises ValueError for a task with other settings than the partition's task of the same name, for a name that
         occurs twice or is empty, and for a sampler that cannot be built; no task is added then.
         """
-        part = self._partition(name)
-        configs = _by_name(tasks)
-        if len(configs) < len(tasks) or "" in configs:
-            raise ValueError(f"add_tasks: got {list(tasks)}, expected task names once each")
-        old = _described(cursor.config for cursor in part.tasks.values() if cursor.config.name in configs)
-        new = _described(config for config in configs.values() if config.name in part.tasks)
-        if old != new:
-            raise ValueError(f"add_tasks to {name!r}: tasks {new}, but the partition has {old}")
-        part.add_tasks([config for config in configs.values() if config.name not in part.tasks])
+        self._partitions.add_tasks(name, tasks)
 
     def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
         """Forget a partition. Returns the number of rows that were in it, and the blocks to which no row refers any
         more."""
-        found = self.clear(name, None)
-        del self._partitions[name]
-        return found
+        part = self._partitions.remove(name)
+        rows = part.rows.live()
+        return len(rows), self._forget(part, rows)
 
     def schema(self, partition: str) -> Schema:
-        return self._partition(partition).schema
+        return self._partitions[partition].schema
 
     def add_fields(self, partition: str, fields: Sequence[Field]) -> Schema:
         """Extend a partition's schema by fields, and return the schema. Fields that it has already are ignored. Raises
         ValueError for a field that is declared in another way already; no field is added then."""
-        part = self._partition(partition)
+        part = self._partitions[partition]
         part.add_fields(fields)
         return part.schema
 
@@ -161,7 +124,7 @@ class Directory:
         """Return what is needed to save a partition as it is now: its definition and its tasks' progress, its rows, and
         for each set of fields a receipt (keys and locations) of the rows that have just these fields written. In the
         list and in each receipt the rows are in order of arrival."""
-        part = self._partition(partition)
+        part = self._partitions[partition]
         rows = part.rows.live()
         receipts = [self._receipt(part, having, fields) for fields, having in part.by_fields(rows) if fields]
         return part.state(), part.listing(rows), receipts
@@ -170,16 +133,7 @@ class Directory:
         """Register a saved partition under a name, with its rows, of which no field is written yet, and its tasks'
         progress. Raises ValueError if a partition of that name is registered, and the errors of `register`; nothing is
         registered then."""
-        if name in self._partitions:
-            raise ValueError(
-                f"load: partition {name!r} is registered already; expected another name (partition=), or unregister it"
-            )
-        self.register(name, state.schema, [task.config for task in state.tasks], state.group_size)
-        try:
-            self._partitions[name].restore(rows, state.tasks, self._group_numbers)
-        except BaseException:
-            del self._partitions[name]
-            raise
+        self._partitions.restore(name, state, rows)
 
     # -------------------------------------------------------------- put
 
@@ -197,7 +151,7 @@ class Directory:
     def check(self, put: PutRows) -> None:
         """Check a put without changing anything. Raises SchemaMismatch, DuplicateKeys or AlreadyWritten when the
         partition cannot take it, and CapacityExceeded when it is larger than the whole capacity."""
-        self._partition(put.partition).check_put(put)
+        self._partitions[put.partition].check_put(put)
         if put.nbytes > self._blocks.capacity_bytes:
             raise CapacityExceeded(
                 f"the put takes {put.nbytes} bytes, more than the capacity of {self._blocks.capacity_bytes}; "
@@ -255,7 +209,7 @@ class Directory:
         than reserved. After an error the reservation remains until `abort`.
         """
         reservation = self.reservation(reservation_id)
-        partition = self._partition(put.partition)
+        partition = self._partitions[put.partition]
         rows = partition.check_put(put)
         sizes = [layout.nbytes for layout in put.layouts]
         if sum(sizes) > reservation.nbytes or len(sizes) > len(reservation.block_ids):
@@ -267,9 +221,9 @@ class Directory:
         locations = tuple(locate(block_ids, sizes))
         refs = [BlockRef(*item) for item in zip(block_ids, locations, put.layouts, strict=True)]
         live = [layout.num_rows * len(put.fields) for layout in put.layouts]
-        self._blocks.settle(reservation, refs, sizes, _token_starts(put.lengths, put.layouts), live)
-        replaced = partition.write(put, rows, block_ids, self._group_numbers)
-        return _committed(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
+        self._blocks.settle(reservation, refs, sizes, token_starts(put.lengths, put.layouts), live)
+        replaced = partition.write(put, rows, block_ids, self._partitions.group_numbers)
+        return committed_of(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
     def abort(self, reservation_id: int) -> Reservation | None:
         """Cancel a reservation or credit (a reservation made in advance), and return it, so that the store can take its
@@ -279,7 +233,7 @@ class Directory:
     def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:
         """Undo a committed put: remove the values that it wrote to these blocks, as far as they still exist, and forget
         rows that have no other values. Returns the blocks to which no row refers any more."""
-        part = self._partition(partition)
+        part = self._partitions[partition]
         rows = part.rows.find(keys)
         slots, leases = part.withdraw(distinct(rows[rows >= 0]), first_block_id, num_blocks)
         self._leases.drop_rows(leases)
@@ -291,7 +245,7 @@ class Directory:
         Raises DuplicateKeys, KeysNotFound, and SchemaMismatch for values of another type than the tag's earlier ones;
         no tag is changed then.
         """
-        self._partition(partition).tag(keys, tags)
+        self._partitions[partition].tag(keys, tags)
 
     # -------------------------------------------------------------- read and consume
 
@@ -302,28 +256,13 @@ class Directory:
         Raises KeysNotFound for unknown keys, SchemaMismatch for invalid fields, and FieldsNotReady if a field is not
         written for every row, or if no field is.
         """
-        part = self._partition(partition)
-        if fields is not None:
-            part.check_fields(fields)
-        rows = part.find(keys, "lookup")
-        if fields is None:
-            fields = [name for name in part.schema if part.rows.written(rows, (name,)).all()]
-            if not fields:
-                raise FieldsNotReady(
-                    "no field is written for all the keys", op="lookup", partition=partition, keys=keys
-                )
-        for name in fields:
-            ready = part.rows.written(rows, (name,))
-            if not ready.all():
-                missing = pick(keys, np.flatnonzero(~ready))
-                message = f"field {name!r} is not written for {len(missing)} of {len(keys)} keys"
-                raise FieldsNotReady(message, op="lookup", partition=partition, keys=missing)
-        return self._receipt(part, rows, tuple(fields))
+        part = self._partitions[partition]
+        return self._receipt(part, *part.readable(keys, fields))
 
     def rows(self, partition: str, keys: Sequence[str] | None) -> PartitionRows:
         """Return a list of the rows of `keys`, in that order, or of all rows of the partition in order of arrival if
         `keys` is None. Raises KeysNotFound for unknown keys."""
-        part = self._partition(partition)
+        part = self._partitions[partition]
         return part.listing(part.rows.live() if keys is None else part.find(keys, "rows"))
 
     def absent(
@@ -335,17 +274,7 @@ class Directory:
         `fields` None stands for any field that is written for every key; the result is then about rows alone. Raises
         SchemaMismatch for invalid fields.
         """
-        part = self._partition(partition)
-        if fields is not None:
-            part.check_fields(fields)
-        rows = part.rows.find(keys)
-        there = np.flatnonzero(rows >= 0)
-        unwritten: dict[str, list[str]] = {}
-        for name in fields or ():
-            lacking = there[~part.rows.written(rows[there], (name,))]
-            if len(lacking):
-                unwritten[name] = list(pick(keys, lacking))
-        return list(pick(keys, np.flatnonzero(rows < 0))), unwritten
+        return self._partitions[partition].absent(keys, fields)
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
         """Lease ready rows, chosen by the task's sampler, and return a receipt (their keys and locations). As many as
@@ -369,21 +298,8 @@ class Directory:
         """Check that the arguments of a claim are valid, so that it can be served once enough rows are ready. Returns
         its partition, and the index of the rows that it can take (a `ReadyView`). Raises SchemaMismatch for invalid
         fields, and ValueError for any other invalid argument."""
-        part = self._partition(claim.partition)
-        view = part.view(claim.task, claim.fields, claim.whole_groups)
-        multiple = part.groups.group_size if claim.whole_groups else 1
-        if claim.num_rows < 1 or claim.num_rows % multiple:
-            raise ValueError(f"claim: got n={claim.num_rows}, expected a positive multiple of {multiple}")
-        if not 1 <= claim.least <= claim.num_rows or claim.least % multiple:
-            raise ValueError(
-                f"claim: got at_least={claim.at_least}, expected a multiple of {multiple} from {multiple} to n, which "
-                f"is {claim.num_rows}"
-            )
-        part.cursor(claim.task).check_arguments(claim.arguments)
-        low, high = claim.min_version, claim.max_version
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"claim: got min_version={low} and max_version={high}, expected the lower one first")
-        return part, view
+        part = self._partitions[claim.partition]
+        return part, part.view_for(claim)
 
     def shortage(self, claim: ClaimRows) -> str:
         """Return the message of a ClaimTimeout, which says why a claim cannot be served now."""
@@ -399,7 +315,7 @@ class Directory:
         """Extend the lease of rows, so that it expires `lease_s` seconds after `now`. Raises LeaseLost naming the keys
         of rows that the lease does not hold any more, and ValueError if `lease_id` is not positive; nothing is extended
         then."""
-        part = self._partition(partition)
+        part = self._partitions[partition]
         _check_lease_id("renew", lease_id)
         lease = self._leases.get(lease_id)
         rows = part.rows.find(keys)
@@ -421,7 +337,7 @@ class Directory:
         Raises ValueError for an unknown task or outcome, or if `lease_id` is not positive. Raises LeaseLost if the
         lease no longer holds some of the rows; it names their keys, and the other rows are released nevertheless.
         """
-        part = self._partition(partition)
+        part = self._partitions[partition]
         cursor = part.tasks.get(task)
         if cursor is None or outcome not in ("done", "retry"):
             raise ValueError(
@@ -443,12 +359,12 @@ class Directory:
         """Settle positions of the prompt stream, so that `task` does not wait for their prompts any more. Raises
         ValueError for a negative position, for an unknown task, and for one whose sampler does not follow the prompts;
         nothing is settled then."""
-        self._partition(partition).cursor(task).skip(positions)
+        self._partitions[partition].cursor(task).skip(positions)
 
     def reset(self, partition: str, task: str, keys: Sequence[str] | None) -> TaskReset:
         """Make finished rows of a task claimable again: those of `keys`, or all of the partition if `keys` is None.
         Rows that are leased are left alone. Raises KeysNotFound for unknown keys, and then resets nothing."""
-        part = self._partition(partition)
+        part = self._partitions[partition]
         cursor = part.cursor(task)
         rows = part.rows.live() if keys is None else distinct(part.find(keys, "reset"))
         return cursor.reset(rows)
@@ -456,7 +372,7 @@ class Directory:
     def task_status(self, partition: str, task: str, fields: Sequence[str] | None) -> TaskStatus:
         """Return a task's progress in its partition, and how many rows have all of `fields` (None: of all fields).
         Raises SchemaMismatch for invalid fields."""
-        part = self._partition(partition)
+        part = self._partitions[partition]
         if fields is not None:
             part.check_fields(fields)
         return part.cursor(task).status(tuple(part.schema) if fields is None else fields)
@@ -467,13 +383,9 @@ class Directory:
 
         Raises KeysNotFound for unknown keys, and then nothing is cleared.
         """
-        part = self._partition(partition)
+        part = self._partitions[partition]
         rows = part.rows.live() if keys is None else distinct(part.find(keys, "clear"))
-        if not len(rows):
-            return 0, []
-        slots, leases = part.remove(rows)
-        self._leases.drop_rows(leases)
-        return len(rows), self._blocks.unlink(slots)
+        return len(rows), self._forget(part, rows)
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
         """Forget the ready rows that a claim like `claim` skips because their policy version is too old, except those
@@ -485,7 +397,7 @@ class Directory:
         """
         if claim.min_version is None:
             raise ValueError("clear_stale: got min_version=None, expected a version")
-        part = self._partition(claim.partition)
+        part = self._partitions[claim.partition]
         view = part.view(claim.task, claim.fields, claim.whole_groups)
         view.set_versions(claim.min_version, claim.max_version)
         rows = view.stale_rows()
@@ -522,7 +434,7 @@ class Directory:
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
         """Return the numbers of rows and leases of one partition, or of all partitions if `partition` is None, and the
         numbers of blocks and bytes of the whole store."""
-        parts = list(self._partitions.values()) if partition is None else [self._partition(partition)]
+        parts = list(self._partitions) if partition is None else [self._partitions[partition]]
         ready: dict[str, int] = {}
         for part in parts:
             for name, count in part.rows.num_written.items():
@@ -545,47 +457,17 @@ class Directory:
 
     # -------------------------------------------------------------- inside
 
-    def _partition(self, name: str) -> Partition:
-        try:
-            return self._partitions[name]
-        except KeyError:
-            raise ValueError(
-                f"partition {name!r}: not registered, expected one of {sorted(self._partitions)}"
-            ) from None
+    def _forget(self, part: Partition, rows: np.ndarray) -> list[FreedBlock]:
+        """Remove rows from a partition, which may be registered no longer, and from the leases that hold them. Returns
+        the blocks to which no row refers any more."""
+        if not len(rows):
+            return []
+        slots, leases = part.remove(rows)
+        self._leases.drop_rows(leases)
+        return self._blocks.unlink(slots)
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
-        """Build a receipt (the keys and locations of rows) for `rows`. Fields whose values are in the same blocks and
-        rows for all of `rows` share one `RowSource`."""
-        together: list[tuple[list[str], np.ndarray]] = []
-        for name in fields:
-            slots = part.rows.slots[name][rows]
-            names = next((names for names, same in together if np.array_equal(same, slots)), None)
-            if names is None:
-                together.append(([name], slots))
-            else:
-                names.append(name)
-        block_ids = distinct(np.concatenate([slots for _, slots in together]) >> ROW_BITS)
-        sources = []
-        for names, slots in together:
-            block = np.searchsorted(block_ids, slots >> ROW_BITS)
-            row = slots & ((1 << ROW_BITS) - 1)
-            tokens = any(part.schema[name].kind is Kind.PER_TOKEN for name in names)
-            start = self._blocks.token_starts(block_ids, block, row) if tokens else np.zeros(len(rows), dtype=np.int64)
-            sources.append(RowSource(tuple(names), block.astype(np.int32), row.astype(np.int32), start))
-        return KVBatchMeta(
-            part.name,
-            tuple(part.rows.keys[rows].tolist()),
-            fields,
-            np.maximum(part.rows.lengths[rows], 0).astype(np.int64),
-            part.rows.versions[rows],
-            part.groups.numbers[part.rows.groups[rows]],
-            part.rows.tags_of(rows),
-            self._blocks.refs(block_ids),
-            tuple(sources),
-            lease_id,
-            schema=part.schema,
-            plane_id=self._plane_id,
-        )
+        return receipt_of(part, self._blocks, rows, fields, lease_id, self._plane_id)
 
 
 def _check_lease_id(op: str, lease_id: int) -> None:
@@ -593,39 +475,3 @@ def _check_lease_id(op: str, lease_id: int) -> None:
         raise ValueError(
             f"{op}: the receipt has no lease; expected one that claim returned (concat of several has none)"
         )
-
-
-def _by_name(tasks: Sequence[str | TaskConfig]) -> dict[str, TaskConfig]:
-    """Return the settings of tasks by their names. A name alone stands for the default sampler."""
-    return {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
-
-
-def _described(tasks: Iterable[TaskConfig]) -> list[str]:
-    """Describe tasks as text in sorted order, for comparing two registrations and for showing their difference. The
-    field `settled` is left out."""
-    return sorted(
-        f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
-        for task in tasks
-    )
-
-
-def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> list[np.ndarray | None]:
-    """Return for each block an array with the index of each row's first token within the block. If the rows have no
-    lengths (None), the list holds None for each block."""
-    if lengths is None:
-        return [None] * len(layouts)
-    ends = np.cumsum([layout.num_rows for layout in layouts])
-    parts = np.split(np.asarray(lengths, dtype=np.int64), ends[:-1])
-    return [np.cumsum(part) - part for part in parts]
-
-
-def _committed(part: Partition, put: PutRows, rows: np.ndarray, first_id: int, locations: Sequence[bytes]) -> Committed:
-    others = {name: values for name, values in part.rows.tags_of(rows).items() if name not in put.tags}
-    return Committed(
-        first_id,
-        tuple(locations),
-        np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else None,
-        part.rows.versions[rows] if put.versions is None else None,
-        part.groups.numbers[part.rows.groups[rows]],
-        others,
-    )

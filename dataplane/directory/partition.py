@@ -5,193 +5,21 @@ It uses neither the content of the rows nor a clock.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from ...codecs import messages
-from ...codecs.blocks import BlockLayout, RowSource
 from ...codecs.integers import distinct
 from ...codecs.schema import Field, Kind, Schema
-from ..errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
-from ..meta import POSITION, BlockRef, KVBatchMeta, tag_type
+from ..errors import AlreadyWritten, FieldsNotReady, KeysNotFound, SchemaMismatch
+from ..meta import POSITION, tag_type
 from ..partition_rows import PartitionRows
+from .calls import ClaimRows, Grouping, PutRows, check_distinct, schema_id
 from .ready import ReadyView
 from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, TaskCursor
-
-# ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
-
-
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """Assigns the rows of one put to groups, such as all samples of one prompt."""
-
-    names: Sequence[str]
-    """Names of the G groups, without repeats, in order of appearance."""
-    index: np.ndarray
-    """Group of each row, int64 `[N]`, as an index into `names`."""
-    given: bool
-    """True when the caller named the groups, False when the names were taken from the keys."""
-
-    @staticmethod
-    def of(keys: Sequence[str], groups: Sequence[str] | None) -> Grouping:
-        """Group rows by the names in `groups`. With None, a row's group is the part of its key before the last ".", or
-        the whole key if there is no such part."""
-        if groups is None:
-            heads, names = _stem_runs(keys)
-        else:
-            column = np.array(groups, dtype=object)
-            heads = np.ones(len(column), dtype=bool)
-            heads[1:] = column[1:] != column[:-1]
-            names = column[heads].tolist()
-        index = np.cumsum(heads) - 1
-        distinct_names = list(dict.fromkeys(names))
-        if len(distinct_names) < len(names):  # a group's rows do not all follow one another
-            number = dict(zip(distinct_names, range(len(distinct_names)), strict=True))
-            index = np.array([number[name] for name in names], dtype=np.int64)[index]
-        return Grouping(distinct_names, index, groups is not None)
-
-
-def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Find the runs of consecutive keys with the same stem, which is the part of a key before the last ".".
-
-    Returns a bool array `[N]` that is True where a run begins, and the stem of each run. A plain loop takes 0.12 us per
-    key, half the time that numpy needs on the keys' bytes.
-    """
-    first: list[int] = []
-    names: list[str] = []
-    before = None
-    for number, key in enumerate(keys):
-        stem = key.rpartition(".")[0] or key  # ".3" has no stem: it is one
-        if stem != before:
-            first.append(number)
-            names.append(stem)
-            before = stem
-    heads = np.zeros(len(keys), dtype=bool)
-    heads[first] = True
-    return heads, names
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimRows:
-    """Describes the rows that a claim asks for, on behalf of one task (consumer)."""
-
-    partition: str
-    task: str
-    fields: tuple[str, ...]
-    num_rows: int
-    whole_groups: bool = False
-    min_version: int | None = None
-    """Lowest policy version to take. Rows with a lower version, and groups that contain one, are skipped. None takes
-    all versions."""
-    max_version: int | None = None
-    """Highest policy version to take. Rows with a higher version, and groups that contain one, are skipped until a
-    claim allows them. None takes all versions."""
-    at_least: int | None = None
-    """Smallest number of rows with which the claim is content, at most `num_rows`. None stands for `num_rows`."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments for the task's sampler, as plain values."""
-
-    @property
-    def least(self) -> int:
-        """Smallest number of rows with which the claim is content."""
-        return self.num_rows if self.at_least is None else self.at_least
-
-    @property
-    def wanted(self) -> str:
-        """Description of the number of rows, for error messages, such as "8 rows" or "1 to 8 rows in whole groups"."""
-        count = str(self.num_rows) if self.least == self.num_rows else f"{self.least} to {self.num_rows}"
-        return f"{count} {'rows in whole groups' if self.whole_groups else 'rows'}"
-
-
-@dataclass(frozen=True, slots=True)
-class PutRows:
-    """Describes the rows and blocks of one put, without the content of the rows."""
-
-    partition: str
-    keys: Sequence[str]
-    """Keys (ids) of the N rows."""
-    fields: tuple[str, ...]
-    lengths: np.ndarray | None
-    """Number of tokens of each row, int64 `[N]`; None when no field is PER_TOKEN."""
-    versions: np.ndarray | None
-    """Policy version of each row, int64 `[N]`. With None, new rows get -1 and existing rows keep their version."""
-    groups: Grouping
-    tags: Mapping[str, np.ndarray]
-    layouts: tuple[BlockLayout, ...]
-    """Layout of each block. The blocks hold the rows in the order of `keys`."""
-    replace: bool
-    writer: str
-    schema_id: int
-    """Digest of the schema with which the blocks were encoded, as the function `schema_id` returns it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the blocks take in the store, including the padding between their parts."""
-        return sum(layout.nbytes for layout in self.layouts)
-
-    @property
-    def value_bytes(self) -> int:
-        """Number of bytes of the blocks' values, indexes and headers, without padding."""
-        return sum(sum(layout.part_bytes) for layout in self.layouts)
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Values that the directory adds to the writer's `PutRows` when it commits a put. Both together make a receipt
-    (the keys and locations of the rows)."""
-
-    first_block_id: int
-    locations: tuple[bytes, ...]
-    lengths: np.ndarray | None
-    """Number of tokens of each row, int64 `[N]`, 0 for rows without tokens; None when `PutRows` has the lengths."""
-    versions: np.ndarray | None
-    """Version of each row, int64 `[N]`; None when `PutRows` has the versions."""
-    groups: np.ndarray
-    """Id of each row's group, int64 `[N]`, unique in the directory."""
-    tags: dict[str, np.ndarray]
-    """Values of the tags (named numbers or texts, one for each committed row) that every one of these rows already had
-    from earlier puts: tag name -> values."""
-
-    def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
-        """Build the put's receipt (the keys and locations of its rows), with which only the fields of this put can be
-        read."""
-        lengths = put.lengths if self.lengths is None else self.lengths
-        versions = put.versions if self.versions is None else self.versions
-        assert lengths is not None and versions is not None
-        rows = np.array([layout.num_rows for layout in put.layouts])
-        first = np.repeat(np.cumsum(rows) - rows, rows)
-        start = np.zeros(len(first), dtype=np.int64)
-        if put.lengths is not None:
-            start = np.cumsum(put.lengths) - put.lengths
-            start -= start[first]
-        block = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
-        row = (np.arange(len(first)) - first).astype(np.int32)
-        ids = range(self.first_block_id, self.first_block_id + len(rows))
-        return KVBatchMeta(
-            put.partition,
-            tuple(put.keys),
-            put.fields,
-            lengths,
-            versions,
-            self.groups,
-            {**self.tags, **put.tags},
-            tuple(BlockRef(*item) for item in zip(ids, self.locations, put.layouts, strict=True)),
-            (RowSource(put.fields, block, row, start),),
-            schema=schema,
-            plane_id=plane_id,
-        )
-
-
-def schema_id(schema: Schema) -> int:
-    """Return a digest of a schema (CRC-32). It reveals a writer that still uses the schema of an earlier partition of
-    the same name."""
-    return zlib.crc32(messages.encode(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +34,9 @@ class TaskState:
     """Lowest position in the prompt stream that is not settled; None for samplers that do not follow the prompts."""
     settled: tuple[int, ...]
     """Settled positions after `first_prompt`."""
+    notes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Number that the task's sampler has noted for each row, int64 `[N]`, in order of arrival; 0 for none. Empty if it
+    has noted none, and in files of versions that did not save notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +105,24 @@ class Partition:
             raise ValueError(f"whole_groups: partition {self.name!r} was registered with group_size=1, expected more")
         return cursor.view(fields, whole_groups)
 
+    def view_for(self, claim: ClaimRows) -> ReadyView:
+        """Return the index of the rows that a claim can take. Raises the errors of `view`, and ValueError for any other
+        invalid argument of the claim."""
+        view = self.view(claim.task, claim.fields, claim.whole_groups)
+        multiple = self.groups.group_size if claim.whole_groups else 1
+        if claim.num_rows < 1 or claim.num_rows % multiple:
+            raise ValueError(f"claim: got n={claim.num_rows}, expected a positive multiple of {multiple}")
+        if not 1 <= claim.least <= claim.num_rows or claim.least % multiple:
+            raise ValueError(
+                f"claim: got at_least={claim.at_least}, expected a multiple of {multiple} from {multiple} to n, which "
+                f"is {claim.num_rows}"
+            )
+        self.cursor(claim.task).check_arguments(claim.arguments)
+        low, high = claim.min_version, claim.max_version
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"claim: got min_version={low} and max_version={high}, expected the lower one first")
+        return view
+
     def shortage(self, claim: ClaimRows, view: ReadyView) -> str:
         """Return the message of a ClaimTimeout, which says how many rows are ready and why the others are not."""
         task = self.tasks[claim.task]
@@ -306,6 +155,40 @@ class Partition:
                 f"{len(missing)} of {len(keys)} keys not found", op=op, partition=self.name, keys=missing
             )
         return rows
+
+    def readable(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Return the row number of each key, int64 `[N]`, and the fields that are written for all of these rows: all of
+        `fields`, or all that there are if `fields` is None. Raises the errors of `Directory.lookup`."""
+        if fields is not None:
+            self.check_fields(fields)
+        rows = self.find(keys, "lookup")
+        if fields is None:
+            fields = [name for name in self.schema if self.rows.written(rows, (name,)).all()]
+            if not fields:
+                raise FieldsNotReady(
+                    "no field is written for all the keys", op="lookup", partition=self.name, keys=keys
+                )
+        for name in fields:
+            ready = self.rows.written(rows, (name,))
+            if not ready.all():
+                missing = pick(keys, np.flatnonzero(~ready))
+                message = f"field {name!r} is not written for {len(missing)} of {len(keys)} keys"
+                raise FieldsNotReady(message, op="lookup", partition=self.name, keys=missing)
+        return rows, tuple(fields)
+
+    def absent(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[list[str], dict[str, list[str]]]:
+        """Return the keys that do not exist, and for each field the existing keys for which it is not written, as
+        `Directory.absent` does."""
+        if fields is not None:
+            self.check_fields(fields)
+        rows = self.rows.find(keys)
+        there = np.flatnonzero(rows >= 0)
+        unwritten: dict[str, list[str]] = {}
+        for name in fields or ():
+            lacking = there[~self.rows.written(rows[there], (name,))]
+            if len(lacking):
+                unwritten[name] = list(pick(keys, lacking))
+        return list(pick(keys, np.flatnonzero(rows < 0))), unwritten
 
     def listing(self, rows: np.ndarray) -> PartitionRows:
         """Return what the partition knows of `rows`, without the content of their fields."""
@@ -342,7 +225,7 @@ class Partition:
         for cursor in self.tasks.values():
             done = np.packbits(cursor.column[rows] == DONE).tobytes()
             first, ahead = (None, ()) if cursor.progress is None else (cursor.progress.first, cursor.progress.ahead)
-            tasks.append(TaskState(cursor.config, done, first, tuple(sorted(ahead))))
+            tasks.append(TaskState(cursor.config, done, first, tuple(sorted(ahead)), cursor.notes_of(rows)))
         return PartitionState(self.schema, self.groups.group_size, tuple(tasks))
 
     def check_fields(self, fields: Sequence[str]) -> None:
@@ -507,8 +390,8 @@ class Partition:
 
     def restore(self, rows: PartitionRows, tasks: Sequence[TaskState], numbering: Numbers) -> None:
         """Add the rows of a saved partition, without any written field, and the progress of its tasks. The partition
-        must be new. Raises DuplicateKeys for a key that occurs twice, and SchemaMismatch for a group of more than
-        group_size rows."""
+        must be new. Raises DuplicateKeys for a key that occurs twice, SchemaMismatch for a group of more than
+        group_size rows, and ValueError for notes that are not one number for each row."""
         keys: list[str] = rows.keys.tolist()
         check_distinct(keys, self.name, "load")
         grouping = Grouping.of(keys, rows.group_names.tolist())
@@ -525,6 +408,7 @@ class Partition:
             cursor = self.tasks[task.config.name]
             cursor.grow()
             done = np.unpackbits(np.frombuffer(task.done, np.uint8), count=len(keys)).astype(bool)
+            cursor.restore_notes(numbers, task.notes)
             cursor.set(numbers[done], DONE)
             if cursor.progress is not None and task.first_prompt is not None:
                 cursor.progress.first = task.first_prompt
@@ -578,11 +462,3 @@ class Partition:
 
     def _mismatch(self, message: str, keys: Sequence[str]) -> SchemaMismatch:
         return SchemaMismatch(message, op="put", partition=self.name, keys=keys)
-
-
-def check_distinct(keys: Sequence[str], partition: str, op: str = "put") -> None:
-    """Raise DuplicateKeys if a key occurs more than once. The error names these keys."""
-    if len(set(keys)) < len(keys):
-        seen: set[str] = set()
-        twice = [key for key in keys if key in seen or seen.add(key)]
-        raise DuplicateKeys(f"keys occur twice in one {op}", op=op, partition=partition, keys=twice)

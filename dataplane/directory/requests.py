@@ -12,8 +12,8 @@ import numpy as np
 from ...codecs import messages
 from ...codecs.schema import Schema
 from .. import errors
-from .directory import Outcome
-from .partition import ClaimRows, Committed, PartitionState, PutRows
+from .calls import ClaimRows, Committed, Outcome, PutRows
+from .partition import PartitionState
 from .samplers import TaskConfig
 
 
@@ -24,7 +24,7 @@ class Register:
     tasks: tuple[TaskConfig, ...]
     group_size: int
     redefine: bool = False
-    """Whether to replace a partition that is registered with other arguments, and to forget its rows."""
+    """True replaces a partition that is registered with other arguments, and forgets its rows; False refuses it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ blocks, or other programs' files fill /dev/shm, so that the store has less room 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,6 @@ from ..block_store import Serving, StoreHost
 from ..compact import pack_keys, unpack_keys
 from ..config import DataPlaneConfig
 from ..errors import (
-    CapacityExceeded,
     ClaimTimeout,
     DataPlaneError,
     DataPlaneTimeout,
@@ -45,9 +43,10 @@ from ..errors import (
 from ..partition_rows import PartitionRows
 from . import requests
 from .block_table import FreedBlock, Reservation
+from .calls import ClaimRows, PutRows
 from .directory import Directory
 from .host_calls import HostCalls
-from .partition import ClaimRows, PutRows
+from .put_space import PutSpace
 from .waiting import Place, Pulse, Queue
 
 _logger = logging.getLogger(__name__)
@@ -57,9 +56,6 @@ LATE_S = 0.1
 HEAR_FIRST_S = 1.0
 """Seconds for which a directory that was suspended or busy first answers the requests that have piled up. Only then
 does it let leases or reservations expire."""
-LOOK_AGAIN_S = 0.25
-"""Seconds after which a waiting put checks again whether a writer, another process or another program still holds the
-memory."""
 
 
 class DirectoryService:
@@ -76,12 +72,12 @@ class DirectoryService:
         )
         self._config = config
         self._host = host
-        self._store = HostCalls(host, lambda: self._space_freed.fire())
-        self._put_queue = Queue()
+        freed = Pulse()
+        self._store = HostCalls(host, freed.fire)
+        self._space = PutSpace(self._directory, self._store, freed)
         self._claim_queues: dict[tuple[str, str, bytes], Queue] = defaultdict(Queue)
         """Queues of the claims that wait, by partition, task and arguments of the claim. A rank whose share is ready
         must not wait behind a rank that is ahead of it."""
-        self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
         """Event for each partition, by name. It is fired when waiting claims should try again."""
         self._timer: asyncio.TimerHandle | None = None
@@ -158,7 +154,7 @@ class DirectoryService:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._space_freed.fire()
+        self._space.close()
         for pulse in self._ready.values():
             pulse.fire()
         await self._store.close()
@@ -174,76 +170,7 @@ class DirectoryService:
         return self._reserve_later(put, request.timeout_s)
 
     async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
-        deadline = self._now() + timeout_s
-        with self._put_queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
-            try:
-                async with self._turn(place, deadline):
-                    while True:
-                        seen = self._space_freed.count
-                        reservation = await self._try_reserve(put)
-                        if reservation is not None:
-                            break
-                        async with asyncio.timeout_at(deadline):
-                            _, unfreed_bytes = await self._store.usage()
-                        # Looking frees what a writer that has ended held, after the attempt perhaps.
-                        if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
-                            break
-                        refused = self._directory.has_room(put.nbytes)  # by the store alone: /dev/shm may be full
-                        await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
-            except TimeoutError:
-                raise await self._no_room(put, self._put_queue.before(place, "put"), timeout_s) from None
-        return messages.encode(_space(reservation))
-
-    async def _no_room(self, put: PutRows, before: str, timeout_s: float) -> CapacityExceeded:
-        """Build the error for a put that found no space in time. before: description of the puts ahead of it in the
-        queue; "" when it was this put's turn."""
-        status = self._directory.status(None, self._now())
-        message = (
-            f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
-            f"of {status.bytes_capacity}{before}"
-        )
-        if not before and status.bytes_used + status.bytes_reserved + put.nbytes <= status.bytes_capacity:
-            reason = await self._store.shortage()
-            message += f"; {reason}" if reason else ""
-        return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
-
-    async def _try_reserve(self, put: PutRows) -> Reservation | None:
-        """Reserve space for a put, both in the directory's count of bytes and in the store. Credit (space granted to
-        writers in advance) is revoked if necessary. Returns None when even that does not free enough."""
-        reservation = self._directory.reserve(put, self._now())
-        if reservation is None:
-            await self._take_back(self._directory.revoke(put.nbytes))
-            reservation = self._directory.reserve(put, self._now())
-        if reservation is None:
-            return None
-        try:
-            granted = await self._store.allocate(reservation)
-            if not granted and (revoked := self._directory.revoke(None)):
-                await self._take_back(revoked)
-                granted = await self._store.allocate(reservation)
-        except BaseException:
-            self._directory.abort(reservation.reservation_id)
-            raise
-        if not granted:
-            self._directory.abort(reservation.reservation_id)
-            return None
-        try:
-            return self._directory.reservation(reservation.reservation_id)
-        except DataPlaneTimeout:  # expired while the store was asked
-            self._store.take_back([reservation])
-            raise
-
-    async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
-        """Wait until space is freed. Returns at once if that has happened since the count of such events was `seen`.
-        Raises TimeoutError at the deadline.
-
-        look_again: whether to return after LOOK_AGAIN_S at the latest, because memory held by a stopped process, a
-        dying writer or another program becomes free without any call.
-        """
-        async with asyncio.timeout_at(deadline):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S if look_again else None):
-                    await self._wait(self._space_freed, seen)
+        return messages.encode(_space(await self._space.reserve(put, timeout_s)))
 
     def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Commit)
@@ -267,31 +194,20 @@ class DirectoryService:
         put = request.put
         committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
-        credit = self._grant(put.writer, request.next_bytes, request.next_blocks)
+        credit = self._space.grant(put.writer, request.next_bytes, request.next_blocks)
         return messages.encode(requests.Written(committed, credit and _space(credit))), freed
-
-    def _grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
-        """Reserve space for the writer's next put in advance (credit). Returns None when another put waits for space,
-        or when there is none to spare."""
-        if self._put_queue.waiting:
-            return None
-        credit = self._directory.grant(writer, nbytes, num_blocks, self._now())
-        if credit is not None and not self._store.allocate_ready(credit):
-            self._directory.abort(credit.reservation_id)
-            return None
-        return credit
 
     async def _abort(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Abort)
         found = [self._directory.abort(space_id) for space_id in request.space_ids]
-        await self._take_back([item for item in found if item is not None])
+        await self._space.take_back([item for item in found if item is not None])
         return b""
 
     async def _withdraw(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Withdraw)
         reservation = self._directory.abort(request.space_id)
         if reservation is not None:  # it was not committed
-            await self._take_back([reservation])
+            await self._space.take_back([reservation])
             return b""
         keys = unpack_keys(request.keys)
         freed = self._directory.withdraw(request.partition, keys, request.first_block_id, request.num_blocks)
@@ -480,7 +396,7 @@ class DirectoryService:
         return replace(
             status,
             waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
-            waiting_puts=self._put_queue.waiting,
+            waiting_puts=self._space.num_waiting,
             store_kind=self._store.spec.kind,
             store_bytes=store_bytes - self._directory.allocated_credit_bytes,
             bytes_unfreed=unfreed_bytes,
@@ -527,23 +443,9 @@ class DirectoryService:
             if not queue.waiting:
                 del self._claim_queues[name]
 
-    @asynccontextmanager
-    async def _turn(self, place: Place, deadline: float) -> AsyncIterator[None]:
-        """Wait for the caller's turn in a queue, and hold it within the context. The deadline limits only the wait, not
-        the work in the context."""
-        async with AsyncExitStack() as stack:
-            async with asyncio.timeout_at(deadline):
-                await stack.enter_async_context(place.turn)
-            yield
-
     async def _free(self, blocks: Sequence[FreedBlock]) -> None:
         """Free blocks, and wait until they are gone from the store, so that later reads of their rows fail."""
         task = self._store.free(blocks)
-        if task is not None:
-            await asyncio.shield(task)
-
-    async def _take_back(self, reservations: Sequence[Reservation]) -> None:
-        task = self._store.take_back(reservations)
         if task is not None:
             await asyncio.shield(task)
 

@@ -151,6 +151,22 @@ class TaskCursor:
             self._notes.forget(rows)
         return before
 
+    def notes_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the number that the sampler has noted for each of `rows`, int64 `[N]`; an empty array if it has noted
+        none."""
+        notes = self._notes.of(rows)
+        return notes if notes.any() else notes[:0]
+
+    def restore_notes(self, rows: np.ndarray, notes: np.ndarray) -> None:
+        """Give rows the numbers that `notes_of` returned for them. Raises ValueError for anything else."""
+        if notes.dtype != np.int64 or notes.shape not in ((0,), rows.shape):
+            raise ValueError(
+                f"load: task {self.config.name!r} has notes {notes.dtype} {list(notes.shape)}, expected int64 for each "
+                f"of {len(rows)} rows, or none"
+            )
+        if len(notes):
+            self._notes.set(rows, notes)
+
     def skip(self, positions: np.ndarray) -> None:
         """Settle positions of the prompt stream, int64 `[N]`. Raises ValueError for a negative position, and if the
         task's sampler does not follow the prompts."""

@@ -9,7 +9,6 @@ one.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import select
@@ -20,24 +19,13 @@ from typing import Any, cast
 from ..directory.requests import CANCELLED, TAKE_BACK, WAITING_OPS, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
-from ..handshake import HandshakeError, ServerHandshake
+from ..security.handshake import HandshakeError
+from ..security.strangers import HANDSHAKE_TIMEOUT_S, Stranger, Strangers
 from . import tcp
 from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head
 
 _logger = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Seconds after which a connection is closed if its client has not proved that it knows the run's key."""
-MAX_STRANGERS = 128
-"""Number of unauthenticated connections (those whose client has not proved that it knows the run's key) above which an
-old one is closed whose client is slow, for each new one."""
-MOST_STRANGERS = 1024
-"""Largest number of unauthenticated connections. Above it the oldest is closed for each new one, whatever it does; a
-client whose connection is closed in this way connects again."""
-SLOW_S = 1.0
-"""Seconds that a client may take to answer the server's part of the handshake before it counts as slow."""
-LOOKED_AT = 8
-"""Number of unauthenticated connections, the oldest ones, that are searched for a slow one."""
 END_TIMEOUT_S = 2.0
 BACKLOG = 1024
 
@@ -50,8 +38,7 @@ class DirectoryServer:
         self._service = service
         self._key = key
         self._sessions: set[_Session] = set()
-        self._strangers: dict[_Session, None] = {}
-        """Connections whose clients have not yet proved that they know the run's key, oldest first."""
+        self._strangers = Strangers()
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
@@ -90,24 +77,19 @@ class DirectoryServer:
 class _Session(asyncio.Protocol):
     """Server's end of one connection."""
 
-    def __init__(
-        self, service: DirectoryService, key: bytes, sessions: set[_Session], strangers: dict[_Session, None]
-    ) -> None:
+    def __init__(self, service: DirectoryService, key: bytes, sessions: set[_Session], strangers: Strangers) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of the requests that are not answered yet, by request number."""
         self._service = service
+        self._key = key
         self._sessions = sessions
         self._strangers = strangers
         self._reader = FrameReader()
         self._poll = select.poll()
         """Poll object that tells whether the peer has closed the connection, even while data that it sent is still
         unread."""
-        self._handshake: ServerHandshake | None = ServerHandshake(key, SERVICE)
-        """Handshake in progress; None once the client has proved that it knows the run's key."""
-        self._unproved = bytearray()
-        """Bytes of the handshake that have arrived and are not handled yet."""
-        self._challenged_s: float | None = None
-        """Time by the event loop's clock at which the server's part of the handshake was sent; None before."""
+        self._stranger: Stranger | None = None
+        """State of the handshake; None once the client has proved that it knows the run's key."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -119,13 +101,12 @@ class _Session(asyncio.Protocol):
             tcp.set_up(connection)
         self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._transport.abort)
         self._sessions.add(self)
-        self._strangers[self] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            self._end_slow_stranger()
+        self._stranger = Stranger(connection, self._key, SERVICE, self._transport.abort)
+        self._strangers.add(self._stranger)
 
     def data_received(self, data: bytes) -> None:
-        if self._handshake is not None:
-            data = self._admit(self._handshake, data)
+        if self._stranger is not None:
+            data = self._admit(self._stranger, data)
             if not data:
                 return
         try:
@@ -140,7 +121,8 @@ class _Session(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._poll = select.poll()  # the number of its descriptor may be another's from now on
         self._sessions.discard(self)
-        self._strangers.pop(self, None)
+        if self._stranger is not None:
+            self._strangers.remove(self._stranger)
         if self._deadline is not None:
             self._deadline.cancel()
         for task in self.tasks.values():
@@ -149,51 +131,26 @@ class _Session(asyncio.Protocol):
     def end(self) -> None:
         self._transport.close()
 
-    def _end_slow_stranger(self) -> None:
-        """Close an old unauthenticated connection that has sent nothing, or has not answered within SLOW_S seconds. If
-        there is none among the LOOKED_AT oldest ones, close the oldest if there are more than MOST_STRANGERS."""
-        oldest = list(itertools.islice(self._strangers, LOOKED_AT))
-        slow = [session for session in oldest if session._is_slow()]
-        if not slow and len(self._strangers) > MOST_STRANGERS:
-            slow = oldest
-        for session in slow[:1]:
-            del self._strangers[session]
-            session._transport.abort()
-
-    def _is_slow(self) -> bool:
-        """Return whether nothing has come from a client that connected just now, or that was answered SLOW_S seconds
-        ago. Data that has come but has not been read yet counts."""
-        if self._challenged_s is not None and self._loop.time() < self._challenged_s + SLOW_S:
-            return False
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return not poll.poll(0)
-
-    def _admit(self, handshake: ServerHandshake, data: bytes) -> bytes:
+    def _admit(self, stranger: Stranger, data: bytes) -> bytes:
         """Handle bytes of a connection whose client has not proved yet that it knows the run's key. Returns the bytes
         that follow the handshake; b"" while it goes on, and after it has failed, which ends the connection."""
-        self._unproved += data
-        nbytes = handshake.needed_bytes
-        if len(self._unproved) < nbytes:
-            return b""
-        part, rest = bytes(self._unproved[:nbytes]), bytes(self._unproved[nbytes:])
-        self._unproved.clear()
+        num_missing = stranger.num_missing
+        part, rest = data[:num_missing], data[num_missing:]
         try:
-            if self._challenged_s is None:
-                if rest:
-                    raise HandshakeError("it did not wait for the server's part of the handshake")
-                self._transport.write(handshake.challenge(part))
-                self._challenged_s = self._loop.time()
-                return b""
-            handshake.check(part)
+            answer = stranger.hear(part)
+            if rest and not stranger.has_proved:
+                raise HandshakeError("it did not wait for the server's part of the handshake")
         except HandshakeError as error:
             _logger.warning("a connection was refused: %s", error)
             self._transport.abort()
             return b""
-        self._handshake = None
-        self._strangers.pop(self, None)
-        if self._deadline is not None:
-            self._deadline.cancel()
+        if answer:
+            self._transport.write(answer)
+        if stranger.has_proved:
+            self._stranger = None
+            self._strangers.remove(stranger)
+            if self._deadline is not None:
+                self._deadline.cancel()
         return rest
 
     def _answer_all(self, frames: Sequence[tuple[int, str, bytes]]) -> None:

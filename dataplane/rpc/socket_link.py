@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ..errors import DirectoryLost
-from ..handshake import HandshakeError, prove_to_server, prove_to_server_async
+from ..security.handshake import HandshakeError, prove_to_server, prove_to_server_async
 from . import tcp
 from .frames import CANCEL, HEADER, SERVICE, DirectoryAddress, FrameReader, head
 from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome, wait_out

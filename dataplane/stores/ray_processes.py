@@ -20,11 +20,6 @@ DEATH_TIMEOUT_S = 0.5
 in time."""
 
 
-def node_address() -> str:
-    """Return the IP address of this host in Ray, or the one that a Ray started here would choose."""
-    return ray.util.get_node_ip_address().strip("[]")
-
-
 def has_died(actor: Any) -> bool:
     """Return whether Ray knows that the actor's process has ended. An actor that does not answer may still be alive."""
     try:

@@ -14,8 +14,8 @@ from torch.distributed import DistNetworkError, DistStoreError  # pyright: ignor
 
 from headrace.actors import rendezvous_store
 from headrace.actors.rendezvous_store import SERVICE, RendezvousServer, RendezvousStore
-from headrace.dataplane.authenticated_listener import connect_authenticated
-from headrace.dataplane.handshake import HandshakeError, new_key
+from headrace.dataplane.security.authenticated_listener import connect_authenticated
+from headrace.dataplane.security.handshake import HandshakeError, new_key
 
 KEY = new_key()
 

@@ -20,13 +20,13 @@ from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGro
 from headrace.actors.weights.transports.receiver_tracker import ReceiverTracker
 from headrace.codecs import messages
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.authenticated_listener import connect_authenticated
 from headrace.dataplane.directory import requests
 from headrace.dataplane.errors import ClaimTimeout
 from headrace.dataplane.factory import connect
-from headrace.dataplane.handshake import HELLO_BYTES, PROOF_BYTES, new_key
 from headrace.dataplane.rpc import frames
 from headrace.dataplane.rpc.frames import DirectoryAddress
+from headrace.dataplane.security.authenticated_listener import connect_authenticated
+from headrace.dataplane.security.handshake import HELLO_BYTES, PROOF_BYTES, new_key
 from headrace.dataplane.stores.tcp import messages as unit_messages
 from headrace.dataplane.stores.tcp import wire
 from headrace.dataplane.stores.tcp.link import UnitLink

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.dataplane.handshake import CHALLENGE_BYTES, HELLO_BYTES, ClientHandshake
+from headrace.dataplane.security.handshake import CHALLENGE_BYTES, HELLO_BYTES, ClientHandshake
 from headrace.tests.attacks.ports import PORTS, AttackedPort, frames_of, member, received, send, stranger
 
 pytestmark = pytest.mark.drill
@@ -26,7 +26,7 @@ SEED = os.environ.get("HEADRACE_FUZZ_SEED")
 UNPROVED_AT_ONCE = 5
 """Damaged frames in one connection without the key."""
 GROWTH_BYTES = 96 << 20
-"""By which this process, which is the server, the client and the attacker, may grow."""
+"""Largest number of bytes by which this process, which is the server, the client and the attacker, may grow."""
 
 
 def mutated(dice: random.Random, frame: bytes) -> bytes:
@@ -48,7 +48,7 @@ def mutated(dice: random.Random, frame: bytes) -> bytes:
 
 
 def send_without_the_key(port: AttackedPort, dice: random.Random, frames: list[tuple[bytes, bytes]]) -> None:
-    """One connection: a damaged handshake, or none, and damaged frames behind it."""
+    """Open one connection, and send a damaged handshake, or none, and damaged frames behind it."""
     with stranger(port) as connection:
         damaged = b"".join(mutated(dice, b"".join(dice.choice(frames))) for _ in range(UNPROVED_AT_ONCE))
         client = ClientHandshake(port.key, port.service)
@@ -78,8 +78,8 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def send_with_the_key(port: AttackedPort, dice: random.Random, frames: list[tuple[bytes, bytes]]) -> None:
-    """One connection: the handshake, and frames of which each is a real client's but for one mutation. That of the last
-    one may be in its header, behind which the server cannot know where the next frame begins."""
+    """Open one connection with the handshake, and send frames of which each is a real client's but for one mutation.
+    That of the last one may be in its header, behind which the server cannot know where the next frame begins."""
     with member(port) as connection:
         chosen = [dice.choice(frames) for _ in range(port.at_once)]
         if dice.random() < 0.8:  # as a client begins, so that what follows is not the first that the server hears
@@ -110,7 +110,7 @@ def texts(caplog: pytest.LogCaptureFixture) -> set[str]:
 
 @pytest.fixture
 def limited_memory() -> Iterator[None]:
-    """What would take gigabytes fails in place of taking them from the machine."""
+    """Limits the memory of this process, so that what would take gigabytes fails and the machine keeps them."""
     old = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes()[0] + (2 << 30), old[1]))
     yield

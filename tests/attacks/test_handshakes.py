@@ -1,4 +1,4 @@
-"""Attacks on the handshakes of all ports, while a real client goes on working: refused, and nothing is lost."""
+"""Attacks on the handshakes of all ports are refused and lose nothing, while a real client goes on working."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataplane.handshake import CHALLENGE_BYTES, HELLO_BYTES, MAGIC, PROOF_BYTES, ClientHandshake
+from headrace.dataplane.security.handshake import CHALLENGE_BYTES, HELLO_BYTES, MAGIC, PROOF_BYTES, ClientHandshake
 from headrace.tests.attacks.ports import PORTS, AttackedPort, frames_of, member, received, recorded, send, stranger
 
 MEMORY_BYTES = 16 << 20
-"""What an attack may make the process take, the attacker's own part and the client's included."""
+"""Largest number of bytes that an attack may make this process take, the attacker's and the client's own included."""
 MOST_STRANGERS = 1024
 
 
 @pytest.fixture(params=PORTS)
 def port(request: pytest.FixtureRequest) -> Iterator[AttackedPort]:
-    """Each port in turn, whose client can work before and after each attack, in bounded memory."""
+    """Opens each port in turn, and checks that its client can work before and after each attack, in bounded memory."""
     port = PORTS[request.param]()
     try:
         port.work()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.objects import MAX_DEPTH, decode, encode, encode_column
+from headrace.tests.example_counts import examples
 
 
 class Color(enum.IntEnum):
@@ -38,7 +39,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(nested)
 def test_objects_come_back_exactly(obj):
     assert same(decode(encode(obj)), obj)

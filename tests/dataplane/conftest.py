@@ -14,15 +14,26 @@ import pytest
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.tests import process_pool
-from headrace.tests.dataplane.planes import as_seen, store_config
+from headrace.tests.dataplane.planes import OTHER_STORES, as_seen, store_config
 from headrace.tests.dataplane.rows import SCHEMA, fresh_run_id
 from headrace.tests.dataplane.stubborn import STUBBORN
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-WITH_PROCESSES = ("tcp", "tcp-sockets", "ray", "simple", "mooncake")
+WITH_PROCESSES = ("tcp", *OTHER_STORES)
 KINDS = ("local", "shm", *(pytest.param(kind, marks=pytest.mark.processes) for kind in WITH_PROCESSES))
 NUMBER = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` what a test of the contract repeats over another store's code without need: most of the
+    contract is kept by the directory and the client, whatever the store."""
+    for item in items:
+        kind = item.callspec.params.get("kind") if isinstance(item, pytest.Function) and "[" in item.name else None
+        if kind in OTHER_STORES:
+            marker = item.get_closest_marker("also_over")
+            if marker is None or kind not in marker.args:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package", autouse=True)

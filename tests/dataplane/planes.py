@@ -13,6 +13,9 @@ from headrace.dataplane.config import StoreConfig
 from headrace.dataplane.factory import DataPlane, connect
 
 SOCKETS = "-sockets"
+OTHER_STORES = ("tcp-sockets", "ray", "simple", "mooncake")
+"""Kinds of store over which `make test` runs only the tests of the contract that `also_over` names them for; the others
+run over `local`, `shm` and `tcp` there."""
 LENDING = ("shm", "tcp")
 """Kinds whose reads are views of a pool, which a later block may overwrite."""
 

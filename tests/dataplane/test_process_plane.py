@@ -99,7 +99,7 @@ def test_a_process_that_cannot_start_says_why() -> None:
 SCRIPT = """
 import os, sys, torch
 from headrace import DataPlaneConfig, Field, Kind, Schema, StoreConfig, connect, open_data_plane
-config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16))
+config = DataPlaneConfig(store=StoreConfig(kind=sys.argv[2], capacity_mib=16))
 plane = open_data_plane(config, run_id=sys.argv[1], process=True)
 client = connect(plane.handle)
 client.register("train", Schema([Field("ids", Kind.PER_TOKEN, torch.int32)]))
@@ -114,15 +114,23 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("end", ["the script ends", "it is killed"])
-def test_a_plane_ends_with_its_script(end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        ("the script ends", "shm"),
+        ("it is killed", "tcp"),
+        pytest.param("the script ends", "tcp", marks=pytest.mark.slow),
+        pytest.param("it is killed", "shm", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plane_ends_with_its_script(end: str, kind: str) -> None:
     run_id = fresh_run_id()
     script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, run_id], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT, run_id, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert script.stdin is not None and script.stdout is not None
     *pids, text = script.stdout.readline().split()
-    assert len(pids) == 2 and all(lives(int(pid)) for pid in pids)
+    assert len(pids) == (2 if kind == "tcp" else 1) and all(lives(int(pid)) for pid in pids)
     with connect(text) as client:
         assert client.get_keys("train", ["a.0"], ["ids"]).jagged("ids").values.tolist() == [1, 2, 3]
         if end == "it is killed":
@@ -131,7 +139,7 @@ def test_a_plane_ends_with_its_script(end: str) -> None:
         script.wait(60)
         deadline = time.monotonic() + 60
         while any(lives(int(pid)) for pid in pids) or list(Path("/dev/shm").glob(f"*{run_id}*")):
-            assert time.monotonic() < deadline, "the directory and the unit end with the script, and remove its rows"
+            assert time.monotonic() < deadline, "the directory and its unit end with the script, and remove its rows"
             time.sleep(0.05)
         with pytest.raises(DirectoryLost):
             client.status()

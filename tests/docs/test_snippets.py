@@ -64,9 +64,18 @@ def test_every_block_has_a_language_that_says_how_it_is_tried() -> None:
     assert not unknown
 
 
+def starts_processes(snippet: Snippet) -> bool:
+    return "process=True" in snippet.text.replace("in_process=True", "")
+
+
 def python_snippet(snippet: Snippet) -> object:
-    """The snippet as a parameter, marked if it starts processes."""
-    marks = [pytest.mark.processes] if "process=True" in snippet.text.replace("in_process=True", "") else []
+    """Return the snippet as a parameter, marked if it starts processes, and `slow` if one of its page did so before."""
+    marks = []
+    if starts_processes(snippet):
+        marks.append(pytest.mark.processes)
+        first = next(other for other in of("python") if other.page == snippet.page and starts_processes(other))
+        if snippet is not first:
+            marks.append(pytest.mark.slow)
     return pytest.param(snippet, marks=marks, id=str(snippet))
 
 

@@ -19,7 +19,7 @@ from ...codecs.owned_folder import try_lock
 from ...dataplane.directory.rank_samplers import RankShares
 from ...dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
 from ...dataplane.factory import check_store
-from ...dataplane.trust import check_trust
+from ...dataplane.security.trusted_network import check_trust
 from ..base_model.prepare import check_model
 from ..cluster import actor_specs
 from ..config.config import Config

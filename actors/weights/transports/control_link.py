@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ....codecs import messages
-from ....dataplane.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
+from ....dataplane.security.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
 from .protocol import BucketFrame
 
 SERVICE = "weights"

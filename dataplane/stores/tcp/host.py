@@ -15,8 +15,8 @@ from ...block_store import StoreSpec
 from ...config import StoreConfig
 from ...directory.requests import body_of
 from ...errors import StoreLost
-from ...handshake import new_key
 from ...rpc.links import Link
+from ...security.handshake import new_key
 from ..counting_host import CountingHost
 from ..registry import StoreEntry
 from .link import UnitDied, UnitLink

@@ -9,9 +9,9 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 
-from ...authenticated_listener import connect_authenticated
 from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
-from ...handshake import HandshakeError
+from ...security.authenticated_listener import connect_authenticated
+from ...security.handshake import HandshakeError
 from .messages import DONE, FREED, FULL, UnitAddress
 from .wire import SERVICE, Connection
 

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from ...child_process import ChildProcess, serve_parent
+from ...rpc.child_process import ChildProcess, serve_parent
 from .messages import UnitAddress
 from .unit import StorageUnit
 

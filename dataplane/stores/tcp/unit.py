@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ....codecs.integers import ALIGN
-from ...authenticated_listener import AuthenticatedListener, listen
 from ...errors import RowsCleared
+from ...security.authenticated_listener import AuthenticatedListener, listen
 from ..shared_memory import SharedMemoryHost, SharedMemoryStore
 from .messages import (
     DONE,

@@ -1,4 +1,4 @@
-"""Two minutes of chaos break no promise."""
+"""Three minutes of chaos break no promise."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace.bench.chaos.benchmark import ChaosOptions, run_chaos, summarise
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
-def test_two_minutes_of_chaos_break_no_promise(tmp_path: Path):
-    report = run_chaos(ChaosOptions(tmp_path / "out", minutes=2.0, seed=1), lambda line: None)
+def test_three_minutes_of_chaos_break_no_promise(tmp_path: Path):
+    report = run_chaos(ChaosOptions(tmp_path / "out", minutes=3.0, seed=1), lambda line: None)
     figures = summarise(report)
     assert report.complaints == []
     assert figures["faults"] >= 6 and all(run.balance.steps >= 10 for run in report.runs)

@@ -13,7 +13,13 @@ def test_every_pair_comes_twice_in_a_run_where_it_exists():
     counts = Counter(injury.pair for injuries in planned.values() for injury in injuries)
     assert counts == dict.fromkeys(PAIRS, 2)
     assert sum(counts.values()) >= 60
-    assert all(injury.pair.store in ("any", store) for store, injuries in planned.items() for injury in injuries)
+    assert all(store in injury.pair.stores for store, injuries in planned.items() for injury in injuries)
+    assert {store: len(injuries) for store, injuries in planned.items()}.keys() == {"shm", "simple", "tcp"}
+    units = [(store, injury.pair.fault) for store, injuries in planned.items() for injury in injuries
+             if injury.pair.process == "storage unit"]  # fmt: skip
+    assert sorted(units) == [
+        (store, fault) for store in ("simple", "tcp") for fault in ("cut", "kill", "slow_store", "stop")
+    ]
 
 
 def test_the_seed_decides():

@@ -19,6 +19,7 @@ from headrace.dataplane.errors import IntegrityError, RowsCleared
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef, KVBatchMeta
 from headrace.tests.dataplane.client.local_plane import config
+from headrace.tests.example_counts import examples
 
 ROWS = 48
 SCHEMA = Schema(
@@ -98,7 +99,7 @@ def assert_same(got: Batch, expected: Batch) -> None:
         assert got.lengths is not None and np.array_equal(got.lengths, expected.lengths)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.one_of(
         st.lists(st.integers(0, ROWS - 1), max_size=60),

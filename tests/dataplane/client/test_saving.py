@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.codecs import messages
 from headrace.codecs.batch import Batch
 from headrace.codecs.jagged import unpack
+from headrace.dataplane import saved_file
 from headrace.dataplane.client import saving
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.operations import Operations
 from headrace.dataplane.config import StoreConfig
+from headrace.dataplane.directory.partition import PartitionState, TaskState
 from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.errors import CapacityExceeded, ClaimTimeout, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.partition_rows import PartitionRows
+from headrace.dataplane.saved_file import PartitionReader, PartitionWriter
 from headrace.tests.dataplane.client.local_plane import SCHEMA as SMALL
 from headrace.tests.dataplane.client.local_plane import config, ids
 from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, columns
+from headrace.tests.example_counts import examples
 
 TASKS = ("train", TaskConfig("eval", "ready_first"), TaskConfig("stream", "windowed", {"window": 3}))
 GROUP = 2
@@ -41,7 +47,7 @@ def roomy() -> Iterator[DataPlane]:
 
 
 def listed(rows: PartitionRows) -> dict[str, Any]:
-    """What the list of rows says but for the partition's name and the groups' numbers."""
+    """Return what the list of rows says, without the partition's name and the groups' numbers."""
     tags = {name: (str(values.dtype), values.tobytes() if values.dtype != object else values.tolist())
             for name, values in rows.tags.items()}  # fmt: skip
     flags = {name: column.tolist() for name, column in [*rows.tagged.items(), *rows.written.items()]}
@@ -69,7 +75,7 @@ def contents(client: DataPlaneClient, partition: str) -> dict[str, list[list[Any
 
 
 def remaining(client: DataPlaneClient, partition: str) -> dict[str, list[str]]:
-    """The keys that each task still claims, in its order. Leased rows are given back before."""
+    """Return the keys that each task still claims, in its order. The caller has given leased rows back before."""
     found: dict[str, list[str]] = {}
     for task, whole in (("train", False), ("eval", False), ("stream", True)):
         found[task] = []
@@ -83,7 +89,7 @@ def remaining(client: DataPlaneClient, partition: str) -> dict[str, list[str]]:
 
 
 def fill(client: DataPlaneClient, partition: str, seed: int) -> list[Any]:
-    """Registers a partition and lets random things happen to it. Returns its leases."""
+    """Register a partition and let random things happen to it. Returns its leases."""
     chance = random.Random(seed)
     client.register(partition, SCHEMA, TASKS, group_size=GROUP)
     leases = []
@@ -119,7 +125,7 @@ def fill(client: DataPlaneClient, partition: str, seed: int) -> list[Any]:
     return leases
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**6))
 def test_a_partition_comes_back_exactly(roomy: DataPlane, tmp_path: Path, seed: int) -> None:
     path = tmp_path / "saved"
@@ -165,7 +171,67 @@ def test_many_chunks_and_a_client_for_asyncio(
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-def saved_file(client: DataPlaneClient, path: Path, prompt: str = "a") -> bytes:
+RANKS = TaskConfig("ranks", "rank_aware", {"num_ranks": 2})
+
+
+def shares(client: DataPlaneClient, partition: str, rank: int, count: int) -> list[tuple[str, ...]]:
+    """Return the keys of the next `count` claims of two rows that a rank makes."""
+    claim = {"arguments": {"rank": rank}, "timeout_s": 0}
+    return [client.claim(partition, "ranks", ["ids"], 2, **claim).keys for _ in range(count)]
+
+
+def test_ranks_find_the_shares_that_were_dealt_before_a_save(client: DataPlaneClient, tmp_path: Path) -> None:
+    client.register("r", SMALL, [RANKS])
+    client.put("r", [f"k{number}.0" for number in range(12)], {"ids": ids(12)})
+    first, leased = (client.claim("r", "ranks", ["ids"], 2, arguments={"rank": 0}) for _ in range(2))
+    client.release(first, "ranks", "done")  # rank 1 is behind: the shares of two rounds wait for it
+    client.save("r", tmp_path / "saved")
+    client.load(tmp_path / "saved", "s")
+    client.release(leased, "ranks", "retry")  # as a load gives leased rows back
+    expected = [shares(client, "r", 1, 3), shares(client, "r", 0, 2)]
+    assert expected == [
+        [("k1.0", "k3.0"), ("k5.0", "k7.0"), ("k9.0", "k11.0")],
+        [("k4.0", "k6.0"), ("k8.0", "k10.0")],
+    ]
+    assert [shares(client, "s", 1, 3), shares(client, "s", 0, 2)] == expected
+
+
+def rewrite(path: Path, change: Callable[[TaskState], Any]) -> None:
+    """Save the partition in a file of one chunk again, with other states of its tasks."""
+    reader = PartitionReader(path)
+    state = messages.decode(reader.saved.state, PartitionState)
+    changed = {"schema": state.schema, "group_size": state.group_size, "tasks": [change(task) for task in state.tasks]}
+    writer = PartitionWriter(path)
+    writer.begin(replace(reader.saved, state=messages.encode(changed)))
+    writer.add(0, reader.chunk(0)[1])
+    writer.finish()
+
+
+def test_a_file_without_notes_is_loaded_and_damaged_notes_load_nothing(
+    client: DataPlaneClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "saved"
+    client.register("r", SMALL, [RANKS])
+    client.put("r", ["a.0", "b.0", "c.0", "d.0"], {"ids": ids(4)})
+    assert shares(client, "r", 0, 1) == [("a.0", "c.0")]
+    client.save("r", path)
+    rewrite(path, lambda task: replace(task, notes=task.notes[:3]))
+    with pytest.raises(ValueError, match=r"task 'ranks' has notes int64 \[3\], expected int64 for each of 4 rows"):
+        client.load(path, "s")
+    assert "s" not in client.status().partitions
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_file, "MAGIC", b"hrpart1\n")
+        kept = ("config", "done", "first_prompt", "settled")
+        rewrite(path, lambda task: {name: getattr(task, name) for name in kept})
+    assert path.read_bytes().startswith(b"hrpart1\n")
+    client.load(path, "s")
+    assert shares(client, "s", 1, 1) == [("b.0", "d.0")], "its ranks are dealt shares anew"
+    path.write_bytes(path.read_bytes().replace(b"hrpart1", b"hrpart9"))
+    with pytest.raises(ValueError, match="begins with b'hrpart9"):
+        client.load(path, "t")
+
+
+def saved_bytes(client: DataPlaneClient, path: Path, prompt: str = "a") -> bytes:
     client.put(
         "p", [f"{prompt}.0", f"{prompt}.1"], {"ids": ids(2, 3), "note": ["x", "y"]}, tags={"source": ["math", "code"]}
     )
@@ -175,7 +241,7 @@ def saved_file(client: DataPlaneClient, path: Path, prompt: str = "a") -> bytes:
 
 def test_other_files_load_nothing(client: DataPlaneClient, tmp_path: Path) -> None:
     path = tmp_path / "saved"
-    data = saved_file(client, path)
+    data = saved_bytes(client, path)
     spoilt = {cut: data[:cut] for cut in (0, 5, 8, 20, 100, len(data) - 1)}
     for at in range(8, len(data), 37):
         spoilt[-at] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
@@ -194,7 +260,7 @@ def test_other_files_load_nothing(client: DataPlaneClient, tmp_path: Path) -> No
 
 def test_a_load_that_fails_leaves_nothing(client: DataPlaneClient, tmp_path: Path) -> None:
     client.put("p", ["a.0"], {"blob": torch.zeros(1, 100_000, dtype=torch.uint8)})
-    saved_file(client, tmp_path / "saved", "b")
+    saved_bytes(client, tmp_path / "saved", "b")
     client.unregister("p")
     client.register("full", SMALL)
     keys = [f"k{number}" for number in range(10)]
@@ -210,7 +276,7 @@ def test_a_save_that_fails_leaves_the_file_of_before(
     monkeypatch: pytest.MonkeyPatch, client: DataPlaneClient, tmp_path: Path
 ) -> None:
     path = tmp_path / "saved"
-    before = saved_file(client, path)
+    before = saved_bytes(client, path)
     with pytest.raises(FileNotFoundError):
         client.save("p", tmp_path / "no folder" / "saved")
     with pytest.raises(ValueError, match="'nowhere': not registered"):
@@ -231,7 +297,7 @@ def test_a_save_that_fails_leaves_the_file_of_before(
 def test_a_cancelled_load_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, client: DataPlaneClient, plane: DataPlane, tmp_path: Path
 ) -> None:
-    saved_file(client, tmp_path / "saved")
+    saved_bytes(client, tmp_path / "saved")
     client.put("p", ["b.0", "b.1"], {"ids": ids(2)})
     client.save("p", tmp_path / "saved")
 

@@ -123,6 +123,7 @@ def gone(pid: int) -> bool:
 # ------------------------------------------------------------------ at work
 
 
+@pytest.mark.also_over("ray", "simple", "mooncake")
 def test_concurrent_producers_and_consumers_pass_each_row_once(driver: Any, partition: str, workers: list[Any]) -> None:
     consuming = [worker.consume.remote(partition, 96, 12) for worker in workers[2:]]
     producing = [
@@ -168,6 +169,7 @@ def test_driver_moves_receipts_only(driver: Any, partition: str, workers: list[A
 # ------------------------------------------------------------------ deaths
 
 
+@pytest.mark.also_over("ray", "simple", "mooncake")
 def test_worker_killed_within_a_put_and_a_claim_leaves_no_trace(
     driver: Any, partition: str, workers: list[Any], tmp_path: Path
 ) -> None:
@@ -188,6 +190,7 @@ def test_worker_killed_within_a_put_and_a_claim_leaves_no_trace(
     assert sorted(claimed.keys) == sorted(keys), "the dead worker's claim keeps no rows for good"
 
 
+@pytest.mark.also_over("ray")  # whose objects belong to the process that made them
 def test_rows_outlive_their_producer_and_return_from_a_dead_consumer(
     driver: Any, partition: str, workers: list[Any]
 ) -> None:
@@ -205,13 +208,14 @@ def test_rows_outlive_their_producer_and_return_from_a_dead_consumer(
         ray.get(workers[0].read.remote(receipt))
 
 
+@pytest.mark.also_over("ray", "simple", "mooncake")
 def test_killed_store_process_is_named_within_the_bound_and_nothing_is_left(kind: str) -> None:
     plane = open_apart(kind, timeout_s=5)
     client = connect(plane.handle, name="driver")
     client.register("p", BYTES, ("train",))
     keys = [f"k.{n}" for n in range(8)]
     meta = client.put("p", keys, block_of(7, 8))
-    waiting = concurrent.futures.ThreadPoolExecutor(1).submit(client.claim, "p", "train", ("x",), 9, timeout_s=4)
+    waiting = concurrent.futures.ThreadPoolExecutor(1).submit(client.claim, "p", "train", ("x",), 9, timeout_s=2)
     pid, name, error_class = store_process(plane)
     os.kill(pid, signal.SIGKILL)
     for call in (

@@ -15,7 +15,7 @@ from headrace.dataplane.errors import DataPlaneError, IntegrityError, KeysNotFou
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.stores.registry import store_entry
-from headrace.tests.dataplane.planes import LENDING, SOCKETS, catch_reads
+from headrace.tests.dataplane.planes import LENDING, OTHER_STORES, SOCKETS, catch_reads
 from headrace.tests.dataplane.rows import BYTES, FIRST, assert_rows, block_of, columns, keys_of
 
 
@@ -36,6 +36,7 @@ def test_receipts_are_read_without_the_directory_and_cut_at_will(client: Any, pa
     assert client.stats.directory_calls == calls
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_a_data_plane_lists_its_processes(plane: DataPlane) -> None:
     processes = plane.processes()
     assert processes.pop("directory") == os.getpid(), "it is in this process"
@@ -64,6 +65,7 @@ def test_cleared_rows_are_refused_and_their_neighbours_stay(client: Any, partiti
     assert client.clear(partition) == 16 and client.clear(partition) == 0
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_receipt_never_shows_the_bytes_of_rows_that_came_after(client: Any, plane: DataPlane, partition: str) -> None:
     raw = f"{partition}-raw"
     client.register(raw, BYTES, ("train",))
@@ -80,6 +82,7 @@ def test_receipt_never_shows_the_bytes_of_rows_that_came_after(client: Any, plan
     client.clear(raw)
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_rows_overwritten_while_they_are_read_are_never_torn(
     client: Any, plane: DataPlane, partition: str, kind: str
 ) -> None:
@@ -137,6 +140,7 @@ def test_rows_overwritten_while_they_are_read_are_never_torn(
     client.clear(raw)
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_rows_replaced_between_two_bytes_of_a_read(client: Any, plane: DataPlane, partition: str, kind: str) -> None:
     """The worst moment: views are handed out, then their block goes and its memory is written anew."""
     raw = f"{partition}-raw"
@@ -169,6 +173,7 @@ def test_rows_replaced_between_two_bytes_of_a_read(client: Any, plane: DataPlane
     writer.close()
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_damaged_bytes_are_refused_and_told_from_cleared_ones(
     client: Any, plane: DataPlane, partition: str, kind: str
 ) -> None:

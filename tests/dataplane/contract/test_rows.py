@@ -26,7 +26,7 @@ from headrace.dataplane.errors import (
     StoreLost,
 )
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
-from headrace.tests.dataplane.planes import store_config
+from headrace.tests.dataplane.planes import OTHER_STORES, store_config
 from headrace.tests.dataplane.rows import (
     BYTES,
     FIRST,
@@ -43,6 +43,7 @@ from headrace.tests.dataplane.rows import (
 # ------------------------------------------------------------------ 1. get
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_get_returns_the_rows_asked_for_in_the_order_asked_for(client: Any, partition: str) -> None:
     keys = keys_of(range(12))
     for start in range(0, 48, 16):
@@ -138,6 +139,7 @@ def test_refused_put_leaves_nothing(client: Any, partition: str) -> None:
     assert client.status(partition).rows == 0
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_second_write_is_refused_unless_it_replaces(client: Any, partition: str) -> None:
     keys = keys_of(range(2))
     old = client.put(partition, keys, {"reward": torch.zeros(8)})
@@ -165,6 +167,7 @@ def test_lengths_and_dtypes_hold_for_a_rows_whole_life(client: Any, partition: s
     assert client.get_keys(partition, ["a.0"], ("ids",)).jagged("ids").values.tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_empty_batches_and_empty_rows_are_legal(client: Any, partition: str) -> None:
     empty = client.put(partition, [], columns([]))
     assert len(empty) == 0 and client.get(empty).num_rows == 0
@@ -175,6 +178,7 @@ def test_empty_batches_and_empty_rows_are_legal(client: Any, partition: str) -> 
     assert batch.jagged("ids").lengths.tolist() == [0, 0] and batch.ragged("image").shapes.tolist() == [[0, 4], [0, 4]]
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_put_that_fails_between_two_blocks_shows_nothing(client: Any, partition: str, plane: DataPlane) -> None:
     writer, failed = connect(plane.handle, name="broken"), []
 
@@ -201,6 +205,7 @@ def test_put_that_fails_between_two_blocks_shows_nothing(client: Any, partition:
 # ------------------------------------------------------------------ capacity
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_full_store_makes_a_put_wait_until_rows_are_cleared(tight_plane: DataPlane, partition: str) -> None:
     client, other = connect(tight_plane.handle, name="first"), connect(tight_plane.handle, name="second")
     client.register(partition, BYTES, ("train",))
@@ -270,6 +275,7 @@ def test_batches_and_nested_tensors_can_be_put(client: Any, partition: str) -> N
     assert_rows(client.get_keys(partition, keys, ("logp",)), keys, ("logp",))
 
 
+@pytest.mark.also_over(*OTHER_STORES)
 def test_closed_plane_ends_waits_and_refuses_calls(kind: str) -> None:
     config = DataPlaneConfig(store=store_config(kind, capacity_mib=8), trusted_network=True, timeout_s=30)
     plane = open_data_plane(config, run_id=fresh_run_id(), in_process=True)

@@ -8,8 +8,8 @@ import torch
 from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.directory.block_table import FreedBlock, Reservation
+from headrace.dataplane.directory.calls import Grouping, PutRows, schema_id
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.partition import Grouping, PutRows, schema_id
 from headrace.dataplane.meta import KVBatchMeta
 
 SCHEMA = Schema(

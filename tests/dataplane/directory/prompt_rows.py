@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.partition import ClaimRows
 from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, put

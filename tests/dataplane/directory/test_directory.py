@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from headrace.dataplane.directory.directory import ClaimRows, Directory
-from headrace.dataplane.directory.partition import PutRows
+from headrace.dataplane.directory.calls import ClaimRows, PutRows
+from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.rows import RowTable
 from headrace.dataplane.errors import (
     AlreadyWritten,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from headrace.codecs.schema import Kind
-from headrace.dataplane.directory.directory import ClaimRows, Directory, Outcome
+from headrace.dataplane.directory.calls import ClaimRows, Outcome
+from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.errors import AlreadyWritten, LeaseLost, SchemaMismatch
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.partition_rows import PartitionRows
@@ -234,7 +235,7 @@ class Run:
         assert status.ready == {name: sum(name in row.places for row in rows) for name in SCHEMA}
         assert status.bytes_used == sum(self.model.blocks.values())
         assert status.leased_rows == sum(state > 0 for row in rows for state in row.state.values())
-        for task, cursor in self.directory._partition("p").tasks.items():
+        for task, cursor in self.directory._partitions["p"].tasks.items():
             states = [row.state[task] for row in rows]
             assert cursor.num_leased == sum(state > 0 for state in states)
             assert cursor.num_done == sum(state < 0 for state in states)

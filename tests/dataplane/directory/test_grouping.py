@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.dataplane.directory.partition import ClaimRows, Grouping
+from headrace.dataplane.directory.calls import ClaimRows, Grouping
 from headrace.tests.dataplane.directory.directory_puts import GROUP, put
 from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, opened
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.dataplane.directory.partition import ClaimRows
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
 from headrace.dataplane.errors import SamplerError, SchemaMismatch
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, make_put, put

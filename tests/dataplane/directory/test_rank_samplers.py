@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.partition import ClaimRows
 from headrace.dataplane.directory.rank_samplers import RankShares
 from headrace.dataplane.errors import SamplerError
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.directory.directory_puts import GROUP, put
 from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, put_prompt, taken
+from headrace.tests.example_counts import examples
 
 
 def ranks(count: int, sampler: str = "rank_aware", prompts: int = 0) -> Directory:
@@ -122,7 +123,7 @@ def test_lengths_are_balanced_within_a_round() -> None:
     assert [int(meta.lengths.sum()) for meta in shares if meta is not None] == [15 * GROUP, 15 * GROUP]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=24), st.integers(1, 6))
 def test_balanced_shares_are_equally_many_and_no_worse_than_in_turn(lengths: list[int], num_ranks: int) -> None:
     tokens = np.sort(np.repeat(lengths, num_ranks))[::-1]  # in turn, the first rank gets the longest of each turn

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.partition import ClaimRows
 from headrace.dataplane.directory.samplers import StreamProgress
 from headrace.tests.dataplane.directory.directory_puts import GROUP, put
 from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, placed, put_prompt, taken
+from headrace.tests.example_counts import examples
 
 # ------------------------------------------------------------------ orders
 
@@ -206,7 +207,7 @@ class Story:
 
     def skip(self, seed: int) -> None:
         """Skip a prompt that will never be put, where the task follows the prompts."""
-        if self.left and self.directory._partition("p").tasks["a"].progress is not None:
+        if self.left and self.directory._partitions["p"].tasks["a"].progress is not None:
             number = self.left.pop(seed % len(self.left))
             self.directory.skip("p", "a", np.array([number]))
             self.settled.add(number)
@@ -218,7 +219,7 @@ def shuffled(draw_seed: int, count: int, spread: int) -> list[int]:
     return np.argsort(np.arange(count) + rng.uniform(0, spread, count)).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(events=EVENTS, seed=st.integers(0, 2**32 - 1), window=st.integers(1, 6))
 def test_window_is_never_exceeded_and_each_prompt_is_leased_once(
     events: list[tuple[str, int]], seed: int, window: int
@@ -239,7 +240,7 @@ def test_window_is_never_exceeded_and_each_prompt_is_leased_once(
             getattr(story, event)(number)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     events=EVENTS,
     seed=st.integers(0, 2**32 - 1),
@@ -273,7 +274,7 @@ def test_staleness_never_exceeds_the_bound_and_stale_rows_hold_nothing_up(
     assert sorted(found) == sorted(fresh), "all prompts were put: whatever is fresh enough is served"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(0, 5))
 def test_stream_progress_is_that_of_a_set(numbers: list[int], first: int) -> None:
     progress = StreamProgress(first)
@@ -284,7 +285,7 @@ def test_stream_progress_is_that_of_a_set(numbers: list[int], first: int) -> Non
     assert progress.ahead == {n for n in settled if n > progress.first}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=300), st.integers(1, 40))
 def test_queue_serves_by_version_then_arrival_however_rows_come(entries: list[tuple[int, bool]], count: int) -> None:
     directory = opened("oldest_version_first", group_size=1)

@@ -10,7 +10,7 @@ import torch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory import requests
-from headrace.dataplane.directory.directory import ClaimRows
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.directory.service import DirectoryService
 from headrace.dataplane.errors import DirectoryLost

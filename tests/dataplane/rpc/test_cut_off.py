@@ -17,13 +17,13 @@ import torch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory import requests
-from headrace.dataplane.directory.directory import ClaimRows
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.errors import DirectoryLost
 from headrace.dataplane.factory import connect, connect_async, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
-from headrace.dataplane.handshake import prove_to_server
 from headrace.dataplane.rpc import links, socket_link
 from headrace.dataplane.rpc.frames import SERVICE, frame
+from headrace.dataplane.security.handshake import prove_to_server
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, config, wait_until
 

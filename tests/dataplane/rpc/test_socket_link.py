@@ -16,16 +16,17 @@ import torch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory import requests
-from headrace.dataplane.directory.directory import ClaimRows
+from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.requests import body_of
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
-from headrace.dataplane.handshake import new_key, prove_to_client
 from headrace.dataplane.rpc import links
 from headrace.dataplane.rpc.frames import SERVICE, DirectoryAddress, FrameReader, frame
-from headrace.dataplane.rpc.server import MAX_STRANGERS
 from headrace.dataplane.rpc.socket_link import SocketLink
+from headrace.dataplane.security.handshake import new_key
+from headrace.dataplane.security.strangers import MAX_STRANGERS
 from headrace.tests.dataplane.rpc.served import Served, wait_until
+from headrace.tests.dataplane.security.far_end import prove_to_client
 
 KEY = new_key()
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1000,)), Field("y", Kind.PER_SAMPLE, torch.float32)])
@@ -267,7 +268,7 @@ def test_a_connect_waits_while_the_backlog_is_full() -> None:
     with listener:
         listener.settimeout(10)
         accepted = [listener.accept()[0] for _ in range(2)]  # the one that fills the backlog, and the link's
-        prove_to_client(accepted[1], KEY, SERVICE, time.monotonic() + 10)
+        prove_to_client(accepted[1], KEY, SERVICE)
         thread.join(10)
         for connection in accepted:
             connection.close()

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane import authenticated_listener
-from headrace.dataplane.authenticated_listener import MAX_STRANGERS
 from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
-from headrace.dataplane.handshake import ClientHandshake, new_key
+from headrace.dataplane.security import strangers
+from headrace.dataplane.security.handshake import ClientHandshake, new_key
+from headrace.dataplane.security.strangers import MAX_STRANGERS
 from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
 from headrace.dataplane.stores.tcp.messages import Cut, Free, Get, Put, Reserve, column, encode, locations
 from headrace.dataplane.stores.tcp.unit import StorageUnit
@@ -214,7 +214,7 @@ def test_strangers_are_few_and_keep_nobody_out(unit: StorageUnit, link: UnitLink
 
 
 def test_a_slow_stranger_is_ended(unit: StorageUnit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authenticated_listener, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(strangers, "HANDSHAKE_TIMEOUT_S", 0.2)
     with socket.create_connection((unit.address.host, unit.address.port), 10) as stranger:
         stranger.sendall(ClientHandshake(KEY, SERVICE).hello[:-1])
         assert stranger.recv(1) == b""

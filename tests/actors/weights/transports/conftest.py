@@ -14,7 +14,7 @@ from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.factory import TRANSPORT_KINDS
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from headrace.dataplane.handle import DataPlaneHandle
-from headrace.dataplane.handshake import new_key
+from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.train.replica_ranks import data_plane
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, end_resting
 

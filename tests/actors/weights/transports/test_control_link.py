@@ -32,8 +32,8 @@ from headrace.actors.weights.transports.protocol import (
 )
 from headrace.actors.weights.transports.receiver_tracker import ReceiverTracker
 from headrace.actors.weights.transports.sender import Sender
-from headrace.dataplane.authenticated_listener import connect_authenticated
-from headrace.dataplane.handshake import new_key
+from headrace.dataplane.security.authenticated_listener import connect_authenticated
+from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.dataplane.rpc.served import wait_until
 

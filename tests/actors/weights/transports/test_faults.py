@@ -18,8 +18,8 @@ import torch
 from headrace.actors.weights.transports.collective import CollectiveSender
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup, SenderConfig
 from headrace.actors.weights.transports.sender import Sender, SenderUpdate
-from headrace.dataplane.authenticated_listener import listen
-from headrace.dataplane.handshake import new_key
+from headrace.dataplane.security.authenticated_listener import listen
+from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import (
     GRACE_S,

@@ -11,7 +11,7 @@ import torch
 
 from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
-from headrace.dataplane.handshake import new_key
+from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, outcome
 

@@ -17,7 +17,7 @@ from headrace.actors.weights.publisher import WeightPublisher
 from headrace.actors.weights.transports.deadline import Deadline
 from headrace.actors.weights.transports.factory import build_sender
 from headrace.actors.weights.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightTransferError
-from headrace.dataplane.handshake import new_key
+from headrace.dataplane.security.handshake import new_key
 
 WEIGHTS = {f"w{n}": torch.full((1024,), float(n)) for n in range(8)}
 TIMEOUT_S = 2.0

@@ -116,16 +116,6 @@ def prove_to_server(connection: socket.socket, key: bytes, service: str, deadlin
     connection.sendall(handshake.answer(_receive(connection, CHALLENGE_BYTES, deadline)))
 
 
-def prove_to_client(connection: socket.socket, key: bytes, service: str, deadline: float) -> None:
-    """Carry out the server's part over a connected blocking socket, whose timeout it changes. Raises HandshakeError
-    when the client does not know the key, TimeoutError at the deadline, and ConnectionError when the client ends the
-    connection."""
-    handshake = ServerHandshake(key, service)
-    challenge = handshake.challenge(_receive(connection, HELLO_BYTES, deadline))
-    connection.sendall(challenge)
-    handshake.check(_receive(connection, PROOF_BYTES, deadline))
-
-
 async def prove_to_server_async(
     loop: asyncio.AbstractEventLoop, connection: socket.socket, key: bytes, service: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""What listens may be reached by anybody, so it must not run what anybody sends: the storage unit's hole stays shut."""
+"""What anybody sends to a port is not run, and stores whose processes would run it are refused by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import check_store, open_data_plane
-from headrace.dataplane.stores import ray_processes
+from headrace.dataplane.security import trusted_network
 from headrace.dataplane.stores.local import LocalHost
 from headrace.tests.dataplane.rows import fresh_run_id
 
@@ -24,13 +24,15 @@ class Payload:
     def __reduce__(self):
         return (os.mkdir, (sys.argv[1],))
 
+strangers = []
 for address in sys.argv[2:]:
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.setsockopt(zmq.IDENTITY, b"TQ_STORAGE_stranger")
     stranger.setsockopt(zmq.LINGER, 1000)
     stranger.connect("tcp://" + address)
     stranger.send_multipart([b"\\xc1\\xfe\\xed", pickle.dumps(Payload())])
-    stranger.poll(1500)
+    strangers.append(stranger)
+strangers[-1].poll(1500)
 """
 """Sends a storage unit of TransferQueue a pickle that makes a folder. It knows no key, and needs neither Ray nor
 Headrace."""
@@ -61,7 +63,7 @@ def attack(marker: Path, addresses: list[str]) -> bool:
 @pytest.mark.parametrize("start", STARTS, ids=("checked", "opened"))
 @pytest.mark.parametrize("kind", ["simple", "mooncake"])
 def test_a_store_that_trusts_everybody_does_not_start(kind: str, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_processes, "node_address", lambda: "192.0.2.7")
+    monkeypatch.setattr(trusted_network, "node_address", lambda: "192.0.2.7")
     sentence = f"dataplane.trusted_network: got false with dataplane.store.kind='{kind}', expected true, because "
     for _ in range(2):
         with pytest.raises(ValueError, match=sentence):
@@ -70,7 +72,7 @@ def test_a_store_that_trusts_everybody_does_not_start(kind: str, start: Any, mon
 
 
 def test_on_a_host_whose_only_address_is_loopback_the_units_are_kept_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_processes, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(trusted_network, "node_address", lambda: "127.0.0.1")
     check_store(config_of("simple"))
     with pytest.raises(ValueError, match="dataplane.trusted_network"):
         check_store(config_of("simple"), one_host=False)

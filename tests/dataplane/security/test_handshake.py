@@ -11,19 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.dataplane.handshake import (
+from headrace.dataplane.security.handshake import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
-    MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
     ClientHandshake,
     HandshakeError,
     ServerHandshake,
     new_key,
-    prove_to_client,
     prove_to_server,
 )
+from headrace.tests.dataplane.security.far_end import prove_to_client
 
 KEY = new_key()
 
@@ -117,20 +116,19 @@ def in_thread(call: Callable[[], None]) -> tuple[threading.Thread, list[BaseExce
 def test_the_handshake_over_sockets_leaves_what_follows_it_unread() -> None:
     near, far = connected_pair()
     with near, far:
-        deadline = time.monotonic() + 10
-        thread, failed = in_thread(lambda: prove_to_client(far, KEY, "unit", deadline))
-        prove_to_server(near, KEY, "unit", deadline)
+        thread, failed = in_thread(lambda: prove_to_client(far, KEY, "unit"))
+        prove_to_server(near, KEY, "unit", time.monotonic() + 10)
         near.sendall(b"request")
         thread.join(10)
         assert not failed and far.recv(100) == b"request"
 
 
-def test_a_handshake_in_drops_ends_at_its_deadline_however_busy_the_client_seems() -> None:
+def test_a_challenge_in_drops_ends_at_the_deadline_however_busy_the_server_seems() -> None:
     near, far = connected_pair()
     with near, far:
-        thread, failed = in_thread(lambda: prove_to_client(far, KEY, "unit", time.monotonic() + 0.3))
-        for byte in MAGIC:
-            near.sendall(bytes([byte]))
+        thread, failed = in_thread(lambda: prove_to_server(near, KEY, "unit", time.monotonic() + 0.3))
+        for _ in range(20):
+            far.sendall(b"x")
             time.sleep(0.02)
         thread.join(10)
         assert isinstance(failed[0], TimeoutError)
@@ -138,9 +136,10 @@ def test_a_handshake_in_drops_ends_at_its_deadline_however_busy_the_client_seems
 
 def test_a_truncated_handshake_is_an_end_of_the_connection() -> None:
     near, far = connected_pair()
-    with far:
-        thread, failed = in_thread(lambda: prove_to_client(far, KEY, "unit", time.monotonic() + 10))
-        with near:
-            near.sendall(ClientHandshake(KEY, "unit").hello[:-1])
+    with near:
+        thread, failed = in_thread(lambda: prove_to_server(near, KEY, "unit", time.monotonic() + 10))
+        with far:
+            challenge = ServerHandshake(KEY, "unit").challenge(far.recv(HELLO_BYTES))
+            far.sendall(challenge[:-1])
         thread.join(10)
         assert isinstance(failed[0], ConnectionError)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from headrace.dataplane import authenticated_listener
-from headrace.dataplane.authenticated_listener import (
-    MAX_STRANGERS,
+from headrace.dataplane.security import strangers
+from headrace.dataplane.security.authenticated_listener import (
     AuthenticatedListener,
     connect_authenticated,
     listen,
 )
-from headrace.dataplane.handshake import HELLO_BYTES, ClientHandshake, HandshakeError, new_key
+from headrace.dataplane.security.handshake import HELLO_BYTES, ClientHandshake, HandshakeError, new_key
+from headrace.dataplane.security.strangers import MAX_STRANGERS
 
 KEY = new_key()
 SERVICE = "tests"
@@ -94,7 +94,7 @@ def test_strangers_are_few_and_keep_nobody_out(admitted: Admitted) -> None:
 
 
 def test_a_stranger_who_takes_its_time_is_closed(admitted: Admitted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authenticated_listener, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(strangers, "HANDSHAKE_TIMEOUT_S", 0.1)
     with socket.create_connection(admitted.address, 30) as stranger:
         stranger.sendall(ClientHandshake(KEY, SERVICE).hello[:-1])
         assert stranger.recv(1) == b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from .config import DataPlaneConfig
+from ..config import DataPlaneConfig
 
 _ALLOW = "set dataplane.trusted_network=true if everybody on that network may do so, or choose another store"
 
@@ -18,8 +18,6 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
     if config.trusted_network:
         return
     if kind == "simple":
-        from .stores.ray_processes import node_address  # imports Ray, and only this needs it
-
         address = node_address()
         if one_host and ipaddress.ip_address(address).is_loopback:
             return  # the host has no other address; Ray replaces a loopback address that it is given
@@ -34,3 +32,10 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
             "of Mooncake's clients listens on all addresses of its host, also in a run on one host, and lets anybody "
             f"read and overwrite its memory; {_ALLOW}"
         )
+
+
+def node_address() -> str:
+    """Return the IP address of this host in Ray, or the one that a Ray started here would choose."""
+    import ray  # only the store `simple` needs it here
+
+    return ray.util.get_node_ip_address().strip("[]")

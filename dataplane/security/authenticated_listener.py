@@ -1,40 +1,28 @@
 """Accepts connections in a thread of its own, and hands over those whose clients have proved that they know the key.
 
-Until then a connection is a stranger's. It costs one descriptor and at most HELLO_BYTES bytes of memory, it ends after
-HANDSHAKE_TIMEOUT_S, and there are never more than MOST_STRANGERS. The threads that work for the run's own processes do
-not see it.
+Until then a connection is a stranger's, which costs little (see `strangers.py`). The threads that work for the run's
+own processes do not see it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import functools
 import logging
 import os
-import select
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import cast
 
-from .handshake import HandshakeError, ServerHandshake, prove_to_server
+from .handshake import HandshakeError, prove_to_server
+from .strangers import Stranger, Strangers
 
 _logger = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S = 10.0
-"""Seconds after which a connection is closed if its client has not proved that it knows the run's key."""
-MAX_STRANGERS = 128
-"""Number of strangers' connections above which an old one is closed whose client is slow, for each new one."""
-MOST_STRANGERS = 1024
-"""Largest number of strangers' connections. Above it the oldest is closed for each new one, whatever its client does;
-that client connects again."""
-SLOW_S = 1.0
-"""Seconds that a client may take to answer the server's part of the handshake before it counts as slow."""
-_LOOKED_AT = 8
-"""Number of strangers' connections, the oldest ones, that are searched for a slow one."""
 _ACCEPTED_AT_ONCE = 64
 """Largest number of connections that are accepted before those that are open already are read again."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -88,20 +76,6 @@ def connect_authenticated(host: str, port: int, key: bytes, service: str, timeou
             raise
 
 
-@dataclass(eq=False, slots=True)
-class _Stranger:
-    """A connection whose client has not proved yet that it knows the run's key."""
-
-    connection: socket.socket
-    handshake: ServerHandshake
-    deadline: float
-    """Time by `time.monotonic` at which the connection is closed."""
-    received: bytes = b""
-    """Bytes of the client's next message that have arrived."""
-    challenged_s: float | None = None
-    """Time by `time.monotonic` at which the server's part of the handshake was sent; None before."""
-
-
 class AuthenticatedListener:
     """Listening socket with a thread that carries out the server's part of each handshake."""
 
@@ -123,8 +97,7 @@ class AuthenticatedListener:
         self._key = key
         self._service = service
         self._admit = admit
-        self._strangers: dict[_Stranger, None] = {}
-        """Strangers' connections, oldest first."""
+        self._strangers = Strangers()
         self._refused = 0
         """Number of connections refused since the last line in the log about them."""
         self._logged_s = -_LOG_EVERY_S
@@ -164,20 +137,20 @@ class AuthenticatedListener:
                     if key.fileobj is self._listener:
                         connects = True
                     else:
-                        self._hear(key.data)
+                        self._hear(cast(socket.socket, key.fileobj), key.data)
                 if connects:  # last, so that a client whose bytes are here already does not count as slow
                     self._accept()
                 self._end_late()
         finally:
-            for stranger in list(self._strangers):
-                self._end(stranger)
+            while (stranger := self._strangers.oldest) is not None:
+                self._strangers.end(stranger)
             self._selector.close()
             self._listener.close()
             self._stopped.close()
 
     def _wait_s(self) -> float | None:
         """Return the seconds until the oldest stranger's connection is to be closed; None when there is none."""
-        oldest = next(iter(self._strangers), None)
+        oldest = self._strangers.oldest
         return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
 
     def _accept(self) -> None:
@@ -190,61 +163,47 @@ class AuthenticatedListener:
                 if error.errno not in _NO_DESCRIPTORS:
                     continue  # the client has gone
                 _logger.warning("no connection can be accepted: %s", error)
-                if self._strangers:
-                    self._end(next(iter(self._strangers)))
+                if (oldest := self._strangers.oldest) is not None:
+                    self._strangers.end(oldest)
                 else:
                     time.sleep(_PAUSE_S)  # the listening socket stays readable
                 return
             connection.setblocking(False)
-            handshake = ServerHandshake(self._key, self._service)
-            stranger = _Stranger(connection, handshake, time.monotonic() + HANDSHAKE_TIMEOUT_S)
-            self._strangers[stranger] = None
+            stranger = Stranger(connection, self._key, self._service, functools.partial(self._end, connection))
             self._selector.register(connection, selectors.EVENT_READ, stranger)
-            if len(self._strangers) > MAX_STRANGERS:
-                self._end_slow_one()
-
-    def _end_slow_one(self) -> None:
-        """Close an old stranger's connection that has sent nothing, or has not answered within SLOW_S seconds. If there
-        is none among the _LOOKED_AT oldest ones, close the oldest if there are more than MOST_STRANGERS."""
-        oldest = list(itertools.islice(self._strangers, _LOOKED_AT))
-        slow = next((stranger for stranger in oldest if _is_slow(stranger)), None)
-        if slow is None and len(self._strangers) > MOST_STRANGERS:
-            slow = oldest[0]
-        if slow is not None:
-            self._end(slow)
+            self._strangers.add(stranger)
 
     def _end_late(self) -> None:
         now = time.monotonic()
-        while (oldest := next(iter(self._strangers), None)) is not None and oldest.deadline <= now:
-            self._end(oldest)
+        while (oldest := self._strangers.oldest) is not None and oldest.deadline <= now:
+            self._strangers.end(oldest)
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _hear(self, connection: socket.socket, stranger: Stranger) -> None:
         """Read a stranger's next bytes, no more than the handshake needs, and carry the handshake on."""
-        needed = stranger.handshake.needed_bytes
         try:
-            received = stranger.connection.recv(needed - len(stranger.received))
+            received = connection.recv(stranger.num_missing)
             if not received:
                 raise ConnectionResetError
-            stranger.received += received
-            if len(stranger.received) < needed:
-                return
-            message, stranger.received = stranger.received, b""
-            if stranger.challenged_s is None:
-                stranger.connection.send(stranger.handshake.challenge(message))  # few bytes: the kernel takes them all
-                stranger.challenged_s = time.monotonic()
-                return
-            stranger.handshake.check(message)
+            answer = stranger.hear(received)
+            if answer:
+                connection.send(answer)  # few bytes: the kernel takes them all
         except BlockingIOError:
             return
         except HandshakeError as error:
-            self._end(stranger)
+            self._strangers.end(stranger)
             self._log_refusal(error)
         except OSError:  # the client has gone
-            self._end(stranger)
+            self._strangers.end(stranger)
         else:
-            self._forget(stranger)
-            stranger.connection.setblocking(True)
-            self._admit(stranger.connection)
+            if stranger.has_proved:
+                self._strangers.remove(stranger)
+                self._selector.unregister(connection)
+                connection.setblocking(True)
+                self._admit(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
 
     def _log_refusal(self, error: HandshakeError) -> None:
         self._refused += 1
@@ -254,21 +213,3 @@ class AuthenticatedListener:
                 "connections to the %s refused: %d; the last because %s", self._service, self._refused, error
             )
             self._refused, self._logged_s = 0, now
-
-    def _forget(self, stranger: _Stranger) -> None:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger.connection)
-
-    def _end(self, stranger: _Stranger) -> None:
-        self._forget(stranger)
-        stranger.connection.close()
-
-
-def _is_slow(stranger: _Stranger) -> bool:
-    """Return whether nothing has come from a client that connected just now, or that was answered SLOW_S seconds ago.
-    Bytes that have come but have not been read yet count."""
-    if stranger.challenged_s is not None and time.monotonic() < stranger.challenged_s + SLOW_S:
-        return False
-    poll = select.poll()
-    poll.register(stranger.connection, select.POLLIN)
-    return not poll.poll(0)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .errors import DataPlaneError, StoreLost
+from ..errors import DataPlaneError, StoreLost
 
 END_TIMEOUT_S = 10.0
 """Seconds that a child may take to end after its standard input has ended; after that it is killed."""

@@ -1,0 +1,196 @@
+"""Describes the rows of puts and claims, as clients and the directory exchange them without the rows' content."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ...codecs import messages
+from ...codecs.blocks import BlockLayout, RowSource
+from ...codecs.schema import Schema
+from ..errors import DuplicateKeys
+from ..meta import BlockRef, KVBatchMeta
+
+Outcome = Literal["done", "retry"]
+"""What became of claimed rows: a task has finished them, or it may claim them again."""
+
+# ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Assigns the rows of one put to groups, such as all samples of one prompt."""
+
+    names: Sequence[str]
+    """Names of the G groups, without repeats, in order of appearance."""
+    index: np.ndarray
+    """Group of each row, int64 `[N]`, as an index into `names`."""
+    given: bool
+    """True when the caller named the groups, False when the names were taken from the keys."""
+
+    @staticmethod
+    def of(keys: Sequence[str], groups: Sequence[str] | None) -> Grouping:
+        """Group rows by the names in `groups`. With None, a row's group is the part of its key before the last ".", or
+        the whole key if there is no such part."""
+        if groups is None:
+            heads, names = _stem_runs(keys)
+        else:
+            column = np.array(groups, dtype=object)
+            heads = np.ones(len(column), dtype=bool)
+            heads[1:] = column[1:] != column[:-1]
+            names = column[heads].tolist()
+        index = np.cumsum(heads) - 1
+        distinct_names = list(dict.fromkeys(names))
+        if len(distinct_names) < len(names):  # a group's rows do not all follow one another
+            number = dict(zip(distinct_names, range(len(distinct_names)), strict=True))
+            index = np.array([number[name] for name in names], dtype=np.int64)[index]
+        return Grouping(distinct_names, index, groups is not None)
+
+
+def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    """Find the runs of consecutive keys with the same stem, which is the part of a key before the last ".".
+
+    Returns a bool array `[N]` that is True where a run begins, and the stem of each run. A plain loop takes 0.12 us per
+    key, half the time that numpy needs on the keys' bytes.
+    """
+    first: list[int] = []
+    names: list[str] = []
+    before = None
+    for number, key in enumerate(keys):
+        stem = key.rpartition(".")[0] or key  # ".3" has no stem: it is one
+        if stem != before:
+            first.append(number)
+            names.append(stem)
+            before = stem
+    heads = np.zeros(len(keys), dtype=bool)
+    heads[first] = True
+    return heads, names
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRows:
+    """Describes the rows that a claim asks for, on behalf of one task (consumer)."""
+
+    partition: str
+    task: str
+    fields: tuple[str, ...]
+    num_rows: int
+    whole_groups: bool = False
+    min_version: int | None = None
+    """Lowest policy version to take. Rows with a lower version, and groups that contain one, are skipped. None takes
+    all versions."""
+    max_version: int | None = None
+    """Highest policy version to take. Rows with a higher version, and groups that contain one, are skipped until a
+    claim allows them. None takes all versions."""
+    at_least: int | None = None
+    """Smallest number of rows with which the claim is content, at most `num_rows`. None stands for `num_rows`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the task's sampler, as plain values."""
+
+    @property
+    def least(self) -> int:
+        """Smallest number of rows with which the claim is content."""
+        return self.num_rows if self.at_least is None else self.at_least
+
+    @property
+    def wanted(self) -> str:
+        """Description of the number of rows, for error messages, such as "8 rows" or "1 to 8 rows in whole groups"."""
+        count = str(self.num_rows) if self.least == self.num_rows else f"{self.least} to {self.num_rows}"
+        return f"{count} {'rows in whole groups' if self.whole_groups else 'rows'}"
+
+
+@dataclass(frozen=True, slots=True)
+class PutRows:
+    """Describes the rows and blocks of one put, without the content of the rows."""
+
+    partition: str
+    keys: Sequence[str]
+    """Keys (ids) of the N rows."""
+    fields: tuple[str, ...]
+    lengths: np.ndarray | None
+    """Number of tokens of each row, int64 `[N]`; None when no field is PER_TOKEN."""
+    versions: np.ndarray | None
+    """Policy version of each row, int64 `[N]`. With None, new rows get -1 and existing rows keep their version."""
+    groups: Grouping
+    tags: Mapping[str, np.ndarray]
+    layouts: tuple[BlockLayout, ...]
+    """Layout of each block. The blocks hold the rows in the order of `keys`."""
+    replace: bool
+    writer: str
+    schema_id: int
+    """Digest of the schema with which the blocks were encoded, as the function `schema_id` returns it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that the blocks take in the store, including the padding between their parts."""
+        return sum(layout.nbytes for layout in self.layouts)
+
+    @property
+    def value_bytes(self) -> int:
+        """Number of bytes of the blocks' values, indexes and headers, without padding."""
+        return sum(sum(layout.part_bytes) for layout in self.layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Values that the directory adds to the writer's `PutRows` when it commits a put. Both together make a receipt
+    (the keys and locations of the rows)."""
+
+    first_block_id: int
+    locations: tuple[bytes, ...]
+    lengths: np.ndarray | None
+    """Number of tokens of each row, int64 `[N]`, 0 for rows without tokens; None when `PutRows` has the lengths."""
+    versions: np.ndarray | None
+    """Version of each row, int64 `[N]`; None when `PutRows` has the versions."""
+    groups: np.ndarray
+    """Id of each row's group, int64 `[N]`, unique in the directory."""
+    tags: dict[str, np.ndarray]
+    """Values of the tags (named numbers or texts, one for each committed row) that every one of these rows already had
+    from earlier puts: tag name -> values."""
+
+    def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
+        """Build the put's receipt (the keys and locations of its rows), with which only the fields of this put can be
+        read."""
+        lengths = put.lengths if self.lengths is None else self.lengths
+        versions = put.versions if self.versions is None else self.versions
+        assert lengths is not None and versions is not None
+        rows = np.array([layout.num_rows for layout in put.layouts])
+        first = np.repeat(np.cumsum(rows) - rows, rows)
+        start = np.zeros(len(first), dtype=np.int64)
+        if put.lengths is not None:
+            start = np.cumsum(put.lengths) - put.lengths
+            start -= start[first]
+        block = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
+        row = (np.arange(len(first)) - first).astype(np.int32)
+        ids = range(self.first_block_id, self.first_block_id + len(rows))
+        return KVBatchMeta(
+            put.partition,
+            tuple(put.keys),
+            put.fields,
+            lengths,
+            versions,
+            self.groups,
+            {**self.tags, **put.tags},
+            tuple(BlockRef(*item) for item in zip(ids, self.locations, put.layouts, strict=True)),
+            (RowSource(put.fields, block, row, start),),
+            schema=schema,
+            plane_id=plane_id,
+        )
+
+
+def schema_id(schema: Schema) -> int:
+    """Return a digest of a schema (CRC-32). It reveals a writer that still uses the schema of an earlier partition of
+    the same name."""
+    return zlib.crc32(messages.encode(schema))
+
+
+def check_distinct(keys: Sequence[str], partition: str, op: str = "put") -> None:
+    """Raise DuplicateKeys if a key occurs more than once. The error names these keys."""
+    if len(set(keys)) < len(keys):
+        seen: set[str] = set()
+        twice = [key for key in keys if key in seen or seen.add(key)]
+        raise DuplicateKeys(f"keys occur twice in one {op}", op=op, partition=partition, keys=twice)

@@ -1,0 +1,149 @@
+"""Finds space for puts: in the directory's count of bytes and in the store, in the order in which the puts came."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from ..errors import CapacityExceeded, DataPlaneTimeout, DirectoryLost
+from .block_table import Reservation
+from .calls import PutRows
+from .directory import Directory
+from .host_calls import HostCalls
+from .waiting import Place, Pulse, Queue
+
+LOOK_AGAIN_S = 0.25
+"""Seconds after which a waiting put checks again whether a writer, another process or another program still holds the
+memory."""
+
+
+class PutSpace:
+    """Reserves space for the puts of one directory service. All methods must be called from the service's event
+    loop."""
+
+    def __init__(self, directory: Directory, store: HostCalls, freed: Pulse) -> None:
+        """freed: event that is fired whenever blocks or reservations have been removed from the store."""
+        self._directory = directory
+        self._store = store
+        self._freed = freed
+        self._queue = Queue()
+        self._closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of puts that wait for space or for their turn."""
+        return self._queue.waiting
+
+    def close(self) -> None:
+        """Make the waiting puts fail with DirectoryLost. Idempotent."""
+        self._closed = True
+        self._freed.fire()
+
+    async def reserve(self, put: PutRows, timeout_s: float) -> Reservation:
+        """Reserve space for a put that has passed the directory's check, once it is its turn and there is room. Raises
+        CapacityExceeded after `timeout_s` seconds, and DirectoryLost when the service is closed meanwhile."""
+        deadline = _now() + timeout_s
+        with self._queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
+            try:
+                async with _turn(place, deadline):
+                    while True:
+                        seen = self._freed.count
+                        reservation = await self._try_reserve(put)
+                        if reservation is not None:
+                            return reservation
+                        async with asyncio.timeout_at(deadline):
+                            _, unfreed_bytes = await self._store.usage()
+                        # Looking frees what a writer that has ended held, after the attempt perhaps.
+                        if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
+                            return reservation
+                        refused = self._directory.has_room(put.nbytes)  # by the store alone: /dev/shm may be full
+                        await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
+            except TimeoutError:
+                raise await self._no_room(put, self._queue.before(place, "put"), timeout_s) from None
+
+    async def _no_room(self, put: PutRows, before: str, timeout_s: float) -> CapacityExceeded:
+        """Build the error for a put that found no space in time. before: description of the puts ahead of it in the
+        queue; "" when it was this put's turn."""
+        status = self._directory.status(None, _now())
+        message = (
+            f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
+            f"of {status.bytes_capacity}{before}"
+        )
+        if not before and status.bytes_used + status.bytes_reserved + put.nbytes <= status.bytes_capacity:
+            reason = await self._store.shortage()
+            message += f"; {reason}" if reason else ""
+        return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
+
+    async def _try_reserve(self, put: PutRows) -> Reservation | None:
+        """Reserve space for a put, both in the directory's count of bytes and in the store. Credit (space granted to
+        writers in advance) is revoked if necessary. Returns None when even that does not free enough."""
+        reservation = self._directory.reserve(put, _now())
+        if reservation is None:
+            await self.take_back(self._directory.revoke(put.nbytes))
+            reservation = self._directory.reserve(put, _now())
+        if reservation is None:
+            return None
+        try:
+            granted = await self._store.allocate(reservation)
+            if not granted and (revoked := self._directory.revoke(None)):
+                await self.take_back(revoked)
+                granted = await self._store.allocate(reservation)
+        except BaseException:
+            self._directory.abort(reservation.reservation_id)
+            raise
+        if not granted:
+            self._directory.abort(reservation.reservation_id)
+            return None
+        try:
+            return self._directory.reservation(reservation.reservation_id)
+        except DataPlaneTimeout:  # expired while the store was asked
+            self._store.take_back([reservation])
+            raise
+
+    async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
+        """Wait until space is freed. Returns at once if that has happened since the count of such events was `seen`.
+        Raises TimeoutError at the deadline.
+
+        look_again: whether to return after LOOK_AGAIN_S at the latest, because memory held by a stopped process, a
+        dying writer or another program becomes free without any call.
+        """
+        if not self._closed:  # else the event does not come any more
+            async with asyncio.timeout_at(deadline):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_AGAIN_S if look_again else None):
+                        await self._freed.wait(seen)
+        if self._closed:
+            raise DirectoryLost("the data plane was closed while this call waited")
+
+    def grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
+        """Reserve space for the writer's next put in advance (credit). Returns None when another put waits for space,
+        or when there is none to spare."""
+        if self._queue.waiting:
+            return None
+        credit = self._directory.grant(writer, nbytes, num_blocks, _now())
+        if credit is not None and not self._store.allocate_ready(credit):
+            self._directory.abort(credit.reservation_id)
+            return None
+        return credit
+
+    async def take_back(self, reservations: Sequence[Reservation]) -> None:
+        """Give the space of cancelled reservations back to the store, and wait until that is done."""
+        task = self._store.take_back(reservations)
+        if task is not None:
+            await asyncio.shield(task)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def _turn(place: Place, deadline: float) -> AsyncIterator[None]:
+    """Wait for the caller's turn in a queue, and hold it within the context. The deadline limits only the wait, not
+    the work in the context."""
+    async with AsyncExitStack() as stack:
+        async with asyncio.timeout_at(deadline):
+            await stack.enter_async_context(place.turn)
+        yield
