@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
-from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
@@ -226,15 +226,12 @@ def tagged_rewards(config: Config) -> frozenset[str]:
 
 
 def worker_setup(
-    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, one_host: bool, device: str
 ) -> WorkerSetup:
-    """Return the settings from which train worker `rank` builds itself. host: address at which engines reach the
-    worker."""
+    """Return the settings from which train worker `rank` builds itself."""
     sync, kind = config.sync, transport(config, one_host=one_host)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
-    sender = SenderConfig(
-        handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device, key=handle.store.key
-    )
+    sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,
@@ -245,10 +242,16 @@ def worker_setup(
         collective_timeout_s=config.resources.collective_timeout_s,
         data_plane=handle,
         backend=partial(build_backend, backend_config(config, model)),
-        sender=partial(build_sender, kind, sender),
+        sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
+        one_host=one_host,
     )
+
+
+def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:
+    """Build the sender of weight transport `kind`, which engines reach at the IP address `host`."""
+    return build_sender(kind, replace(config, host=host))
 
 
 def bucket_mib(config: Config, kind: str, device: str) -> int:

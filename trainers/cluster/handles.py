@@ -20,7 +20,7 @@ from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.report import RolloutReport, ValidationReport
 from ...actors.rollout.worker import RolloutWorker
-from ...actors.train.actor import TrainActor
+from ...actors.train.actor import MeetingPoint, TrainActor
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import TrainWorker, WorkerReport
 from ...actors.weights.stream import SendReport
@@ -39,11 +39,11 @@ class TrainHandle(ActorHandle):
     def progress(self) -> Call[int]:
         return self._call(TrainActor.progress)
 
-    def open_rendezvous(self, host: str) -> Call[int]:
-        return self._call(TrainActor.open_rendezvous, host)
+    def open_rendezvous(self) -> Call[MeetingPoint]:
+        return self._call(TrainActor.open_rendezvous)
 
-    def build(self, host: str, port: int) -> Call[None]:
-        return self._call(TrainActor.build, host, port)
+    def build(self, meeting_point: MeetingPoint | None) -> Call[None]:
+        return self._call(TrainActor.build, meeting_point)
 
     def begin(self, shard: TrainShard) -> Call[None]:
         return self._call(TrainWorker.begin, shard)

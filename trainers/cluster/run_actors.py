@@ -45,8 +45,6 @@ class RunActors:
     """The rollout actors. If they embed the engines, they are also the actors behind `engines`."""
     workers: list[TrainHandle]
     """The train workers, in rank order."""
-    host: str
-    """Address at which train workers reach rank 0."""
     max_replaced: int
     """Largest number of rollout actors and engines that may be replaced, counted together."""
     data_notes: tuple[str, ...]
@@ -131,7 +129,7 @@ class RunActors:
             worker.kill()
             worker.restart()
         _identify(self.workers, "start", self.start_timeout_s)
-        _build(self.host, [], self.workers, self.start_timeout_s)
+        _build([], self.workers, self.start_timeout_s)
         self._tell()
 
     def _tell(self) -> None:
@@ -164,14 +162,14 @@ def start_actors(
     generators = list(dict.fromkeys([*hosts, *rollouts]))
     timeout_s = config.resources.start_timeout_s
     _identify([*generators, *workers], "start", timeout_s)
-    _build(starter.host, generators, workers, timeout_s)
+    _build(generators, workers, timeout_s)
     counts = _started([host.num_workers() for host in hosts], "start", timeout_s)
     embedded = config.rollout.num_actors is None
     engines = EnginePool([Engine(host, count) for host, count in zip(hosts, counts, strict=True)], embedded)
     if not embedded:
         _introduce(engines, rollouts, timeout_s)
     [data_notes] = gather([rollouts[0].data_notes()], "start", timeout_s)
-    return RunActors(engines, rollouts, workers, starter.host, config.run.max_restarts, data_notes, timeout_s)
+    return RunActors(engines, rollouts, workers, config.run.max_restarts, data_notes, timeout_s)
 
 
 class _ActorStarter:
@@ -189,8 +187,6 @@ class _ActorStarter:
         self._gpus = min(1.0, cluster.num_gpus / needed)
         self._device = "cuda:0" if self._gpus else "cpu"
         self._one_host = cluster.num_nodes == 1
-        self.host = host_address(cluster)
-        """Address at which the run's processes reach this host."""
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
@@ -216,7 +212,6 @@ class _ActorStarter:
             rank,
             self._model,
             self._data_plane,
-            host=self.host,
             one_host=self._one_host,
             device=self._device,
         )
@@ -229,11 +224,6 @@ class _ActorStarter:
             return actor
 
         return handle(start, setup.name, self._meter)
-
-
-def host_address(cluster: Cluster) -> str:
-    """Return the address at which the run's processes reach this host."""
-    return ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
 
 
 def _started(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
@@ -249,11 +239,12 @@ def _identify(handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout
         handle.info = info
 
 
-def _build(host: str, generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float) -> None:
-    port = 0
+def _build(generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float) -> None:
+    builds: list[Call[None]] = [handle.build() for handle in generators]  # they go on while rank 0 opens its server
+    meeting_point = None
     if len(workers) > 1:
-        [port] = _started([workers[0].open_rendezvous(host)], "start", timeout_s)
-    builds = [handle.build() for handle in generators] + [worker.build(host, port) for worker in workers]
+        [meeting_point] = _started([workers[0].open_rendezvous()], "start", timeout_s)
+    builds += [worker.build(meeting_point) for worker in workers]
     try:
         _started(builds, "start", timeout_s)
     except ActorFailed as error:

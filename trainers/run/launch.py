@@ -311,14 +311,7 @@ def launched(
         )
         stack.callback(cluster.close)
         heartbeat.enter("starting the data plane", start_s)
-        plane = stack.enter_context(
-            open_data_plane(
-                actor_specs.data_plane(config),
-                run_id=run_id,
-                one_host=cluster.num_nodes == 1,
-                start_timeout_s=start_s,
-            )
-        )
+        plane = stack.enter_context(_opened(config, run_id, one_host=cluster.num_nodes == 1))
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)
         if watch is not None:
@@ -358,6 +351,21 @@ def launched(
             validating=actor_specs.validation_sampling(config),
             budget=actor_specs.budget(config),
         )
+
+
+def _opened(config: Config, run_id: str, *, one_host: bool) -> DataPlane:
+    """Open the run's data plane. Raises UserError if a host cannot provide what the configuration asks for."""
+    try:
+        return open_data_plane(
+            actor_specs.data_plane(config),
+            run_id=run_id,
+            one_host=one_host,
+            start_timeout_s=config.resources.start_timeout_s,
+        )
+    except DataPlaneError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
