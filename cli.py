@@ -101,11 +101,14 @@ def _train(arguments: argparse.Namespace) -> int:
         for line in left:
             print(f"not checked: {line}")
         return DONE
+    from .trainers.observe.start_times import StartTimes
     from .trainers.run.launch import run_training
 
+    times = StartTimes.of_process()
+    times.mark("imports")
     _stop_on_sigterm()
     try:
-        run_training(config, resume=arguments.resume)
+        run_training(config, resume=arguments.resume, times=times)
     except UserError:
         raise  # the mistake may be about the folder, and then what is in the folder belongs to another run
     except BaseException:

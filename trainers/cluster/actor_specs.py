@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
+from ...actors.engines.factory import MODULES as ENGINE_MODULES
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
 from ...actors.rollout.actor import RolloutSetup
@@ -24,6 +25,7 @@ from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.plans import Budget
 from ..advantages.factory import build_advantages
 from ..backends.config import BackendConfig
+from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend
 from ..base_model.prepare import model_config
 from ..config.config import Config
@@ -139,6 +141,24 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
         seed=config.run.seed,
         receiver=ReceiverConfig(name, config.sync, device, handle, handle.store.key),
     )
+
+
+def engine_modules(config: Config) -> tuple[str, ...]:
+    """Return the names of the modules that an actor with an engine needs and that take seconds to import."""
+    kind = "scripted" if config.run.replay else config.rollout.engine
+    return (ENGINE_MODULES[kind], *_model_modules(config, needed=kind == "hf"))
+
+
+def worker_modules(config: Config) -> tuple[str, ...]:
+    """Return the names of the modules that a train worker needs and that take seconds to import."""
+    kind = config.trainer.backend
+    return (BACKEND_MODULES[kind], *_model_modules(config, needed=kind == "fsdp"))
+
+
+def _model_modules(config: Config, *, needed: bool) -> tuple[str, ...]:
+    """Return the name of transformers' module with the model's code if it is needed and the model's type is known."""
+    kind = "qwen3" if config.model.builtin else model_config(config).get("model_type")
+    return (f"transformers.models.{kind}.modeling_{kind}",) if needed and kind else ()
 
 
 def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
 from ...actors.engines.protocol import CommitReport, PauseMode, Prepared, SamplingParams
 from ...actors.protocols import ActorInfo
@@ -31,6 +32,10 @@ from .calls import ActorHandle, Call
 class TrainHandle(ActorHandle):
     """Handle of one train rank. Its calls run one at a time in the order in which they were sent, except those of
     methods with the decorator `in_thread_of`, which run in threads of their own."""
+
+    def configure(self) -> Call[ActorInfo]:
+        """Send a new process its settings (`setup`), and ask for the actor's name, process id and host."""
+        return self.send(EarlyTrainActor.configure, encode_arguments([]), [self.setup])
 
     def ping(self) -> Call[ActorInfo]:
         """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""
@@ -93,6 +98,10 @@ class TrainHandle(ActorHandle):
 
 class EngineHandle(ActorHandle):
     """Handle of an actor with a generation engine. Its calls run concurrently."""
+
+    def configure(self) -> Call[ActorInfo]:
+        """Send a new process its settings (`setup`), and ask for the actor's name, process id and host."""
+        return self.send(EarlyEngineActor.configure, encode_arguments([]), [self.setup])
 
     def ping(self) -> Call[ActorInfo]:
         """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""

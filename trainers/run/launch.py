@@ -6,7 +6,7 @@ import gc
 import math
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from ..observe.prometheus import PrometheusEndpoint
 from ..observe.report import write_report
 from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
+from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
@@ -49,20 +50,22 @@ CLOSE_TIMEOUT_S = 120.0
 """Seconds within which all processes of a run must have exited after it begins to close."""
 
 
-def run_training(config: Config, *, resume: bool = False) -> Path:
+def run_training(config: Config, *, resume: bool = False, times: StartTimes | None = None) -> Path:
     """Train according to `config` and return the path of the run folder. With `resume`, continue from the newest
-    checkpoint in `run.dir`.
+    checkpoint in `run.dir`. times: times of the start so far; None begins them now.
 
     If one of its processes dies, the run restarts from its newest checkpoint by itself, up to `run.max_restarts` times.
     Raises UserError if the user made a mistake, ActorFailed or DataPlaneError if a process died, failed or hung, and
     RunStuck if the watchdog stopped the run. In every case, the processes, shared memory and ports of the run are gone
     afterwards.
     """
+    times = times or StartTimes()
     config = with_run_dir(config)
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
     if problems:
         raise ConfigError(problems)
     check_start(config, resume=resume)
+    times.mark("checks")
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         if resume and (done := _steps_done(folder)) >= steps:
@@ -80,7 +83,7 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             try:
-                _Training(config, folder, endpoint, progress, watch).run(resume)
+                _Training(config, folder, endpoint, progress, watch, times).run(resume)
             finally:
                 tell_how_to_go_on(folder, progress)
     return folder.path
@@ -113,6 +116,7 @@ class _Training:
         endpoint: PrometheusEndpoint,
         progress: Progress,
         watch: WatchdogProcess,
+        times: StartTimes,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -120,6 +124,8 @@ class _Training:
         self._progress = progress
         self._watch = watch
         self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
+        self._times = times
+        """Times of the next start; after a restart they count from there."""
         self._restarts = 0
         """Number of restarts from a checkpoint; counts against run.max_restarts."""
         self._replaced = 0
@@ -133,10 +139,8 @@ class _Training:
     def run(self, resume: bool) -> None:
         """Train to the end and complete the run folder. With `resume`, begin at the newest checkpoint."""
         state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else grpo.State()
-        self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be fetched, or warmed up
-        model = prepare_model(self._config, self._folder, self._progress)
         while True:
-            lost = self._attempt(model, state)
+            lost = self._attempt(state)
             if lost is None:
                 break
             gc.collect()  # handles of the Ray that is gone must not meet the next one
@@ -147,13 +151,22 @@ class _Training:
         write_report(self._folder.path)
         self._progress.message(f"report: {self._folder.report_path}")
 
-    def _attempt(self, model: str, state: grpo.State) -> str | None:
+    def _prepare(self) -> str:
+        """Return the model to start from, a local folder or hub id, after making it if need be."""
+        self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be warmed up for long
+        model = prepare_model(self._config, self._folder, self._progress)
+        self._progress.phase("building the actors")
+        return model
+
+    def _attempt(self, state: grpo.State) -> str | None:
         """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
         process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
         config, lost = self._config, None
         self._progress.phase("starting Ray, data plane and actors")
         try:
-            with launched(config, model, self._tracer, self._folder.path, self._watch) as run:
+            times, self._times = self._times, StartTimes()
+            with launched(config, self._prepare, self._tracer, self._folder.path, self._watch, times) as run:
+                self._tell_start(times, state)
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
@@ -170,6 +183,12 @@ class _Training:
             if lost is None or not self._begun or left <= 0 or self._watch.reason() is not None:
                 raise
         return lost
+
+    def _tell_start(self, times: StartTimes, state: grpo.State) -> None:
+        """Write into the metrics, and tell the user, when each part of the start has ended."""
+        times.mark("ready")
+        self._folder.metrics.event("start", state.step, **times.figures())
+        self._progress.message(str(times))
 
     def _train(self, run: grpo.Run, state: grpo.State) -> None:
         config, folder = self._config, self._folder
@@ -286,18 +305,22 @@ class _Training:
 @contextmanager
 def launched(
     config: Config,
-    model: str,
+    prepare: Callable[[], str],
     tracer: Tracer,
     folder: Path,
     watch: WatchdogProcess | None = None,
+    times: StartTimes | None = None,
 ) -> Iterator[grpo.Run]:
     """Context manager that starts Ray, the data plane and all actors, yields a `Run` that is ready to train, and stops
     everything on leaving, also after an error.
 
-    watch: the watchdog, which is told about the processes; None for a run without one.
+    prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
+    watch: the watchdog, which is told about the processes; None for a run without one. times: told when each part of
+    the start has ended.
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
+    times = times or StartTimes()
     start_s = config.resources.start_timeout_s
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
@@ -310,15 +333,23 @@ def launched(
             object_store_mib=object_store_mib(config),
         )
         stack.callback(cluster.close)
+        times.mark("Ray")
+        meter = DriverMeter()
+        ending_actors = ExitStack()
+        stack.callback(ending_actors.close)
+        starting = start_actors(config, cluster, meter, ending_actors)
         heartbeat.enter("starting the data plane", start_s)
         plane = stack.enter_context(_opened(config, run_id, one_host=cluster.num_nodes == 1))
+        times.mark("data plane")
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)
+        stack.callback(ending_actors.close)  # once more, so that they end before the data plane, which they use
         if watch is not None:
             watch.opened(plane.handle)
-        meter = DriverMeter()
-        heartbeat.enter("starting the actors", 4 * start_s)  # its four waits in a row
-        actors = start_actors(config, model, plane, cluster, meter, stack)
+        model = prepare()
+        times.mark("model")
+        heartbeat.enter("starting the actors", 4 * start_s)  # its waits in a row
+        actors = starting.build(model, plane, times)
 
         def tell() -> None:
             write_actors(folder, run_id, everyone(plane, actors))

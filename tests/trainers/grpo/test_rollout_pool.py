@@ -44,7 +44,7 @@ class Run:
 
     def answer(self, index: int) -> fake_ray.Answer:
         def answer(method: str) -> Any:
-            if method == "info":
+            if method in ("info", "configure"):
                 return calls.ActorInfo(f"engine {index}", 1, "here")
             return self.gone.get(index, int(self.now) if method == "progress" else None)
 
