@@ -8,13 +8,11 @@ later calls go to that one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..codecs import messages
+from ..codecs.imports import import_ahead
 from .engine_actor import EngineHost, EngineSetup
 from .protocols import ActorInfo
 from .rollout.actor import RolloutSetup
@@ -73,17 +71,3 @@ class EarlyTrainActor:
         """Make the actual actor from its settings, and return its name and the process id and host of this process."""
         self._actor = TrainActor(setup)
         return self._actor.info()
-
-
-def import_ahead(modules: Sequence[str]) -> threading.Thread:
-    """Start to import `modules`, one after another, in a thread, and return the thread. A module that cannot be
-    imported is passed over: whoever needs it imports it again and reports the error."""
-
-    def run() -> None:
-        for name in modules:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-
-    thread = threading.Thread(target=run, name="headrace-imports", daemon=True)
-    thread.start()
-    return thread

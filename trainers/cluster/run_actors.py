@@ -28,7 +28,7 @@ from . import actor_specs
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
 from .handles import EngineHandle, RolloutHandle, TrainHandle
-from .ray_cluster import Cluster, Demand
+from .ray_cluster import Cluster
 
 H = TypeVar("H", bound=ActorHandle)
 T = TypeVar("T")
@@ -142,12 +142,6 @@ class RunActors:
     def _tell(self) -> None:
         for call in self.on_replaced:
             call()
-
-
-def demand(config: Config) -> Demand:
-    """Return the logical CPUs that the actors request from Ray."""
-    rollout = config.rollout
-    return Demand(rollout.num_actors or 0, rollout.num_engines * rollout.tp, config.trainer.topology.world)
 
 
 class StartingActors:

@@ -16,8 +16,8 @@ from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
-from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
-from ..cluster.run_actors import RunActors, demand, start_actors
+from ..cluster.ray_cluster import Cluster, open_cluster
+from ..cluster.run_actors import RunActors, start_actors
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
@@ -42,7 +42,7 @@ from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
-from .preflight import check_start
+from .preflight import check_prompts, check_quickly
 from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
@@ -50,21 +50,26 @@ CLOSE_TIMEOUT_S = 120.0
 """Seconds within which all processes of a run must have exited after it begins to close."""
 
 
-def run_training(config: Config, *, resume: bool = False, times: StartTimes | None = None) -> Path:
+def run_training(config: Config, *, resume: bool = False) -> Path:
     """Train according to `config` and return the path of the run folder. With `resume`, continue from the newest
-    checkpoint in `run.dir`. times: times of the start so far; None begins them now.
+    checkpoint in `run.dir`.
 
     If one of its processes dies, the run restarts from its newest checkpoint by itself, up to `run.max_restarts` times.
     Raises UserError if the user made a mistake, ActorFailed or DataPlaneError if a process died, failed or hung, and
     RunStuck if the watchdog stopped the run. In every case, the processes, shared memory and ports of the run are gone
     afterwards.
     """
-    times = times or StartTimes()
+    return go_on_training(config, resume=resume, cluster=None, times=StartTimes())
+
+
+def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, times: StartTimes) -> Path:
+    """Do what `run_training` does, in a start that has begun. cluster: a Ray cluster that this process has started for
+    the run, which the caller closes; None opens one. times: times of the start so far."""
     config = with_run_dir(config)
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
     if problems:
         raise ConfigError(problems)
-    check_start(config, resume=resume)
+    check_quickly(config, resume=resume)
     times.mark("checks")
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
@@ -76,14 +81,14 @@ def run_training(config: Config, *, resume: bool = False, times: StartTimes | No
             return folder.path
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
-            under_watchdog(config, folder.path) as watch,
+            under_watchdog(config, folder.path, cluster.processes() if cluster else ()) as watch,
         ):
             for line in cautions(config):
                 progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             try:
-                _Training(config, folder, endpoint, progress, watch, times).run(resume)
+                _Training(config, folder, endpoint, progress, watch, times, cluster).run(resume)
             finally:
                 tell_how_to_go_on(folder, progress)
     return folder.path
@@ -117,6 +122,7 @@ class _Training:
         progress: Progress,
         watch: WatchdogProcess,
         times: StartTimes,
+        cluster: Cluster | None,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -124,6 +130,8 @@ class _Training:
         self._progress = progress
         self._watch = watch
         self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
+        self._cluster = cluster
+        """Open Ray cluster for the first launch; None opens one."""
         self._times = times
         """Times of the next start; after a restart they count from there."""
         self._restarts = 0
@@ -151,6 +159,12 @@ class _Training:
         write_report(self._folder.path)
         self._progress.message(f"report: {self._folder.report_path}")
 
+    def _check_prompts(self) -> None:
+        """Raise ConfigError if tokenizer or prompts cannot be used. A no-op once the run has begun."""
+        if not self._begun:
+            self._watch.heartbeat.enter("checking the prompts", math.inf)  # they may be on a slow disk
+            check_prompts(self._config)
+
     def _prepare(self) -> str:
         """Return the model to start from, a local folder or hub id, after making it if need be."""
         self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be warmed up for long
@@ -165,7 +179,17 @@ class _Training:
         self._progress.phase("starting Ray, data plane and actors")
         try:
             times, self._times = self._times, StartTimes()
-            with launched(config, self._prepare, self._tracer, self._folder.path, self._watch, times) as run:
+            cluster, self._cluster = self._cluster, None
+            with launched(
+                config,
+                self._prepare,
+                self._tracer,
+                self._folder.path,
+                self._watch,
+                cluster=cluster,
+                check=self._check_prompts,
+                times=times,
+            ) as run:
                 self._tell_start(times, state)
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
@@ -309,14 +333,18 @@ def launched(
     tracer: Tracer,
     folder: Path,
     watch: WatchdogProcess | None = None,
+    *,
+    cluster: Cluster | None = None,
+    check: Callable[[], None] = lambda: None,
     times: StartTimes | None = None,
 ) -> Iterator[grpo.Run]:
     """Context manager that starts Ray, the data plane and all actors, yields a `Run` that is ready to train, and stops
     everything on leaving, also after an error.
 
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
-    watch: the watchdog, which is told about the processes; None for a run without one. times: told when each part of
-    the start has ended.
+    watch: the watchdog, which is told about the processes; None for a run without one. cluster: an open cluster, which
+    is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called
+    once the actors' processes are starting. times: told when each part of the start has ended.
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
@@ -325,19 +353,13 @@ def launched(
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
         heartbeat.enter("starting Ray", start_s)
-        cluster = Cluster(
-            address=config.resources.ray_address,
-            num_cpus=config.resources.num_cpus,
-            demand=demand(config),
-            namespace=f"headrace-{run_id}",
-            object_store_mib=object_store_mib(config),
-        )
+        cluster = cluster or open_cluster(config)
         stack.callback(cluster.close)
-        times.mark("Ray")
         meter = DriverMeter()
         ending_actors = ExitStack()
         stack.callback(ending_actors.close)
         starting = start_actors(config, cluster, meter, ending_actors)
+        check()
         heartbeat.enter("starting the data plane", start_s)
         plane = stack.enter_context(_opened(config, run_id, one_host=cluster.num_nodes == 1))
         times.mark("data plane")
@@ -408,11 +430,3 @@ def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
 def needed_processes(folder: Path) -> dict[str, int]:
     """Return the run's processes on this host, read from actors.json in the run folder: name -> process id."""
     return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
-
-
-def object_store_mib(config: Config) -> int:
-    """Return the size of Ray's object store in MiB: what Ray itself needs, plus the data plane's capacity if the data
-    plane stores its rows there."""
-    if config.dataplane.store.kind == "ray":
-        return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
-    return MIN_OBJECT_STORE_MIB
