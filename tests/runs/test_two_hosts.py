@@ -75,3 +75,38 @@ def test_a_drivers_host_may_take_no_actor(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path / "run")
     assert {hosts["train worker 0"], hosts["rollout 0"]} == {"far"}
     assert [line["step"] for line in cli_runs.metrics(tmp_path / "run") if "reward/mean" in line] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_form_their_group_wherever_they_stand(tmp_path: Path) -> None:
+    """gloo between the hosts and on the far one, with weights that go by `collective`, engines of their own, and a
+    journal and checkpoints that both hosts write to."""
+    ranks = ("trainer.dp=2", "rollout.num_engines=1", "run.journal=true", "algorithm.steps=2")
+    with cluster(near_cpus=1, far_cpus=2) as (near, _):
+        code, output = train(near, tmp_path / "over both", *ranks, timeout_s=400)
+        assert code == 0, output
+    with cluster(near_cpus=0, far_cpus=4) as (near, _):
+        code, output = train(near, tmp_path / "far", *ranks, "rollout.num_actors=1", timeout_s=400)
+        assert code == 0, output
+    both = hosts_of(tmp_path / "over both")
+    assert {both[name] for name in ("train worker 0", "train worker 1", "rollout 0")} == {"near", "far"}
+    far = hosts_of(tmp_path / "far")
+    names = ("train worker 0", "train worker 1", "rollout 0", "engine 0")
+    assert {far[name] for name in names} == {"far"}
+    for name in ("over both", "far"):
+        steps = [line for line in cli_runs.metrics(tmp_path / name) if "train/loss" in line]
+        assert [line["policy/version"] for line in steps] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_folder_that_only_one_host_has_is_told_by_its_path(tmp_path: Path) -> None:
+    """`sync.transport=disk` needs a folder that all hosts see."""
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    disk = ("sync.transport=disk", f"sync.dir={weights}", "sync.timeout_s=5", "algorithm.steps=2")
+    with cluster(near_cpus=1, far_cpus=1) as (near, far):
+        subprocess.run(far.command("mount", "-t", "tmpfs", "tmpfs", str(weights)), check=True, timeout=30)
+        code, output = train(near, tmp_path / "run", *SCRIPTED, *disk)
+    assert code == 1 and str(weights) in output

@@ -27,8 +27,8 @@ class StartTimes:
         self._marks[part] = round(time.time() - self._began_s, 2)
 
     def figures(self) -> Mapping[str, float]:
-        """Return the moments as metrics: `start/PART_s`, with underscores for spaces -> seconds."""
-        return {f"start/{part.replace(' ', '_')}_s": moment for part, moment in self._marks.items()}
+        """Return the moments as metrics: `start/PART_s`, in lower case with underscores for spaces -> seconds."""
+        return {f"start/{part.lower().replace(' ', '_')}_s": moment for part, moment in self._marks.items()}
 
     def __str__(self) -> str:
         return "started: " + ", ".join(f"{part} at {moment:.1f} s" for part, moment in self._marks.items())
