@@ -101,11 +101,11 @@ def _train(arguments: argparse.Namespace) -> int:
         for line in left:
             print(f"not checked: {line}")
         return DONE
-    from .trainers.run.launch import run_training
-
     _stop_on_sigterm()
+    from .trainers.run.early_ray import train_early
+
     try:
-        run_training(config, resume=arguments.resume)
+        train_early(config, resume=arguments.resume)
     except UserError:
         raise  # the mistake may be about the folder, and then what is in the folder belongs to another run
     except BaseException:

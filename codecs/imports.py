@@ -1,8 +1,11 @@
-"""Imports users' objects by `package.module:name` paths, and names the pip extra that installs a missing package."""
+"""Imports users' objects by path and slow modules ahead of their use, and names the extra of a missing package."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -36,3 +39,17 @@ def import_object(path: str, what: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         raise ValueError(f"{what}: module {module_name!r} has no {name!r}") from None
+
+
+def import_ahead(modules: Sequence[str]) -> threading.Thread:
+    """Start to import `modules`, one after another, in a thread, and return the thread. A module that cannot be
+    imported is passed over: whoever needs it imports it again and reports the error."""
+
+    def run() -> None:
+        for name in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+    thread = threading.Thread(target=run, name="headrace-imports", daemon=True)
+    thread.start()
+    return thread

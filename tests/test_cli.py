@@ -32,15 +32,15 @@ QUIET = ["logging.tensorboard=false", "logging.progress=false"]
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A stand-in for the launcher: no Ray, no model."""
-    module = types.ModuleType("headrace.trainers.run.launch")
+    module = types.ModuleType("headrace.trainers.run.early_ray")
 
-    def run_training(config: Config, *, resume: bool) -> None:
+    def train_early(config: Config, *, resume: bool) -> None:
         with RunFolder(config, resume=resume) as folder:
             folder.metrics.log(1, {"reward/mean": 0.5})
             folder.metrics.finish(1)
 
-    vars(module)["run_training"] = run_training
-    monkeypatch.setitem(sys.modules, "headrace.trainers.run.launch", module)
+    vars(module)["train_early"] = train_early
+    monkeypatch.setitem(sys.modules, "headrace.trainers.run.early_ray", module)
     dry_run = types.ModuleType("headrace.trainers.run.dry_run")
     vars(dry_run)["describe"] = lambda config: f"placement: dp={config.trainer.dp}"
     monkeypatch.setitem(sys.modules, "headrace.trainers.run.dry_run", dry_run)
@@ -55,12 +55,12 @@ def config(tmp_path: Path) -> str:
 
 
 def fail_with(error: BaseException) -> Callable[..., None]:
-    def run_training(config: Config, *, resume: bool) -> None:
+    def train_early(config: Config, *, resume: bool) -> None:
         with RunFolder(config, resume=resume) as folder:
             folder.metrics.log(1, {"reward/mean": 0.5})
             raise error
 
-    return run_training
+    return train_early
 
 
 def train(config: str, run_dir: Path, *more: str) -> int:
@@ -127,7 +127,7 @@ def test_a_dry_run_leaves_nothing(launch: types.ModuleType, config: str, tmp_pat
 def test_a_failure_exits_1_with_a_panel_a_traceback_file_and_a_report(
     launch: types.ModuleType, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vars(launch)["run_training"] = fail_with(RuntimeError("rollout actor 0 died"))
+    vars(launch)["train_early"] = fail_with(RuntimeError("rollout actor 0 died"))
     assert train(config, tmp_path / "run") == 1
     error = capsys.readouterr().err
     assert "RuntimeError: rollout actor 0 died" in error and f"{tmp_path}/run/error.txt\n" in error
@@ -139,19 +139,19 @@ def test_a_failure_exits_1_with_a_panel_a_traceback_file_and_a_report(
 def test_a_failure_before_the_folder_shows_its_traceback(
     launch: types.ModuleType, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_training(config: Config, *, resume: bool) -> None:
+    def train_early(config: Config, *, resume: bool) -> None:
         raise RuntimeError("early")
 
-    vars(launch)["run_training"] = run_training
+    vars(launch)["train_early"] = train_early
     assert train(config, tmp_path / "run") == 1
     assert "Traceback (most" in capsys.readouterr().err
 
 
 def test_interrupts_exit_130_and_users_mistakes_2(launch: types.ModuleType, config: str, tmp_path: Path) -> None:
-    vars(launch)["run_training"] = fail_with(KeyboardInterrupt())
+    vars(launch)["train_early"] = fail_with(KeyboardInterrupt())
     assert train(config, tmp_path / "a") == 130
     assert not (tmp_path / "a" / "error.txt").exists()
-    vars(launch)["run_training"] = fail_with(UserError("model.path: nothing there"))
+    vars(launch)["train_early"] = fail_with(UserError("model.path: nothing there"))
     assert train(config, tmp_path / "b") == 2
 
 
@@ -186,16 +186,16 @@ def test_mistakes_and_help_import_nothing_heavy(config: str) -> None:
 def test_sigterm_unwinds_the_run(config: str, tmp_path: Path) -> None:
     code = (
         "import sys, time, types\n"
-        "module = types.ModuleType('headrace.trainers.run.launch')\n"
-        "def run_training(config, *, resume):\n"
+        "module = types.ModuleType('headrace.trainers.run.early_ray')\n"
+        "def train_early(config, *, resume):\n"
         "    try:\n"
         "        print('up', flush=True)\n"
         "        for _ in range(600):\n"  # a signal that another thread is given does not wake a thread that sleeps
         "            time.sleep(0.1)\n"
         "    finally:\n"
         "        print('cleaned up', flush=True)\n"
-        "module.run_training = run_training\n"
-        "sys.modules['headrace.trainers.run.launch'] = module\n"
+        "module.train_early = train_early\n"
+        "sys.modules['headrace.trainers.run.early_ray'] = module\n"
         "from headrace.cli import main\n"
         "sys.exit(main(['train', sys.argv[1]]))\n"
     )

@@ -34,6 +34,14 @@ class EngineConfig:
     tokens of the tokenizer's vocabulary, drawn with `seed`."""
 
 
+MODULES = {
+    "hf": f"{__package__}.hf.engine",
+    "vllm": f"{__package__}.vllm.engine",
+    "scripted": f"{__package__}.scripted",
+}
+"""Module of each kind of engine, which takes seconds to import: `rollout.engine` -> name."""
+
+
 def build_engine(config: EngineConfig) -> GenerationEngine:
     """Build the generation engine that `config.rollout.engine` names.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -13,6 +14,7 @@ from ...codecs import messages
 from ..protocols import ActorInfo
 from ..remote_methods import decode_arguments, in_thread_of
 from ..rendezvous_store import RendezvousServer, RendezvousStore
+from .own_address import bind_process_groups, own_address
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
@@ -21,12 +23,24 @@ CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
 always the same, because a backend may be bound to the thread that built it."""
 
 
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Address of the server through which the train ranks find each other. Rank 0 runs the server and reports the
+    address, and the driver passes it on to the other ranks."""
+
+    host: str
+    """IP address of rank 0's host."""
+    port: int
+
+
 class TrainActor:
     """Hosts the TrainWorker of one rank, which `build` creates."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         torch.set_num_threads(setup.threads)
         self._setup = setup
+        self._address = own_address(one_host=setup.one_host)
+        """IP address of this host at which the other ranks and the engines reach this rank."""
         self._clock: int | None = None
         """Id of the CPU clock of the thread that runs the driver's calls; None before the first `info`."""
         self._rendezvous: RendezvousServer | None = None
@@ -66,26 +80,29 @@ class TrainActor:
         process is alive."""
         return 0 if self._clock is None else time.clock_gettime_ns(self._clock)
 
-    def open_rendezvous(self, host: str) -> int:
-        """Open the server through which the ranks find each other, on `host` and a free port, and return the port.
+    def open_rendezvous(self) -> MeetingPoint:
+        """Open the server through which the ranks find each other, on this host and a free port, and return where it
+        listens.
 
         Only rank 0 calls this. Raises OSError when listening fails.
         """
-        self._rendezvous = RendezvousServer(host, self._setup.data_plane.store.key)
-        return self._rendezvous.port
+        self._rendezvous = RendezvousServer(self._address, self._setup.data_plane.store.key)
+        return MeetingPoint(self._address, self._rendezvous.port)
 
-    def build(self, host: str, port: int) -> None:
+    def build(self, meeting_point: MeetingPoint | None) -> None:
         """Join the ranks' process group, if there are several ranks, and build the worker. The call is collective.
 
-        host, port: address of the server that rank 0 opened; ignored when there is only one rank.
+        meeting_point: what rank 0's `open_rendezvous` returned; None when there is only one rank.
         """
         setup = self._setup
-        if setup.world > 1:
+        bind_process_groups(self._address)
+        if meeting_point is not None:
             timeout = timedelta(seconds=setup.collective_timeout_s)
-            self._store = RendezvousStore(host, port, setup.data_plane.store.key, setup.collective_timeout_s)
+            key = setup.data_plane.store.key
+            self._store = RendezvousStore(meeting_point.host, meeting_point.port, key, setup.collective_timeout_s)
             kind = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(kind, store=self._store, rank=setup.rank, world_size=setup.world, timeout=timeout)
-        self._worker = TrainWorker(setup)
+        self._worker = TrainWorker(setup, self._address)
 
     def close(self) -> None:
         """Close the worker and leave the process group. Idempotent."""

@@ -20,6 +20,7 @@ from ..weights.config import SyncConfig
 from ..weights.publisher import WeightPublisher
 from ..weights.stream import SendReport
 from ..weights.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
+from .own_address import LOOPBACK
 from .reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
 
@@ -68,12 +69,15 @@ class WorkerSetup:
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
     """Function that builds the train backend, given the rank and the number of ranks."""
-    sender: Callable[[], WeightSender]
-    """Function that builds the sender of weight updates; called on rank 0 only."""
+    sender: Callable[[str], WeightSender]
+    """Function that builds the sender of weight updates, given the address at which engines reach this host; called on
+    rank 0 only."""
     sync: SyncConfig
     """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
+    one_host: bool = True
+    """True if all processes of the run are on one host; the rank then listens on loopback only."""
 
     @property
     def world(self) -> int:
@@ -106,12 +110,12 @@ class TrainWorker:
     called on rank 0 only.
     """
 
-    def __init__(self, setup: WorkerSetup, *, device: torch.device = CPU) -> None:
+    def __init__(self, setup: WorkerSetup, address: str = LOOPBACK, *, device: torch.device = CPU) -> None:
         """Build the reader, the backend and, on rank 0, the publisher of weights. The call is collective, and the
         ranks' process group must have been joined before.
 
-        device: device to which the reader delivers rows. It is the CPU in training, because the backends arrange the
-        rows in CPU memory.
+        address: IP address of this host at which engines reach rank 0. device: device to which the reader delivers
+        rows. It is the CPU in training, because the backends arrange the rows in CPU memory.
         """
         self._setup = setup
         self._name = setup.name
@@ -135,7 +139,7 @@ class TrainWorker:
         """Publisher of weight updates; None on all ranks except 0."""
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
-            self._publisher = WeightPublisher(setup.sender(), setup.sync, setup.bucket_bytes)
+            self._publisher = WeightPublisher(setup.sender(address), setup.sync, setup.bucket_bytes)
             self._parts.callback(self._publisher.close)
             self._publisher.reserve(self._specs)
         self._work: _Work | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from headrace.dataplane.errors import DirectoryLost, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.tests.dataplane.planes import put_one
 from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.two_hosts import needs_two_hosts
 
 pytestmark = pytest.mark.processes
 
@@ -180,9 +180,9 @@ with connect(sys.argv[1]) as client:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to make namespaces")
 @pytest.mark.parametrize("killed", ["here", "there"])
 def test_rows_go_from_host_to_host_and_the_death_of_a_unit_takes_its_own(killed: str) -> None:
+    needs_two_hosts()
     config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=16), timeout_s=20)
     with open_data_plane(config, run_id=fresh_run_id(), process=True, listen="127.0.0.1") as plane:
         with connect(plane.handle) as client:

@@ -41,17 +41,26 @@ def store(kind: str) -> tuple[str, ...]:
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """`headrace train examples/quickstart.yaml` in the background, small, in `run_dir`."""
-    # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", *_arguments(run_dir, overrides)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, env=_environment()
+        command(run_dir, *overrides),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=run_dir.parent,
+        env=environment(),
     )
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    """The command of a small run."""
+    # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
+    return ["env", "--default-signal=INT", sys.executable, "-m", *_arguments(run_dir, overrides)]
 
 
 def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, str]:
     """Exit code and output of a small run, which joins this process's Ray. The run's process is forked, too."""
     arguments = _arguments(run_dir, (shared_ray(), *overrides))
-    return forks.run(arguments, run_dir.parent, _environment(), timeout_s)
+    return forks.run(arguments, run_dir.parent, environment(), timeout_s)
 
 
 def _arguments(run_dir: Path, overrides: Sequence[str]) -> list[str]:
@@ -59,7 +68,8 @@ def _arguments(run_dir: Path, overrides: Sequence[str]) -> list[str]:
     return ["headrace.cli", "train", config, f"run.dir={run_dir}", *SMALL, *overrides]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The environment of a run's process."""
     return {**os.environ, "COLUMNS": "200"}
 
 
@@ -68,7 +78,7 @@ def run_each(folder: Path, variants: Mapping[str, Sequence[str]], timeout_s: flo
     `folder`."""
     config = str(ROOT / "examples" / "quickstart.yaml")
     arguments = [__name__, config, *SMALL, shared_ray(), str(folder), json.dumps(dict(variants))]
-    code, output = forks.run(arguments, folder, _environment(), timeout_s)
+    code, output = forks.run(arguments, folder, environment(), timeout_s)
     assert code == 0, output
 
 

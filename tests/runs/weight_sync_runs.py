@@ -63,7 +63,7 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
     folder.mkdir(parents=True, exist_ok=True)
     process_pool.end_ray()  # the run starts its own in this process
     process_pool.fork_ray_workers()
-    with launched(config, str(model), Tracer(0), folder) as started:
+    with launched(config, lambda: str(model), Tracer(0), folder) as started:
         yield started
 
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from ...actors.protocols import TrainBackend
 from .config import BackendConfig
 
+MODULES = {
+    "fsdp": f"{__package__}.fsdp.backend",
+    "megatron": f"{__package__}.megatron.backend",
+    "scripted": f"{__package__}.scripted",
+}
+"""Module of each kind of backend, which takes seconds to import: `trainer.backend` -> name."""
+
 
 def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
     """Build the train backend that `config` names, as rank `rank` of `world` ranks. Collective when `world` > 1.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
+from ...actors.engines.factory import MODULES as ENGINE_MODULES
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
 from ...actors.rollout.actor import RolloutSetup
@@ -17,13 +18,14 @@ from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
-from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.plans import Budget
 from ..advantages.factory import build_advantages
 from ..backends.config import BackendConfig
+from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend
 from ..base_model.prepare import model_config
 from ..config.config import Config
@@ -141,6 +143,24 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
     )
 
 
+def engine_modules(config: Config) -> tuple[str, ...]:
+    """Return the names of the modules that an actor with an engine needs and that take seconds to import."""
+    kind = "scripted" if config.run.replay else config.rollout.engine
+    return (ENGINE_MODULES[kind], *_model_modules(config, needed=kind == "hf"))
+
+
+def worker_modules(config: Config) -> tuple[str, ...]:
+    """Return the names of the modules that a train worker needs and that take seconds to import."""
+    kind = config.trainer.backend
+    return (BACKEND_MODULES[kind], *_model_modules(config, needed=kind == "fsdp"))
+
+
+def _model_modules(config: Config, *, needed: bool) -> tuple[str, ...]:
+    """Return the name of transformers' module with the model's code if it is needed and the model's type is known."""
+    kind = "qwen3" if config.model.builtin else model_config(config).get("model_type")
+    return (f"transformers.models.{kind}.modeling_{kind}",) if needed and kind else ()
+
+
 def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
     """Return the settings from which engine actor `index` builds itself."""
     name = f"engine {index}"
@@ -226,15 +246,12 @@ def tagged_rewards(config: Config) -> frozenset[str]:
 
 
 def worker_setup(
-    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, one_host: bool, device: str
 ) -> WorkerSetup:
-    """Return the settings from which train worker `rank` builds itself. host: address at which engines reach the
-    worker."""
+    """Return the settings from which train worker `rank` builds itself."""
     sync, kind = config.sync, transport(config, one_host=one_host)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
-    sender = SenderConfig(
-        handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device, key=handle.store.key
-    )
+    sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,
@@ -245,10 +262,16 @@ def worker_setup(
         collective_timeout_s=config.resources.collective_timeout_s,
         data_plane=handle,
         backend=partial(build_backend, backend_config(config, model)),
-        sender=partial(build_sender, kind, sender),
+        sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
+        one_host=one_host,
     )
+
+
+def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:
+    """Build the sender of weight transport `kind`, which engines reach at the IP address `host`."""
+    return build_sender(kind, replace(config, host=host))
 
 
 def bucket_mib(config: Config, kind: str, device: str) -> int:

@@ -87,13 +87,16 @@ class ActorHandle:
         handle of it."""
         self._start = start
         self._meter = meter
+        self.setup: Any = None
+        """Settings from which the actor is made, which `configure` sends to its process; None until they are known."""
         self.info = ActorInfo(name, 0, "not up yet")
         """Name, process id and host of the actor, as its process last reported them."""
         self.ray_actor = start()
         """Ray's own handle of the actor's current process."""
 
     def restart(self) -> None:
-        """Start a new process for the actor, without waiting for it. The caller must then call the actor's `build`."""
+        """Start a new process for the actor, without waiting for it. The caller must then call `configure` and
+        `build`."""
         self.ray_actor = self._start()
 
     def kill(self) -> None:
@@ -148,17 +151,27 @@ class ActorHandle:
         return decode_result(call.method, reply)
 
 
-def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float, *, bound: str = "") -> list[T]:
+def gather(
+    calls: Sequence[Call[T]],
+    stage: str,
+    timeout_s: float,
+    *,
+    bound: str = "",
+    on_result: Callable[[Call[T]], None] | None = None,
+) -> list[T]:
     """Wait for all calls; returns their results in order. The first failure of any call ends the wait at once.
 
-    bound: name of the config key that sets `timeout_s`, for the error message. Raises ActorFailed when an actor died,
-    raised an exception (see its `cause`), or did not answer within `timeout_s`.
+    bound: name of the config key that sets `timeout_s`, for the error message. on_result: callback for each call as it
+    succeeds. Raises ActorFailed when an actor died, raised an exception (see its `cause`), or did not answer within
+    `timeout_s`.
     """
     results = dict[Call[T], T]()
     for call, outcome in settled(calls, stage, timeout_s):
         if isinstance(outcome, ActorFailed):
             raise outcome
         results[call] = outcome
+        if on_result is not None:
+            on_result(call)
     late = [call.actor.info for call in calls if call not in results]
     if late:
         key = f" ({bound})" if bound else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
 from ...actors.engines.protocol import CommitReport, PauseMode, Prepared, SamplingParams
 from ...actors.protocols import ActorInfo
@@ -20,7 +21,7 @@ from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.report import RolloutReport, ValidationReport
 from ...actors.rollout.worker import RolloutWorker
-from ...actors.train.actor import TrainActor
+from ...actors.train.actor import MeetingPoint, TrainActor
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import TrainWorker, WorkerReport
 from ...actors.weights.stream import SendReport
@@ -32,6 +33,10 @@ class TrainHandle(ActorHandle):
     """Handle of one train rank. Its calls run one at a time in the order in which they were sent, except those of
     methods with the decorator `in_thread_of`, which run in threads of their own."""
 
+    def configure(self) -> Call[ActorInfo]:
+        """Send a new process its settings (`setup`), and ask for the actor's name, process id and host."""
+        return self.send(EarlyTrainActor.configure, encode_arguments([]), [self.setup])
+
     def ping(self) -> Call[ActorInfo]:
         """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""
         return self._call(TrainActor.info)
@@ -39,11 +44,11 @@ class TrainHandle(ActorHandle):
     def progress(self) -> Call[int]:
         return self._call(TrainActor.progress)
 
-    def open_rendezvous(self, host: str) -> Call[int]:
-        return self._call(TrainActor.open_rendezvous, host)
+    def open_rendezvous(self) -> Call[MeetingPoint]:
+        return self._call(TrainActor.open_rendezvous)
 
-    def build(self, host: str, port: int) -> Call[None]:
-        return self._call(TrainActor.build, host, port)
+    def build(self, meeting_point: MeetingPoint | None) -> Call[None]:
+        return self._call(TrainActor.build, meeting_point)
 
     def begin(self, shard: TrainShard) -> Call[None]:
         return self._call(TrainWorker.begin, shard)
@@ -93,6 +98,10 @@ class TrainHandle(ActorHandle):
 
 class EngineHandle(ActorHandle):
     """Handle of an actor with a generation engine. Its calls run concurrently."""
+
+    def configure(self) -> Call[ActorInfo]:
+        """Send a new process its settings (`setup`), and ask for the actor's name, process id and host."""
+        return self.send(EarlyEngineActor.configure, encode_arguments([]), [self.setup])
 
     def ping(self) -> Call[ActorInfo]:
         """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""

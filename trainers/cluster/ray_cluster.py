@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import psutil
 import ray
 from ray._private import parameter, worker
 
+from ..config.config import Config
 from ..errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,32 @@ class Demand:
             "train worker": self.train_workers,
         }
         return " + ".join(f"{count} {name}(s)" for name, count in parts.items() if count)
+
+
+def demand(config: Config) -> Demand:
+    """Return the logical CPUs that the actors request from Ray."""
+    rollout = config.rollout
+    return Demand(rollout.num_actors or 0, rollout.num_engines * rollout.tp, config.trainer.topology.world)
+
+
+def object_store_mib(config: Config) -> int:
+    """Return the size of Ray's object store in MiB: what Ray itself needs, plus the data plane's capacity if the data
+    plane stores its rows there."""
+    if config.dataplane.store.kind == "ray":
+        return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
+    return MIN_OBJECT_STORE_MIB
+
+
+def open_cluster(config: Config) -> Cluster:
+    """Join the Ray cluster that the configuration names, or start one. Raises UserError if it has too few CPUs."""
+    resources = config.resources
+    return Cluster(
+        address=resources.ray_address,
+        num_cpus=resources.num_cpus,
+        demand=demand(config),
+        namespace=f"headrace-{uuid.uuid4().hex[:8]}",
+        object_store_mib=object_store_mib(config),
+    )
 
 
 class Cluster:
@@ -93,13 +121,18 @@ class Cluster:
                 f"{demand} need a logical CPU each"
             )
 
+    def processes(self) -> set[psutil.Process]:
+        """Return the processes of the cluster that was started here, and all of their descendants; an empty set for
+        one that was joined."""
+        return {process for root in self._started for process in _family(root)}
+
     def close(self) -> None:
         """Disconnect from Ray. If the cluster was started here, its processes are stopped, and those that still run
         after 10 seconds are killed. Idempotent."""
         worker.print_to_stdstream = self._print
         if not ray.is_initialized():
             return
-        started = [process for root in self._started for process in _family(root)]
+        started = list(self.processes())
         with _own_signal_handlers():
             ray.shutdown()
         _, alive = psutil.wait_procs(started, timeout=10)

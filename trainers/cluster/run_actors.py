@@ -7,27 +7,34 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle as RayActor
 
+from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import CONCURRENCY, EngineActor
 from ...actors.protocols import ActorInfo
 from ...actors.rollout.actor import RolloutActor
-from ...actors.train.actor import CONCURRENCY_GROUPS, TrainActor
+from ...actors.train.actor import CONCURRENCY_GROUPS
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane
+from ...dataplane.handle import DataPlaneHandle
 from ..config.config import Config
 from ..errors import UserError
+from ..observe.start_times import StartTimes
 from . import actor_specs
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
 from .handles import EngineHandle, RolloutHandle, TrainHandle
-from .ray_cluster import Cluster, Demand
+from .ray_cluster import Cluster
 
 H = TypeVar("H", bound=ActorHandle)
 T = TypeVar("T")
+Spec = Callable[..., Any]
+"""Function that derives an actor's settings from the keyword arguments `model` (a local folder or hub id) and `handle`
+(the data plane's)."""
 
 _log = logging.getLogger(__name__)
 BY_START_TIMEOUT = "resources.start_timeout_s"
@@ -45,8 +52,6 @@ class RunActors:
     """The rollout actors. If they embed the engines, they are also the actors behind `engines`."""
     workers: list[TrainHandle]
     """The train workers, in rank order."""
-    host: str
-    """Address at which train workers reach rank 0."""
     max_replaced: int
     """Largest number of rollout actors and engines that may be replaced, counted together."""
     data_notes: tuple[str, ...]
@@ -95,8 +100,8 @@ class RunActors:
             tell(str(failure))
         handle.kill()
         handle.restart()
-        _started([handle.build()], "replace", self.start_timeout_s)
         _identify([handle], "replace", self.start_timeout_s)
+        _started([handle.build()], "replace", self.start_timeout_s)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
             engines = [engine.handle for engine in self.engines.active]
             _started([handle.set_engines(engines)], "replace", self.start_timeout_s)
@@ -131,7 +136,7 @@ class RunActors:
             worker.kill()
             worker.restart()
         _identify(self.workers, "start", self.start_timeout_s)
-        _build(self.host, [], self.workers, self.start_timeout_s)
+        _build([], self.workers, self.start_timeout_s, StartTimes())
         self._tell()
 
     def _tell(self) -> None:
@@ -139,123 +144,144 @@ class RunActors:
             call()
 
 
-def demand(config: Config) -> Demand:
-    """Return the logical CPUs that the actors request from Ray."""
-    rollout = config.rollout
-    return Demand(rollout.num_actors or 0, rollout.num_engines * rollout.tp, config.trainer.topology.world)
+class StartingActors:
+    """The actors of a run from the start of their processes until they are built. Their processes start, and import
+    what they need, while the data plane starts and the model is prepared."""
+
+    def __init__(self, config: Config, starter: _ActorStarter) -> None:
+        self._config = config
+        self._starter = starter
+        self.hosts: Sequence[EngineHandle]
+        """Actors with an engine: engine actors, or rollout actors that embed one."""
+        if config.rollout.num_actors is None:
+            self.hosts = self.rollouts = [starter.embedding_rollout(i) for i in range(config.rollout.num_engines)]
+        else:
+            self.hosts = [starter.engine(index) for index in range(config.rollout.num_engines)]
+            self.rollouts = [starter.rollout(index) for index in range(config.rollout.num_actors)]
+        self.workers = [starter.worker(rank) for rank in range(config.trainer.topology.world)]
+
+    def build(self, model: str, plane: DataPlane, times: StartTimes) -> RunActors:
+        """Build all actors, side by side. model: a local folder or hub id. times: told when each actor is built.
+
+        Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and
+        ActorFailed when an actor does not start.
+        """
+        config, timeout_s = self._config, self._config.resources.start_timeout_s
+        self._starter.configure(model, plane.handle)
+        generators = list(dict.fromkeys([*self.hosts, *self.rollouts]))
+        _identify([*generators, *self.workers], "start", timeout_s)
+        times.mark("processes")
+        _build(generators, self.workers, timeout_s, times)
+        counts = [host.num_workers() for host in self.hosts]
+        asked = self.rollouts[0].data_notes()
+        embedded = config.rollout.num_actors is None
+        pairs = zip(self.hosts, _started(counts, "start", timeout_s), strict=True)
+        engines = EnginePool([Engine(host, count) for host, count in pairs], embedded)
+        if not embedded:
+            _introduce(engines, self.rollouts, timeout_s)
+        [data_notes] = _started([asked], "start", timeout_s)
+        return RunActors(engines, self.rollouts, self.workers, config.run.max_restarts, data_notes, timeout_s)
 
 
-def start_actors(
-    config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
-) -> RunActors:
-    """Start and build all actors. model: a local folder or hub id. stack: kills the actors when it is closed.
-
-    Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and ActorFailed
-    when an actor does not start.
-    """
-    starter = _ActorStarter(config, model, plane, cluster, meter, stack)
-    hosts: Sequence[EngineHandle]
-    if config.rollout.num_actors is None:
-        hosts = rollouts = [starter.embedding_rollout(index) for index in range(config.rollout.num_engines)]
-    else:
-        hosts = [starter.engine(index) for index in range(config.rollout.num_engines)]
-        rollouts = [starter.rollout(index) for index in range(config.rollout.num_actors)]
-    workers = [starter.worker(rank) for rank in range(config.trainer.topology.world)]
-    generators = list(dict.fromkeys([*hosts, *rollouts]))
-    timeout_s = config.resources.start_timeout_s
-    _identify([*generators, *workers], "start", timeout_s)
-    _build(starter.host, generators, workers, timeout_s)
-    counts = _started([host.num_workers() for host in hosts], "start", timeout_s)
-    embedded = config.rollout.num_actors is None
-    engines = EnginePool([Engine(host, count) for host, count in zip(hosts, counts, strict=True)], embedded)
-    if not embedded:
-        _introduce(engines, rollouts, timeout_s)
-    [data_notes] = gather([rollouts[0].data_notes()], "start", timeout_s)
-    return RunActors(engines, rollouts, workers, starter.host, config.run.max_restarts, data_notes, timeout_s)
+def start_actors(config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack) -> StartingActors:
+    """Start the processes of all actors, without waiting for them. stack: kills the actors when it is closed."""
+    return StartingActors(config, _ActorStarter(config, cluster, meter, stack))
 
 
 class _ActorStarter:
     """Starts actors, one per call. Closing the caller's exit stack kills them."""
 
-    def __init__(
-        self, config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
-    ) -> None:
+    def __init__(self, config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack) -> None:
         self._config = config
-        self._model = model
-        self._data_plane = plane.handle
         self._meter = meter
         self._stack = stack
+        self._specs: list[tuple[ActorHandle, Spec]] = []
+        """Each actor started so far, with the function that derives its settings."""
         needed = config.rollout.num_engines * config.rollout.tp + config.trainer.topology.world
         self._gpus = min(1.0, cluster.num_gpus / needed)
         self._device = "cuda:0" if self._gpus else "cpu"
         self._one_host = cluster.num_nodes == 1
-        self.host = host_address(cluster)
-        """Address at which the run's processes reach this host."""
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
         tp = self._config.rollout.tp
-        setup = actor_specs.engine_setup(self._config, index, self._model, self._data_plane, self._device)
-        return self._start(EngineHandle, EngineActor, setup, tp, self._gpus * tp, max_concurrency=CONCURRENCY)
+        spec = partial(actor_specs.engine_setup, self._config, index, device=self._device)
+        host = (EngineActor, actor_specs.engine_modules(self._config))
+        handle = self._start(
+            EngineHandle, EarlyEngineActor, host, f"engine {index}", tp, self._gpus * tp, max_concurrency=CONCURRENCY
+        )
+        return self._with(spec, handle)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
         tp = self._config.rollout.tp
-        setup = actor_specs.rollout_setup(self._config, index, self._model, self._data_plane, self._device)
-        return self._start(RolloutHandle, RolloutActor, setup, tp, self._gpus * tp)
+        spec = partial(actor_specs.rollout_setup, self._config, index, device=self._device)
+        host = (RolloutActor, actor_specs.engine_modules(self._config))
+        handle = self._start(RolloutHandle, EarlyEngineActor, host, f"rollout {index}", tp, self._gpus * tp)
+        return self._with(spec, handle)
 
     def rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds no engine; returns its handle."""
-        setup = actor_specs.rollout_setup(self._config, index, self._model, self._data_plane, None)
-        return self._start(RolloutHandle, RolloutActor, setup, 1, 0.0)
+        spec = partial(actor_specs.rollout_setup, self._config, index, device=None)
+        handle = self._start(RolloutHandle, EarlyEngineActor, (RolloutActor, ()), f"rollout {index}", 1, 0.0)
+        return self._with(spec, handle)
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
-        setup = actor_specs.worker_setup(
-            self._config,
-            rank,
-            self._model,
-            self._data_plane,
-            host=self.host,
-            one_host=self._one_host,
-            device=self._device,
-        )
-        return self._start(TrainHandle, TrainActor, setup, 1, self._gpus, concurrency_groups=CONCURRENCY_GROUPS)
+        spec = partial(actor_specs.worker_setup, self._config, rank, one_host=self._one_host, device=self._device)
+        modules = actor_specs.worker_modules(self._config)
+        groups = {"concurrency_groups": CONCURRENCY_GROUPS}
+        handle = self._start(TrainHandle, EarlyTrainActor, (modules,), f"train worker {rank}", 1, self._gpus, **groups)
+        return self._with(spec, handle)
 
-    def _start(self, handle: type[H], host: type, setup: Any, cpus: int, gpus: float, **options: Any) -> H:
+    def configure(self, model: str, plane: DataPlaneHandle) -> None:
+        """Give every actor's handle the settings of the actor. model: a local folder or hub id."""
+        for handle, spec in self._specs:
+            handle.setup = spec(model=model, handle=plane)
+
+    def _with(self, spec: Spec, handle: H) -> H:
+        """Note the function that derives the settings of the actor behind `handle`, and return the handle."""
+        self._specs.append((handle, spec))
+        return handle
+
+    def _start(
+        self, handle: type[H], host: type, arguments: Sequence[Any], name: str, cpus: int, gpus: float, **options: Any
+    ) -> H:
         def start() -> Any:
-            actor = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options)(host).remote(setup)
+            actor = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options)(host).remote(*arguments)
             self._stack.callback(ray.kill, cast(RayActor, actor), no_restart=True)
             return actor
 
-        return handle(start, setup.name, self._meter)
+        return handle(start, name, self._meter)
 
 
-def host_address(cluster: Cluster) -> str:
-    """Return the address at which the run's processes reach this host."""
-    return ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
-
-
-def _started(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
+def _started(
+    calls: Sequence[Call[T]], stage: str, timeout_s: float, on_result: Callable[[Call[T]], None] | None = None
+) -> list[T]:
     """Wait for calls that are part of starting actors, and return their results in order. Raises ActorFailed if a call
-    fails, or after `timeout_s`; the message then names `resources.start_timeout_s`."""
-    return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT)
+    fails, or after `timeout_s`; the message then names `resources.start_timeout_s`. on_result: callback for each call
+    that has succeeded."""
+    return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT, on_result=on_result)
 
 
 def _identify(handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float) -> None:
-    """Wait until the processes of all `handles` answer, and store their names, process ids and hosts."""
-    infos = _started([handle.ping() for handle in handles], stage, timeout_s)
+    """Send the new processes of all `handles` their settings, wait until they answer, and store their names, process
+    ids and hosts."""
+    infos = _started([handle.configure() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
 
 
-def _build(host: str, generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float) -> None:
-    port = 0
+def _build(
+    generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float, times: StartTimes
+) -> None:
+    builds: list[Call[None]] = [handle.build() for handle in generators]  # they go on while rank 0 opens its server
+    meeting_point = None
     if len(workers) > 1:
-        [port] = _started([workers[0].open_rendezvous(host)], "start", timeout_s)
-    builds = [handle.build() for handle in generators] + [worker.build(host, port) for worker in workers]
+        [meeting_point] = _started([workers[0].open_rendezvous()], "start", timeout_s)
+    builds += [worker.build(meeting_point) for worker in workers]
     try:
-        _started(builds, "start", timeout_s)
+        _started(builds, "start", timeout_s, lambda call: times.mark(call.actor.info.name))
     except ActorFailed as error:
         if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
             raise UserError(str(error.cause)) from error

@@ -6,7 +6,7 @@ import gc
 import math
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
-from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
-from ..cluster.run_actors import RunActors, demand, start_actors
+from ..cluster.ray_cluster import Cluster, open_cluster
+from ..cluster.run_actors import RunActors, start_actors
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
@@ -37,11 +37,12 @@ from ..observe.prometheus import PrometheusEndpoint
 from ..observe.report import write_report
 from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
+from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
-from .preflight import check_start
+from .preflight import check_prompts, check_quickly
 from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
@@ -58,11 +59,18 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     RunStuck if the watchdog stopped the run. In every case, the processes, shared memory and ports of the run are gone
     afterwards.
     """
+    return go_on_training(config, resume=resume, cluster=None, times=StartTimes())
+
+
+def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, times: StartTimes) -> Path:
+    """Do what `run_training` does, in a start that has begun. cluster: a Ray cluster that this process has started for
+    the run, which the caller closes; None opens one. times: times of the start so far."""
     config = with_run_dir(config)
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
     if problems:
         raise ConfigError(problems)
-    check_start(config, resume=resume)
+    check_quickly(config, resume=resume)
+    times.mark("checks")
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         if resume and (done := _steps_done(folder)) >= steps:
@@ -73,14 +81,14 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
             return folder.path
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
-            under_watchdog(config, folder.path) as watch,
+            under_watchdog(config, folder.path, cluster.processes() if cluster else ()) as watch,
         ):
             for line in cautions(config):
                 progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             try:
-                _Training(config, folder, endpoint, progress, watch).run(resume)
+                _Training(config, folder, endpoint, progress, watch, times, cluster).run(resume)
             finally:
                 tell_how_to_go_on(folder, progress)
     return folder.path
@@ -113,6 +121,8 @@ class _Training:
         endpoint: PrometheusEndpoint,
         progress: Progress,
         watch: WatchdogProcess,
+        times: StartTimes,
+        cluster: Cluster | None,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -120,6 +130,10 @@ class _Training:
         self._progress = progress
         self._watch = watch
         self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
+        self._cluster = cluster
+        """Open Ray cluster for the first launch; None opens one."""
+        self._times = times
+        """Times of the next start; after a restart they count from there."""
         self._restarts = 0
         """Number of restarts from a checkpoint; counts against run.max_restarts."""
         self._replaced = 0
@@ -133,10 +147,8 @@ class _Training:
     def run(self, resume: bool) -> None:
         """Train to the end and complete the run folder. With `resume`, begin at the newest checkpoint."""
         state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else grpo.State()
-        self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be fetched, or warmed up
-        model = prepare_model(self._config, self._folder, self._progress)
         while True:
-            lost = self._attempt(model, state)
+            lost = self._attempt(state)
             if lost is None:
                 break
             gc.collect()  # handles of the Ray that is gone must not meet the next one
@@ -147,13 +159,38 @@ class _Training:
         write_report(self._folder.path)
         self._progress.message(f"report: {self._folder.report_path}")
 
-    def _attempt(self, model: str, state: grpo.State) -> str | None:
+    def _check_prompts(self) -> None:
+        """Raise ConfigError if tokenizer or prompts cannot be used. A no-op once the run has begun."""
+        if not self._begun:
+            self._watch.heartbeat.enter("checking the prompts", math.inf)  # they may be on a slow disk
+            check_prompts(self._config)
+
+    def _prepare(self) -> str:
+        """Return the model to start from, a local folder or hub id, after making it if need be."""
+        self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be warmed up for long
+        model = prepare_model(self._config, self._folder, self._progress)
+        self._progress.phase("building the actors")
+        return model
+
+    def _attempt(self, state: grpo.State) -> str | None:
         """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
         process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
         config, lost = self._config, None
         self._progress.phase("starting Ray, data plane and actors")
         try:
-            with launched(config, model, self._tracer, self._folder.path, self._watch) as run:
+            times, self._times = self._times, StartTimes()
+            cluster, self._cluster = self._cluster, None
+            with launched(
+                config,
+                self._prepare,
+                self._tracer,
+                self._folder.path,
+                self._watch,
+                cluster=cluster,
+                check=self._check_prompts,
+                times=times,
+            ) as run:
+                self._tell_start(times, state)
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
@@ -170,6 +207,12 @@ class _Training:
             if lost is None or not self._begun or left <= 0 or self._watch.reason() is not None:
                 raise
         return lost
+
+    def _tell_start(self, times: StartTimes, state: grpo.State) -> None:
+        """Write into the metrics, and tell the user, when each part of the start has ended."""
+        times.mark("ready")
+        self._folder.metrics.event("start", state.step, **times.figures())
+        self._progress.message(str(times))
 
     def _train(self, run: grpo.Run, state: grpo.State) -> None:
         config, folder = self._config, self._folder
@@ -286,46 +329,49 @@ class _Training:
 @contextmanager
 def launched(
     config: Config,
-    model: str,
+    prepare: Callable[[], str],
     tracer: Tracer,
     folder: Path,
     watch: WatchdogProcess | None = None,
+    *,
+    cluster: Cluster | None = None,
+    check: Callable[[], None] = lambda: None,
+    times: StartTimes | None = None,
 ) -> Iterator[grpo.Run]:
     """Context manager that starts Ray, the data plane and all actors, yields a `Run` that is ready to train, and stops
     everything on leaving, also after an error.
 
-    watch: the watchdog, which is told about the processes; None for a run without one.
+    prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
+    watch: the watchdog, which is told about the processes; None for a run without one. cluster: an open cluster, which
+    is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called
+    once the actors' processes are starting. times: told when each part of the start has ended.
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
+    times = times or StartTimes()
     start_s = config.resources.start_timeout_s
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
         heartbeat.enter("starting Ray", start_s)
-        cluster = Cluster(
-            address=config.resources.ray_address,
-            num_cpus=config.resources.num_cpus,
-            demand=demand(config),
-            namespace=f"headrace-{run_id}",
-            object_store_mib=object_store_mib(config),
-        )
+        cluster = cluster or open_cluster(config)
         stack.callback(cluster.close)
+        meter = DriverMeter()
+        ending_actors = ExitStack()
+        stack.callback(ending_actors.close)
+        starting = start_actors(config, cluster, meter, ending_actors)
+        check()
         heartbeat.enter("starting the data plane", start_s)
-        plane = stack.enter_context(
-            open_data_plane(
-                actor_specs.data_plane(config),
-                run_id=run_id,
-                one_host=cluster.num_nodes == 1,
-                start_timeout_s=start_s,
-            )
-        )
+        plane = stack.enter_context(_opened(config, run_id, one_host=cluster.num_nodes == 1))
+        times.mark("data plane")
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)
+        stack.callback(ending_actors.close)  # once more, so that they end before the data plane, which they use
         if watch is not None:
             watch.opened(plane.handle)
-        meter = DriverMeter()
-        heartbeat.enter("starting the actors", 4 * start_s)  # its four waits in a row
-        actors = start_actors(config, model, plane, cluster, meter, stack)
+        model = prepare()
+        times.mark("model")
+        heartbeat.enter("starting the actors", 4 * start_s)  # its waits in a row
+        actors = starting.build(model, plane, times)
 
         def tell() -> None:
             write_actors(folder, run_id, everyone(plane, actors))
@@ -360,6 +406,21 @@ def launched(
         )
 
 
+def _opened(config: Config, run_id: str, *, one_host: bool) -> DataPlane:
+    """Open the run's data plane. Raises UserError if a host cannot provide what the configuration asks for."""
+    try:
+        return open_data_plane(
+            actor_specs.data_plane(config),
+            run_id=run_id,
+            one_host=one_host,
+            start_timeout_s=config.resources.start_timeout_s,
+        )
+    except DataPlaneError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
     """Return (name, process id, host) of every process of the run."""
     hosts = [(name, pid, plane.host) for name, pid in plane.processes().items()]
@@ -369,11 +430,3 @@ def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
 def needed_processes(folder: Path) -> dict[str, int]:
     """Return the run's processes on this host, read from actors.json in the run folder: name -> process id."""
     return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
-
-
-def object_store_mib(config: Config) -> int:
-    """Return the size of Ray's object store in MiB: what Ray itself needs, plus the data plane's capacity if the data
-    plane stores its rows there."""
-    if config.dataplane.store.kind == "ray":
-        return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
-    return MIN_OBJECT_STORE_MIB

@@ -1,4 +1,4 @@
-"""Checks a run before Ray starts, as far as its configuration, the model's files, the data and this machine allow."""
+"""Checks a run before its actors are built, as far as its configuration, its files and this machine allow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,23 @@ from .extras import check_extras
 READ_PROMPTS = 10_000
 """Largest number of prompts in a source that is read to check their lengths. Reading that many takes about 4 seconds
 for prompts of 200 tokens."""
+Check = Callable[[Config], list[str] | None]
+"""Function that raises ValueError or ConfigError if a run cannot work, and returns what only the run itself can
+check."""
 CONNECT_TIMEOUT_S = 5.0
 """Seconds within which the cluster at `resources.ray_address` must accept a connection."""
+
+
+def check_quickly(config: Config, *, resume: bool = False) -> None:
+    """Check what `check_start` checks, but for the prompts, which take seconds to read. If something is wrong, the
+    prompts are checked, too, so that the ConfigError has all mistakes. The caller must then call `check_prompts`."""
+    _check(config, _quick_checks(resume), otherwise=(_check_prompts,))
+
+
+def check_prompts(config: Config) -> None:
+    """Check the tokenizer and the prompts of a run that `check_quickly` has found in order. Raises ConfigError as
+    `check_start` does."""
+    _check(config, [_check_prompts])
 
 
 def check_start(config: Config, *, resume: bool = False) -> list[str]:
@@ -42,8 +57,11 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
     Returns one line for each check that only the run itself can make, for example because the model is not on this
     machine yet. config: must have `run.dir` set, see `with_run_dir`.
     """
-    check_extras(config)
-    checks: list[Callable[[Config], list[str] | None]] = [
+    return _check(config, [*_quick_checks(resume), _check_prompts])
+
+
+def _quick_checks(resume: bool) -> list[Check]:
+    return [
         lambda config: _check_run_dir(config, resume=resume),
         check_model,
         _check_rewards,
@@ -52,11 +70,17 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
         _check_ray_address,
         _check_store,
         _check_memory,
-        _check_prompts,
     ]
+
+
+def _check(config: Config, checks: Sequence[Check], otherwise: Sequence[Check] = ()) -> list[str]:
+    """Run all checks, and `otherwise` as well if one of them fails. Returns the lines that the checks return."""
+    check_extras(config)
     problems: list[str] = []
     left: list[str] = []
-    for check in checks:
+    for check in (*checks, *otherwise):
+        if check in otherwise and not problems:
+            break
         try:
             left += check(config) or []
         except ConfigError as error:

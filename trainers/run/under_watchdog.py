@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -39,8 +39,9 @@ class RunStuck(RuntimeError):
 class WatchdogProcess:
     """The driver's side of a run's watchdog process, with the heartbeat that the watchdog reads."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        """Start the watchdog process, unless `resources.watchdog` is off."""
+    def __init__(self, config: Config, folder: Path, own: Collection[psutil.Process] = ()) -> None:
+        """Start the watchdog process, unless `resources.watchdog` is off. own: processes of the run that this process
+        has started before."""
         bound_s = config.resources.stage_timeout_s
         self.heartbeat = Heartbeat(bound_s=bound_s)
         self._folder = folder
@@ -59,7 +60,7 @@ class WatchdogProcess:
         self._descriptor = shared_memory()
         try:
             self.heartbeat = Heartbeat(self._descriptor, bound_s=bound_s)
-            self._command = _command(config, folder, self._descriptor)
+            self._command = _command(config, folder, self._descriptor, own)
             self._process = _start(self._command, self._descriptor)
         except BaseException:
             os.close(self._descriptor)
@@ -134,10 +135,10 @@ class WatchdogProcess:
 
 
 @contextmanager
-def under_watchdog(config: Config, folder: Path) -> Iterator[WatchdogProcess]:
+def under_watchdog(config: Config, folder: Path, own: Collection[psutil.Process] = ()) -> Iterator[WatchdogProcess]:
     """Context manager that runs a watchdog for the run in `folder`. If the watchdog stops the run, raises RunStuck in
-    place of the run's own error."""
-    under = WatchdogProcess(config, folder)
+    place of the run's own error. own: processes of the run that this process has started before."""
+    under = WatchdogProcess(config, folder, own)
     try:
         yield under
     except BaseException as error:
@@ -149,9 +150,10 @@ def under_watchdog(config: Config, folder: Path) -> Iterator[WatchdogProcess]:
         under.close()
 
 
-def _command(config: Config, folder: Path, descriptor: int) -> list[str]:
+def _command(config: Config, folder: Path, descriptor: int, own: Collection[psutil.Process]) -> list[str]:
+    strangers = [child for child in psutil.Process().children(recursive=True) if child not in own]
     options = {
-        "strangers": ",".join(str(child.pid) for child in psutil.Process().children(recursive=True)),
+        "strangers": ",".join(str(stranger.pid) for stranger in strangers),
         "margin-s": watchdog.MARGIN_S,
         "grace-s": watchdog.GRACE_S,
         "groups": config.algorithm.prompts_per_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -34,7 +35,7 @@ class UnitActor:
         try:
             self._unit = StorageUnit(run_id, name, key, ray.util.get_node_ip_address(), capacity_bytes)
         except ValueError as error:
-            return error
+            return ValueError(f"{error} (on host {platform.node()})")
         return self._unit.address
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
-from headrace.actors.train.actor import CONCURRENCY_GROUPS, TrainActor
+from headrace.actors.train.actor import CONCURRENCY_GROUPS, MeetingPoint, TrainActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import PREV, REF, TrainWorker, WorkerReport, WorkerSetup
 from headrace.actors.weights.config import SyncConfig
@@ -64,12 +64,12 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             collective_timeout_s=step.timeout_s,
             data_plane=step.handle,
             backend=lambda _rank, _world, backend=backend: backend,
-            sender=lambda sender=sender: sender,
+            sender=lambda _host, sender=sender: sender,
             sync=SYNC,
             bucket_bytes=256,
         )
         actor = TrainActor(setup)
-        actor.build("127.0.0.1", _port(actor, rank, folder / name))
+        actor.build(_meeting_point(actor, rank, folder / name))
         worker = actor.worker
         found[name] = {"early": raised(worker.accumulate)[:2]}
         worker.begin(step.shards[rank])
@@ -114,22 +114,26 @@ def _sync(worker: TrainWorker, rank: int, sender: MemorySender) -> dict[str, Any
     return found
 
 
-def _port(actor: TrainActor, rank: int, path: Path) -> int:
-    """The rendezvous's, told by rank 0 through a file."""
+def _meeting_point(actor: TrainActor, rank: int, path: Path) -> MeetingPoint:
+    """Where rank 0 listens, told by it through a file."""
     if rank == 0:
-        port = actor.open_rendezvous("127.0.0.1")
-        path.with_suffix(".draft").write_text(str(port))
+        told = messages.encode(actor.open_rendezvous())
+        path.with_suffix(".draft").write_bytes(told)
         path.with_suffix(".draft").rename(path)
     deadline = time.monotonic() + 30
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return int(path.read_text())
+    return messages.decode(path.read_bytes(), MeetingPoint)
 
 
 def alone(handle: DataPlaneHandle, backend: Any) -> WorkerSetup:
     """The only rank there is."""
-    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, 5.0, handle, backend, MemorySender, SYNC, 256)
+
+    def sender(_host: str) -> MemorySender:
+        return MemorySender()
+
+    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, 5.0, handle, backend, sender, SYNC, 256)
 
 
 @pytest.mark.processes
@@ -248,7 +252,7 @@ def test_close_closes_all_though_one_fails(handle: DataPlaneHandle) -> None:
             raise FloatingPointError("by chance")
 
     sender, backend = MemorySender(), Broken(True, None)
-    worker = TrainWorker(replace(alone(handle, lambda _rank, _world: backend), sender=lambda: sender))
+    worker = TrainWorker(replace(alone(handle, lambda _rank, _world: backend), sender=lambda _host: sender))
     client = worker._client
     with pytest.raises(FloatingPointError, match="by chance"):
         worker.close()
@@ -303,7 +307,7 @@ def test_weights_are_sent_again_by_an_actor_that_trains(
         def got(call: Call[T]) -> T:
             return gather([call], "test", 60)[0]
 
-        got(worker.build("", 0))
+        got(worker.build(None))
         got(worker.begin(step.shards[0]))
         for field_name in (PREV, REF):
             got(worker.write_logprobs(field_name))

@@ -36,9 +36,7 @@ class Run:
         for index, engine in enumerate(engines):
             engine.handle.restart = lambda index=index: self.restarted(index)
         self.rollout = fake_ray.rollout(lambda method: 7)
-        self.actors = RunActors(
-            EnginePool(engines, embedded=False), [self.rollout], [], "127.0.0.1", max_replaced, (), BOUND_S
-        )
+        self.actors = RunActors(EnginePool(engines, embedded=False), [self.rollout], [], max_replaced, (), BOUND_S)
         self.actors.on_death.append(lambda died: self.events.append(f"died: {died}"))
         stages = Stages(Tracer(0), Heartbeat())
         self.pool = RolloutPool(self.actors, None, stages, BOUND_S)  # pyright: ignore[reportArgumentType]
@@ -46,7 +44,7 @@ class Run:
 
     def answer(self, index: int) -> fake_ray.Answer:
         def answer(method: str) -> Any:
-            if method == "info":
+            if method in ("info", "configure"):
                 return calls.ActorInfo(f"engine {index}", 1, "here")
             return self.gone.get(index, int(self.now) if method == "progress" else None)
 

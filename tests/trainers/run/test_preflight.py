@@ -1,4 +1,4 @@
-"""Mistakes are told before Ray starts, by the dry run and by the start alike, and leave no folder behind."""
+"""Mistakes are told before an actor is built, by the dry run and by the start alike, and leave no folder behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -16,10 +17,10 @@ from headrace.cli import main
 from headrace.dataplane.stores import shm_folder
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.base_model.warmup import make_tokenizer
-from headrace.trainers.config.config import with_run_dir
+from headrace.trainers.config.config import Config, with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
-from headrace.trainers.run import preflight
+from headrace.trainers.run import early_ray, launch, preflight
 from headrace.trainers.run.preflight import check_start
 
 REWARDS = """
@@ -147,12 +148,42 @@ def test_a_mistake_is_told_by_the_dry_run_and_by_the_start(
     damage, overrides, sentence = MISTAKES[name]
     damage(place)
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray is started"))
+    clusters = fake_clusters(monkeypatch)
     before = {path.name for path in place.iterdir()}
-    for more in (["--dry-run"], []):
+    for more in (["--dry-run"], ["resources.watchdog=false"]):
         assert main(["train", "run.yaml", "run.dir=run", *overrides, *more]) == 2
         error = capsys.readouterr().err
         assert sentence in error and error.startswith("headrace: ") and "Traceback" not in error
         assert {path.name for path in place.iterdir()} - {"__pycache__"} == before
+    assert len(clusters) == (0 if name.startswith("ray") else 1), "Ray starts beside the checks, but for a dry run"
+    assert all(cluster.closed for cluster in clusters)
+
+
+class FakeCluster:
+    """Ray as the start sees it until the prompts are checked."""
+
+    def __init__(self, config: Config) -> None:
+        self.closed = False
+        self.num_nodes, self.num_gpus = 1, 0
+
+    def processes(self) -> set[psutil.Process]:
+        return set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_clusters(monkeypatch: pytest.MonkeyPatch) -> list[FakeCluster]:
+    """Have a start open fake clusters, which the list gets, and no actors."""
+    opened: list[FakeCluster] = []
+
+    def open_cluster(config: Config) -> FakeCluster:
+        opened.append(FakeCluster(config))
+        return opened[-1]
+
+    monkeypatch.setattr(early_ray, "open_cluster", open_cluster)
+    monkeypatch.setattr(launch, "start_actors", lambda *_: None)
+    return opened
 
 
 def test_all_mistakes_are_told_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

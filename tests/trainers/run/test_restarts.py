@@ -78,7 +78,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunActors]:
             return progress
 
         workers = [fake_ray.worker(answer(rank, after), rank) for rank, after in enumerate(dies_after)]
-        return RunActors(EnginePool([], True), [], workers, "127.0.0.1", 3, (), 300.0)
+        return RunActors(EnginePool([], True), [], workers, 3, (), 300.0)
 
     return make
 

@@ -1,0 +1,73 @@
+"""Ray actors that start before their settings are known, and import what they will need in the meantime.
+
+A process and its imports take seconds, and so do the data plane and the model, which an actor's settings name. So the
+driver starts the processes first. `configure` then delivers the settings, from which the actual actor is made, and all
+later calls go to that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..codecs import messages
+from ..codecs.imports import import_ahead
+from .engine_actor import EngineHost, EngineSetup
+from .protocols import ActorInfo
+from .rollout.actor import RolloutSetup
+from .train.actor import TrainActor
+from .train.worker import WorkerSetup
+
+CONFIGURE = "configure"
+"""Name of the call that delivers the settings."""
+
+
+class EarlyEngineActor:
+    """Asynchronous Ray actor that becomes an EngineActor or a RolloutActor once it is configured."""
+
+    def __init__(self, host: Callable[[Any], EngineHost], modules: Sequence[str]) -> None:
+        """Start to import `modules`. host: function that makes the actual actor from its settings."""
+        self._host = host
+        self._imports = import_ahead(modules)
+        self._actor: EngineHost | None = None
+
+    async def call(self, method: str, message: bytes, *arguments: Any) -> bytes:
+        """Run a call: `configure`, or a method of the actual actor (see `EngineHost.call`), which waits until all
+        modules are imported. Raises RuntimeError for a method that is called before `configure`."""
+        if method == CONFIGURE:
+            return messages.encode(self.configure(*arguments))
+        if self._actor is None:
+            raise RuntimeError(f"{method}: not configured yet (configure comes first)")
+        if self._imports.is_alive():
+            await asyncio.to_thread(self._imports.join)
+        return await self._actor.call(method, message, *arguments)
+
+    def configure(self, setup: EngineSetup | RolloutSetup) -> ActorInfo:
+        """Make the actual actor from its settings, and return its name and the process id and host of this process."""
+        self._actor = self._host(setup)
+        return ActorInfo.here(setup.name)
+
+
+class EarlyTrainActor:
+    """Ray actor that becomes a TrainActor once it is configured."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Start to import `modules`."""
+        self._imports = import_ahead(modules)
+        self._actor: TrainActor | None = None
+
+    def call(self, method: str, message: bytes, *arguments: Any) -> bytes:
+        """Run a call: `configure`, or a method of the actual actor (see `TrainActor.call`), which waits until all
+        modules are imported. Raises RuntimeError for a method that is called before `configure`."""
+        if method == CONFIGURE:
+            return messages.encode(self.configure(*arguments))
+        if self._actor is None:
+            raise RuntimeError(f"{method}: not configured yet (configure comes first)")
+        self._imports.join()
+        return self._actor.call(method, message)
+
+    def configure(self, setup: WorkerSetup) -> ActorInfo:
+        """Make the actual actor from its settings, and return its name and the process id and host of this process."""
+        self._actor = TrainActor(setup)
+        return self._actor.info()

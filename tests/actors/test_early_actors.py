@@ -1,0 +1,64 @@
+"""Actors that start before their settings are known."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pytest
+
+from headrace.actors import early_actors
+from headrace.actors.early_actors import EarlyEngineActor, EarlyTrainActor
+from headrace.actors.engine_actor import EngineActor, EngineSetup
+from headrace.actors.engines.config import ModelConfig, RolloutConfig
+from headrace.actors.engines.factory import MODULES, EngineConfig
+from headrace.actors.protocols import ActorInfo
+from headrace.actors.remote_methods import decode_result, encode_arguments
+from headrace.codecs import messages
+from headrace.codecs.imports import import_ahead
+
+NOTHING = encode_arguments([])
+
+
+def test_an_engine_actor_answers_once_it_is_configured() -> None:
+    actor = EarlyEngineActor(EngineActor, [MODULES["scripted"], "headrace.no_such_module"])
+    setup = EngineSetup("engine 3", 1, EngineConfig(RolloutConfig(engine="scripted"), ModelConfig(path="/nowhere")))
+
+    async def ask(method: str, *arguments: Any) -> bytes:
+        return await actor.call(method, NOTHING, *arguments)
+
+    with pytest.raises(RuntimeError, match="info: not configured yet"):
+        asyncio.run(ask("info"))
+    told = decode_result(EarlyEngineActor.configure, asyncio.run(ask("configure", setup)))
+    assert told == ActorInfo.here("engine 3") == messages.decode(asyncio.run(ask("info")), ActorInfo)
+    with pytest.raises(RuntimeError, match="engine 3: not built yet"):
+        asyncio.run(ask("version"))
+
+
+def test_a_train_actor_waits_for_its_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    made: list[str] = []
+
+    class Worker:
+        def __init__(self, setup: str) -> None:
+            made.append(setup)
+
+        def info(self) -> ActorInfo:
+            return ActorInfo("train worker 0", 7, "here")
+
+        def call(self, method: str, message: bytes) -> bytes:
+            return f"{method} {'this' in sys.modules}".encode()
+
+    monkeypatch.setattr(early_actors, "TrainActor", Worker)
+    actor = EarlyTrainActor(["this"])
+    with pytest.raises(RuntimeError, match="build: not configured yet"):
+        actor.call("build", NOTHING)
+    assert messages.decode(actor.call("configure", NOTHING, "settings"), ActorInfo).pid == 7
+    assert actor.call("build", NOTHING) == b"build True" and made == ["settings"]
+
+
+def test_a_module_that_is_not_there_is_passed_over() -> None:
+    thread = import_ahead(["headrace.no_such_module", "headrace.version"])
+    thread.join(30)
+    assert not thread.is_alive() and "headrace.version" in sys.modules

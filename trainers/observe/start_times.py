@@ -1,0 +1,34 @@
+"""Notes when each part of a run's start ends, for the run's metrics and for one line that tells where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import psutil
+
+
+class StartTimes:
+    """Moments at which the parts of one start ended, in seconds since the start began. Parts run side by side, so their
+    moments do not add up."""
+
+    def __init__(self, began_s: float | None = None) -> None:
+        """Begin now, or at the Unix time `began_s`."""
+        self._began_s = time.time() if began_s is None else began_s
+        self._marks: dict[str, float] = {}
+
+    @staticmethod
+    def of_process() -> StartTimes:
+        """Return times that count from the moment at which the calling process was started, imports included."""
+        return StartTimes(psutil.Process().create_time())
+
+    def mark(self, part: str) -> None:
+        """Note that `part` of the start has just ended."""
+        self._marks[part] = round(time.time() - self._began_s, 2)
+
+    def figures(self) -> Mapping[str, float]:
+        """Return the moments as metrics: `start/PART_s`, in lower case with underscores for spaces -> seconds."""
+        return {f"start/{part.lower().replace(' ', '_')}_s": moment for part, moment in self._marks.items()}
+
+    def __str__(self) -> str:
+        return "started: " + ", ".join(f"{part} at {moment:.1f} s" for part, moment in self._marks.items())

@@ -1,0 +1,40 @@
+"""Starts a run's own Ray while the driver imports what it needs; both take seconds, and Ray's are mostly waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...codecs.imports import import_ahead
+from ..cluster.ray_cluster import open_cluster
+from ..config.config import Config
+from ..observe.start_times import StartTimes
+
+IMPORT_TIMEOUT_S = 120.0
+"""Seconds that the imports may take beyond Ray's start."""
+_MODULES = (f"{__package__}.launch", "transformers")
+
+
+def train_early(config: Config, *, resume: bool) -> Path:
+    """Train as `run_training` does, but start Ray before anything else and import the rest of the driver meanwhile.
+
+    For the command line, whose process has imported nothing yet. Ray itself must start in the main thread, because it
+    installs signal handlers, and because its processes end with the thread that started them.
+    """
+    times = StartTimes.of_process()
+    if config.resources.ray_address is not None:  # to join one takes no time, once it is known to be there
+        from .launch import go_on_training
+
+        return go_on_training(config, resume=resume, cluster=None, times=times)
+    importing = import_ahead(_MODULES)
+    try:
+        cluster = open_cluster(config)
+        times.mark("Ray")
+    finally:
+        importing.join(IMPORT_TIMEOUT_S)  # a process must not end in the midst of an import
+    try:
+        from .launch import go_on_training
+
+        times.mark("imports")
+        return go_on_training(config, resume=resume, cluster=cluster, times=times)
+    finally:
+        cluster.close()
