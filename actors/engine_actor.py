@@ -15,6 +15,7 @@ from .engines.generate_messages import GenerateCall, GenerateReply
 from .engines.protocol import CommitReport, EngineDied, EngineStats, GenerationEngine, PauseMode, Prepared
 from .protocols import ActorInfo
 from .remote_methods import decode_arguments
+from .visible_gpus import show_gpus
 from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
@@ -131,6 +132,8 @@ class EngineSetup:
     threads: int
     """Number of CPU threads for torch operations in the actor's process (`torch.set_num_threads`)."""
     engine: EngineConfig
+    gpus: tuple[str, ...] | None = None
+    """CUDA's names of the GPUs that the actor's process may use; None leaves it those that Ray shows it."""
 
 
 class EngineActor(EngineHost):
@@ -138,6 +141,7 @@ class EngineActor(EngineHost):
     `ray.remote(EngineActor).options(max_concurrency=CONCURRENCY, ...).remote(setup)`."""
 
     def __init__(self, setup: EngineSetup) -> None:
+        show_gpus(setup.gpus)
         super().__init__(setup.name)
         self._setup = setup
         self._running: dict[str, asyncio.Task] = {}

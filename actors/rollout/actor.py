@@ -25,6 +25,7 @@ from ..environments.factory import build_environment
 from ..remote_engine import RemoteEngine
 from ..rewards.config import RewardFunctionConfig
 from ..rewards.factory import build_rubric
+from ..visible_gpus import show_gpus
 from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
@@ -73,6 +74,8 @@ class RolloutSetup:
     journal: JournalConfig | None = None
     """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
     journal."""
+    gpus: tuple[str, ...] | None = None
+    """CUDA's names of the GPUs that the actor's process may use; None leaves it those that Ray shows it."""
 
 
 class RolloutActor(EngineHost):
@@ -80,6 +83,7 @@ class RolloutActor(EngineHost):
     `ray.remote(RolloutActor).options(...).remote(setup)`."""
 
     def __init__(self, setup: RolloutSetup) -> None:
+        show_gpus(setup.gpus)
         super().__init__(setup.name)
         self._setup = setup
         self._worker: RolloutWorker | None = None

@@ -13,6 +13,7 @@ from ...codecs import messages
 from ..protocols import ActorInfo
 from ..remote_methods import decode_arguments, in_thread_of
 from ..rendezvous_store import RendezvousServer, RendezvousStore
+from ..visible_gpus import show_gpus
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
@@ -25,6 +26,7 @@ class TrainActor:
     """Hosts the TrainWorker of one rank, which `build` creates."""
 
     def __init__(self, setup: WorkerSetup) -> None:
+        show_gpus(setup.gpus)
         torch.set_num_threads(setup.threads)
         self._setup = setup
         self._clock: int | None = None

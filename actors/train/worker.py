@@ -74,6 +74,8 @@ class WorkerSetup:
     """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
+    gpus: tuple[str, ...] | None = None
+    """CUDA's names of the GPUs that the rank's process may use; None leaves it those that Ray shows it."""
 
     @property
     def world(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import ray
@@ -23,7 +23,9 @@ from ..errors import UserError
 from . import actor_specs
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
+from .gpu_bundles import Reservation, check_reports, reserve_places
 from .handles import EngineHandle, RolloutHandle, TrainHandle
+from .placement import ON_CPUS, Placement, Seat
 from .ray_cluster import Cluster, Demand
 
 H = TypeVar("H", bound=ActorHandle)
@@ -53,6 +55,8 @@ class RunActors:
     """Sentences for the user about the prompts, such as what was chosen or left out."""
     start_timeout_s: float
     """Largest number of seconds for each part of an actor's start (`resources.start_timeout_s`)."""
+    placement: Placement = ON_CPUS
+    """Host and GPUs of each actor. A process that replaces another has the same."""
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
@@ -96,7 +100,7 @@ class RunActors:
         handle.kill()
         handle.restart()
         _started([handle.build()], "replace", self.start_timeout_s)
-        _identify([handle], "replace", self.start_timeout_s)
+        _identify([handle], "replace", self.start_timeout_s, self.placement)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
             engines = [engine.handle for engine in self.engines.active]
             _started([handle.set_engines(engines)], "replace", self.start_timeout_s)
@@ -130,7 +134,7 @@ class RunActors:
         for worker in self.workers:
             worker.kill()
             worker.restart()
-        _identify(self.workers, "start", self.start_timeout_s)
+        _identify(self.workers, "start", self.start_timeout_s, self.placement)
         _build(self.host, [], self.workers, self.start_timeout_s)
         self._tell()
 
@@ -150,10 +154,14 @@ def start_actors(
 ) -> RunActors:
     """Start and build all actors. model: a local folder or hub id. stack: kills the actors when it is closed.
 
-    Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and ActorFailed
-    when an actor does not start.
+    Raises UserError for a user's mistake that only an actor or Ray can notice (a path, a dataset, a reward, GPUs that
+    are not free), and ActorFailed when an actor does not start or is not where it was placed.
     """
-    starter = _ActorStarter(config, model, plane, cluster, meter, stack)
+    timeout_s = config.resources.start_timeout_s
+    reservation = reserve_places(config, timeout_s, stack)
+    placement = reservation.placement
+    actor_specs.transport(config, placement)  # refuses one that cannot work before any actor starts
+    starter = _ActorStarter(config, model, plane, cluster, meter, stack, reservation)
     hosts: Sequence[EngineHandle]
     if config.rollout.num_actors is None:
         hosts = rollouts = [starter.embedding_rollout(index) for index in range(config.rollout.num_engines)]
@@ -162,8 +170,7 @@ def start_actors(
         rollouts = [starter.rollout(index) for index in range(config.rollout.num_actors)]
     workers = [starter.worker(rank) for rank in range(config.trainer.topology.world)]
     generators = list(dict.fromkeys([*hosts, *rollouts]))
-    timeout_s = config.resources.start_timeout_s
-    _identify([*generators, *workers], "start", timeout_s)
+    _identify([*generators, *workers], "start", timeout_s, placement)
     _build(starter.host, generators, workers, timeout_s)
     counts = _started([host.num_workers() for host in hosts], "start", timeout_s)
     embedded = config.rollout.num_actors is None
@@ -171,43 +178,51 @@ def start_actors(
     if not embedded:
         _introduce(engines, rollouts, timeout_s)
     [data_notes] = gather([rollouts[0].data_notes()], "start", timeout_s)
-    return RunActors(engines, rollouts, workers, starter.host, config.run.max_restarts, data_notes, timeout_s)
+    return RunActors(
+        engines, rollouts, workers, starter.host, config.run.max_restarts, data_notes, timeout_s, placement
+    )
 
 
 class _ActorStarter:
     """Starts actors, one per call. Closing the caller's exit stack kills them."""
 
     def __init__(
-        self, config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
+        self,
+        config: Config,
+        model: str,
+        plane: DataPlane,
+        cluster: Cluster,
+        meter: DriverMeter,
+        stack: ExitStack,
+        reservation: Reservation,
     ) -> None:
         self._config = config
         self._model = model
         self._data_plane = plane.handle
         self._meter = meter
         self._stack = stack
-        needed = config.rollout.num_engines * config.rollout.tp + config.trainer.topology.world
-        self._gpus = min(1.0, cluster.num_gpus / needed)
-        self._device = "cuda:0" if self._gpus else "cpu"
-        self._one_host = cluster.num_nodes == 1
+        self._reservation = reservation
+        self._placement = reservation.placement
+        self._device = "cpu" if self._placement.layout == "cpu" else "cuda:0"
         self.host = host_address(cluster)
         """Address at which the run's processes reach this host."""
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
-        tp = self._config.rollout.tp
         setup = actor_specs.engine_setup(self._config, index, self._model, self._data_plane, self._device)
-        return self._start(EngineHandle, EngineActor, setup, tp, self._gpus * tp, max_concurrency=CONCURRENCY)
+        return self._start(
+            EngineHandle, EngineActor, setup, self._placement.engines[index], max_concurrency=CONCURRENCY
+        )
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
-        tp = self._config.rollout.tp
         setup = actor_specs.rollout_setup(self._config, index, self._model, self._data_plane, self._device)
-        return self._start(RolloutHandle, RolloutActor, setup, tp, self._gpus * tp)
+        return self._start(RolloutHandle, RolloutActor, setup, self._placement.engines[index])
 
     def rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds no engine; returns its handle."""
         setup = actor_specs.rollout_setup(self._config, index, self._model, self._data_plane, None)
-        return self._start(RolloutHandle, RolloutActor, setup, 1, 0.0)
+        return self._start(RolloutHandle, RolloutActor, setup, self._placement.rollouts[index])
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
@@ -217,14 +232,19 @@ class _ActorStarter:
             self._model,
             self._data_plane,
             host=self.host,
-            one_host=self._one_host,
+            placement=self._placement,
             device=self._device,
         )
-        return self._start(TrainHandle, TrainActor, setup, 1, self._gpus, concurrency_groups=CONCURRENCY_GROUPS)
+        seat = self._placement.ranks[rank]
+        return self._start(TrainHandle, TrainActor, setup, seat, concurrency_groups=CONCURRENCY_GROUPS)
 
-    def _start(self, handle: type[H], host: type, setup: Any, cpus: int, gpus: float, **options: Any) -> H:
+    def _start(self, handle: type[H], host: type, setup: Any, seat: Seat, **options: Any) -> H:
+        assert seat.name == setup.name, "the plan and the settings number the actors alike"
+        options |= self._reservation.options(seat)
+        setup = replace(setup, gpus=self._reservation.devices(seat))
+
         def start() -> Any:
-            actor = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options)(host).remote(setup)
+            actor = ray.remote(max_restarts=0, **options)(host).remote(setup)
             self._stack.callback(ray.kill, cast(RayActor, actor), no_restart=True)
             return actor
 
@@ -242,11 +262,15 @@ def _started(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
     return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT)
 
 
-def _identify(handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float) -> None:
-    """Wait until the processes of all `handles` answer, and store their names, process ids and hosts."""
+def _identify(
+    handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float, placement: Placement
+) -> None:
+    """Wait until the processes of all `handles` answer, and store their names, process ids, hosts and GPUs. Raises
+    ActorFailed if one is not where `placement` has it."""
     infos = _started([handle.ping() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
+    check_reports(placement, infos)
 
 
 def _build(host: str, generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float) -> None:

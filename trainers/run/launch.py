@@ -192,6 +192,8 @@ class _Training:
                 checkpoints.save(run, state)
 
         if not self._begun:
+            self._progress.message(run.actors.placement.sentence)
+            folder.metrics.event("placement", state.step, note=run.actors.placement.sentence)
             for note in run.actors.data_notes:
                 self._progress.message(note)
                 folder.metrics.event("data", state.step, note=note)
@@ -324,7 +326,7 @@ def launched(
         if watch is not None:
             watch.opened(plane.handle)
         meter = DriverMeter()
-        heartbeat.enter("starting the actors", 4 * start_s)  # its four waits in a row
+        heartbeat.enter("starting the actors", 5 * start_s)  # its five waits in a row
         actors = start_actors(config, model, plane, cluster, meter, stack)
 
         def tell() -> None:
@@ -340,7 +342,7 @@ def launched(
             config.sync,
             actors.workers,
             actors.engines,
-            lasting=actor_specs.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
+            lasting=actor_specs.is_lasting(config, actors.placement),
         )
         stages = Stages(tracer, heartbeat)
         yield grpo.Run(
