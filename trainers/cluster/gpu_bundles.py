@@ -59,7 +59,7 @@ class Reservation:
     def devices(self, seat: Seat) -> tuple[str, ...] | None:
         """Return CUDA's names of the GPUs that the actor of `seat` may see; None, where there are none, leaves its
         environment as it is."""
-        return seat.devices if any(host.num_gpus for host in self.placement.hosts) else None
+        return seat.devices if self.placement.num_gpus else None
 
 
 def reserve_places(config: Config, timeout_s: float, stack: ExitStack) -> Reservation:

@@ -87,6 +87,11 @@ class Placement:
         return len(self.hosts) == 1 or (len(hosts) == 1 and None not in hosts)
 
     @property
+    def num_gpus(self) -> int:
+        """Number of the GPUs of all hosts, used or not."""
+        return sum(host.num_gpus for host in self.hosts)
+
+    @property
     def seats(self) -> tuple[Seat, ...]:
         """Seats of all actors."""
         return (*self.engines, *self.ranks, *self.rollouts)

@@ -61,7 +61,7 @@ def gpu_lines(placement: Placement, more: Mapping[int, str] | None = None) -> li
     for number, names in sorted(on_gpu.items()):
         line = f"  GPU {number:<12} {host_of[number]:<12} {', '.join(names)}"
         lines.append(line + (f"   {more[number]}" if more and number in more else ""))
-    unused = sum(host.num_gpus for host in placement.hosts) - len(on_gpu)
+    unused = placement.num_gpus - len(on_gpu)
     if on_gpu and unused:
         lines.append(f"  not used         {unused} GPU(s)")
     return lines

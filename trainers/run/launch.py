@@ -192,8 +192,10 @@ class _Training:
                 checkpoints.save(run, state)
 
         if not self._begun:
-            self._progress.message(run.actors.placement.sentence)
-            folder.metrics.event("placement", state.step, note=run.actors.placement.sentence)
+            placement = run.actors.placement
+            if placement.num_gpus:
+                self._progress.message(placement.sentence)
+                folder.metrics.event("placement", state.step, note=placement.sentence)
             for note in run.actors.data_notes:
                 self._progress.message(note)
                 folder.metrics.event("data", state.step, note=note)
