@@ -86,21 +86,21 @@ class RunActors:
         process.
 
         The old actor is killed first, because it may still run if only its engine's process died. The new engine, if
-        there is one, serves version 0. Raises `failure` if no more actors may be replaced or no node of the Ray cluster
-        is alive, and ActorFailed if the new process does not start.
+        there is one, serves version 0. Raises `failure` if no more actors may be replaced or its node of the Ray
+        cluster is gone, and ActorFailed if the new process does not start.
         """
         if not self.may_replace:
             raise failure
-        if not any(node["Alive"] for node in ray.nodes()):
-            raise failure  # all of Ray is gone: a new process would wait for a place until its time is up
+        if self._without_node([handle]):
+            raise failure  # a new process would wait for a place until its time is up
         self.replaced += 1
         _log.warning("replaced: %s", failure)
         for tell in self.on_death:
             tell(str(failure))
         handle.kill()
         handle.restart()
-        _started([handle.build()], "replace", self.start_timeout_s)
         _identify([handle], "replace", self.start_timeout_s, self.placement)
+        _started([handle.build()], "replace", self.start_timeout_s)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
             engines = [engine.handle for engine in self.engines.active]
             _started([handle.set_engines(engines)], "replace", self.start_timeout_s)
@@ -129,14 +129,21 @@ class RunActors:
         """Kill all train workers, then start and build new ones with the run's first weights. The handles in `workers`
         then stand for the new ones.
 
-        Raises ActorFailed if the new workers do not start.
+        Raises ActorFailed if the new workers do not start, which is certain when one's node of the Ray cluster is gone.
         """
+        if lost := self._without_node(self.workers):
+            raise ActorFailed(f"start: the host of {', '.join(lost)} is gone", died=True)
         for worker in self.workers:
             worker.kill()
             worker.restart()
         _identify(self.workers, "start", self.start_timeout_s, self.placement)
         _build(self.host, [], self.workers, self.start_timeout_s)
         self._tell()
+
+    def _without_node(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[str]:
+        """Return the names of the actors for which Ray has no node left on which they may be."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [handle.info.name for handle in handles if not self.placement.nodes_for(handle.info.name, alive)]
 
     def _tell(self) -> None:
         for call in self.on_replaced:
