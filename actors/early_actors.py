@@ -18,6 +18,7 @@ from .protocols import ActorInfo
 from .rollout.actor import RolloutSetup
 from .train.actor import TrainActor
 from .train.worker import WorkerSetup
+from .visible_gpus import show_gpus
 
 CONFIGURE = "configure"
 """Name of the call that delivers the settings."""
@@ -26,8 +27,12 @@ CONFIGURE = "configure"
 class EarlyEngineActor:
     """Asynchronous Ray actor that becomes an EngineActor or a RolloutActor once it is configured."""
 
-    def __init__(self, host: Callable[[Any], EngineHost], modules: Sequence[str]) -> None:
-        """Start to import `modules`. host: function that makes the actual actor from its settings."""
+    def __init__(
+        self, host: Callable[[Any], EngineHost], modules: Sequence[str], gpus: Sequence[str] | None = None
+    ) -> None:
+        """Start to import `modules`. host: function that makes the actual actor from its settings. gpus: CUDA's names
+        of the GPUs that the process may use; None leaves it those that Ray shows it."""
+        show_gpus(gpus)  # before an import looks for GPUs
         self._host = host
         self._imports = import_ahead(modules)
         self._actor: EngineHost | None = None
@@ -52,8 +57,10 @@ class EarlyEngineActor:
 class EarlyTrainActor:
     """Ray actor that becomes a TrainActor once it is configured."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """Start to import `modules`."""
+    def __init__(self, modules: Sequence[str], gpus: Sequence[str] | None = None) -> None:
+        """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; None leaves it those that
+        Ray shows it."""
+        show_gpus(gpus)  # before an import looks for GPUs
         self._imports = import_ahead(modules)
         self._actor: TrainActor | None = None
 

@@ -17,6 +17,7 @@ import torch
 from ..codecs.batch import Batch
 from ..codecs.schema import Field, Kind, Schema
 from .engines.protocol import Generator, SamplingParams
+from .visible_gpus import shown_gpus
 
 # ---------------------------------------------------------------- hosts
 
@@ -28,11 +29,13 @@ class ActorInfo:
     name: str
     pid: int
     host: str
+    gpus: tuple[str, ...] = ()
+    """CUDA's names of the GPUs that the process is limited to; () if there is no limit, or if it may use none."""
 
     @staticmethod
     def here(name: str) -> ActorInfo:
         """Return the identity of the calling process, with `name` as its name."""
-        return ActorInfo(name, os.getpid(), socket.gethostname())
+        return ActorInfo(name, os.getpid(), socket.gethostname(), shown_gpus())
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid} on {self.host})"

@@ -15,7 +15,8 @@ class SyncConfig(Section):
     transport: Literal["auto", "collective", "ipc", "store", "disk"] = "auto"
     """Transport of the weights. `collective` broadcasts them (NCCL on GPUs, gloo on CPUs). `ipc` shares memory within
     one host. `store` sends them through the data plane's store. `disk` writes safetensors files. `auto` is `ipc` when
-    trainer and engines are on one host, else `collective`."""
+    trainer and engines are on one host. On several hosts it is `collective`, or `store` when they share GPUs, which
+    NCCL cannot do."""
     bucket_mib: Count | None = None
     """Size of a bucket in MiB. A bucket is the piece of the weights that is sent and verified at a time; two are in
     flight. Unset: 512 between GPUs with `ipc` or `collective`, else 64."""

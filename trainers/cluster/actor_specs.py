@@ -29,21 +29,35 @@ from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend
 from ..base_model.prepare import model_config
 from ..config.config import Config
+from ..errors import UserError
+from .placement import Placement
 
 
-def transport(config: Config, *, one_host: bool) -> str:
-    """Return the kind of weight transport that the run uses. `auto` is resolved according to `one_host`: whether all
-    processes of the run are on one host."""
-    return resolve_kind(config.sync.transport, one_host=one_host)
+def transport(config: Config, placement: Placement) -> str:
+    """Return the kind of weight transport that the run uses; `auto` is resolved by where its actors are. Raises
+    UserError if the transport cannot work between the actors of `placement`."""
+    kind = config.sync.transport
+    if placement.shared and kind == "collective":
+        raise UserError(
+            f"sync.transport: got 'collective' with GPU {placement.shared_gpus[0]} shared by an engine and a train "
+            "worker, expected 'auto' or 'ipc' (on several hosts 'store'), because NCCL takes no two processes of one "
+            "group on a GPU"
+        )
+    if kind == "ipc" and placement.layout != "cpu" and not placement.one_host:
+        raise UserError(
+            "sync.transport: got 'ipc' with engines and train workers on several hosts, expected 'auto', because ipc "
+            "shares the memory of one host"
+        )
+    return resolve_kind(kind, one_host=placement.one_host, shared_gpus=placement.shared)
 
 
-def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
+def is_lasting(config: Config, placement: Placement) -> bool:
     """Return whether engines can read a version of the weights long after it was sent, without the trainer.
 
     They cannot with `ipc` between GPUs, where the next version overwrites the memory.
     """
-    kind = transport(config, one_host=one_host)
-    return kind in LASTING_KINDS and not (gpus and kind == "ipc")
+    kind = transport(config, placement)
+    return kind in LASTING_KINDS and not (placement.layout != "cpu" and kind == "ipc")
 
 
 TASK = "train"
@@ -246,10 +260,11 @@ def tagged_rewards(config: Config) -> frozenset[str]:
 
 
 def worker_setup(
-    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, one_host: bool, device: str
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, one_host: bool, placement: Placement, device: str
 ) -> WorkerSetup:
-    """Return the settings from which train worker `rank` builds itself."""
-    sync, kind = config.sync, transport(config, one_host=one_host)
+    """Return the settings from which train worker `rank` builds itself. one_host: whether all processes of the run are
+    on one host."""
+    sync, kind = config.sync, transport(config, placement)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
     return WorkerSetup(

@@ -108,7 +108,6 @@ class Cluster:
                 ray.init(address=address, **quiet)
             self._check(demand)
         self._started = set(psutil.Process().children()) - before if self.owned else set()
-        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
         self.num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
 
     def _check(self, demand: Demand) -> None:

@@ -27,7 +27,9 @@ from ..observe.start_times import StartTimes
 from . import actor_specs
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
+from .gpu_bundles import Reservation, check_reports, reserve_places
 from .handles import EngineHandle, RolloutHandle, TrainHandle
+from .placement import ON_CPUS, Placement, Seat
 from .ray_cluster import Cluster
 
 H = TypeVar("H", bound=ActorHandle)
@@ -58,6 +60,8 @@ class RunActors:
     """Sentences for the user about the prompts, such as what was chosen or left out."""
     start_timeout_s: float
     """Largest number of seconds for each part of an actor's start (`resources.start_timeout_s`)."""
+    placement: Placement = ON_CPUS
+    """Host and GPUs of each actor. A process that replaces another has the same."""
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
@@ -87,20 +91,20 @@ class RunActors:
         process.
 
         The old actor is killed first, because it may still run if only its engine's process died. The new engine, if
-        there is one, serves version 0. Raises `failure` if no more actors may be replaced or no node of the Ray cluster
-        is alive, and ActorFailed if the new process does not start.
+        there is one, serves version 0. Raises `failure` if no more actors may be replaced or its node of the Ray
+        cluster is gone, and ActorFailed if the new process does not start.
         """
         if not self.may_replace:
             raise failure
-        if not any(node["Alive"] for node in ray.nodes()):
-            raise failure  # all of Ray is gone: a new process would wait for a place until its time is up
+        if self._without_node([handle]):
+            raise failure  # a new process would wait for a place until its time is up
         self.replaced += 1
         _log.warning("replaced: %s", failure)
         for tell in self.on_death:
             tell(str(failure))
         handle.kill()
         handle.restart()
-        _identify([handle], "replace", self.start_timeout_s)
+        _identify([handle], "replace", self.start_timeout_s, self.placement)
         _started([handle.build()], "replace", self.start_timeout_s)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
             engines = [engine.handle for engine in self.engines.active]
@@ -130,14 +134,21 @@ class RunActors:
         """Kill all train workers, then start and build new ones with the run's first weights. The handles in `workers`
         then stand for the new ones.
 
-        Raises ActorFailed if the new workers do not start.
+        Raises ActorFailed if the new workers do not start, which is certain when one's node of the Ray cluster is gone.
         """
+        if lost := self._without_node(self.workers):
+            raise ActorFailed(f"start: the host of {', '.join(lost)} is gone", died=True)
         for worker in self.workers:
             worker.kill()
             worker.restart()
-        _identify(self.workers, "start", self.start_timeout_s)
+        _identify(self.workers, "start", self.start_timeout_s, self.placement)
         _build([], self.workers, self.start_timeout_s, StartTimes())
         self._tell()
+
+    def _without_node(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[str]:
+        """Return the names of the actors for which Ray has no node left on which they may be."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [handle.info.name for handle in handles if not self.placement.nodes_for(handle.info.name, alive)]
 
     def _tell(self) -> None:
         for call in self.on_replaced:
@@ -169,7 +180,8 @@ class StartingActors:
         config, timeout_s = self._config, self._config.resources.start_timeout_s
         self._starter.configure(model, plane.handle)
         generators = list(dict.fromkeys([*self.hosts, *self.rollouts]))
-        _identify([*generators, *self.workers], "start", timeout_s)
+        placement = self._starter.placement
+        _identify([*generators, *self.workers], "start", timeout_s, placement)
         times.mark("processes")
         _build(generators, self.workers, timeout_s, times)
         counts = [host.num_workers() for host in self.hosts]
@@ -180,79 +192,93 @@ class StartingActors:
         if not embedded:
             _introduce(engines, self.rollouts, timeout_s)
         [data_notes] = _started([asked], "start", timeout_s)
-        return RunActors(engines, self.rollouts, self.workers, config.run.max_restarts, data_notes, timeout_s)
+        return RunActors(
+            engines, self.rollouts, self.workers, config.run.max_restarts, data_notes, timeout_s, placement
+        )
 
 
 def start_actors(config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack) -> StartingActors:
-    """Start the processes of all actors, without waiting for them. stack: kills the actors when it is closed."""
-    return StartingActors(config, _ActorStarter(config, cluster, meter, stack))
+    """Place all actors and start their processes, without waiting for them. stack: kills the actors and gives the GPUs
+    back when it is closed.
+
+    Raises UserError when the actors cannot be placed: GPUs that are not free, or a transport that cannot work there.
+    """
+    reservation = reserve_places(config, config.resources.start_timeout_s, stack)
+    actor_specs.transport(config, reservation.placement)  # refuses one that cannot work before any actor starts
+    return StartingActors(config, _ActorStarter(config, cluster, meter, stack, reservation))
 
 
 class _ActorStarter:
     """Starts actors, one per call. Closing the caller's exit stack kills them."""
 
-    def __init__(self, config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack) -> None:
+    def __init__(
+        self, config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack, reservation: Reservation
+    ) -> None:
         self._config = config
         self._meter = meter
         self._stack = stack
         self._specs: list[tuple[ActorHandle, Spec]] = []
         """Each actor started so far, with the function that derives its settings."""
-        needed = config.rollout.num_engines * config.rollout.tp + config.trainer.topology.world
-        self._gpus = min(1.0, cluster.num_gpus / needed)
-        self._device = "cuda:0" if self._gpus else "cpu"
+        self._reservation = reservation
+        self.placement = reservation.placement
+        self._device = "cpu" if self.placement.layout == "cpu" else "cuda:0"
         self._one_host = cluster.num_nodes == 1
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
-        tp = self._config.rollout.tp
         spec = partial(actor_specs.engine_setup, self._config, index, device=self._device)
         host = (EngineActor, actor_specs.engine_modules(self._config))
-        handle = self._start(
-            EngineHandle, EarlyEngineActor, host, f"engine {index}", tp, self._gpus * tp, max_concurrency=CONCURRENCY
-        )
-        return self._with(spec, handle)
+        seat = self.placement.engines[index]
+        return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
-        tp = self._config.rollout.tp
         spec = partial(actor_specs.rollout_setup, self._config, index, device=self._device)
         host = (RolloutActor, actor_specs.engine_modules(self._config))
-        handle = self._start(RolloutHandle, EarlyEngineActor, host, f"rollout {index}", tp, self._gpus * tp)
-        return self._with(spec, handle)
+        return self._start(RolloutHandle, EarlyEngineActor, host, spec, self.placement.engines[index])
 
     def rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds no engine; returns its handle."""
         spec = partial(actor_specs.rollout_setup, self._config, index, device=None)
-        handle = self._start(RolloutHandle, EarlyEngineActor, (RolloutActor, ()), f"rollout {index}", 1, 0.0)
-        return self._with(spec, handle)
+        seat = self.placement.rollouts[index]
+        return self._start(RolloutHandle, EarlyEngineActor, (RolloutActor, ()), spec, seat)
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
-        spec = partial(actor_specs.worker_setup, self._config, rank, one_host=self._one_host, device=self._device)
-        modules = actor_specs.worker_modules(self._config)
+        spec = partial(
+            actor_specs.worker_setup,
+            self._config,
+            rank,
+            one_host=self._one_host,
+            placement=self.placement,
+            device=self._device,
+        )
+        modules, seat = actor_specs.worker_modules(self._config), self.placement.ranks[rank]
         groups = {"concurrency_groups": CONCURRENCY_GROUPS}
-        handle = self._start(TrainHandle, EarlyTrainActor, (modules,), f"train worker {rank}", 1, self._gpus, **groups)
-        return self._with(spec, handle)
+        return self._start(TrainHandle, EarlyTrainActor, (modules,), spec, seat, **groups)
 
     def configure(self, model: str, plane: DataPlaneHandle) -> None:
         """Give every actor's handle the settings of the actor. model: a local folder or hub id."""
         for handle, spec in self._specs:
             handle.setup = spec(model=model, handle=plane)
-
-    def _with(self, spec: Spec, handle: H) -> H:
-        """Note the function that derives the settings of the actor behind `handle`, and return the handle."""
-        self._specs.append((handle, spec))
-        return handle
+            assert handle.setup.name == handle.info.name, "the plan and the settings number the actors alike"
 
     def _start(
-        self, handle: type[H], host: type, arguments: Sequence[Any], name: str, cpus: int, gpus: float, **options: Any
+        self, handle: type[H], host: type, arguments: Sequence[Any], spec: Spec, seat: Seat, **options: Any
     ) -> H:
+        """Start the actor of `seat`. host: class of the early actor, with its first arguments. spec: function that
+        derives the actor's settings."""
+        options |= self._reservation.options(seat)
+        arguments = (*arguments, self._reservation.devices(seat))
+
         def start() -> Any:
-            actor = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options)(host).remote(*arguments)
+            actor = ray.remote(max_restarts=0, **options)(host).remote(*arguments)
             self._stack.callback(ray.kill, cast(RayActor, actor), no_restart=True)
             return actor
 
-        return handle(start, name, self._meter)
+        started = handle(start, seat.name, self._meter)
+        self._specs.append((started, spec))
+        return started
 
 
 def _started(
@@ -264,12 +290,15 @@ def _started(
     return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT, on_result=on_result)
 
 
-def _identify(handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float) -> None:
+def _identify(
+    handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float, placement: Placement
+) -> None:
     """Send the new processes of all `handles` their settings, wait until they answer, and store their names, process
-    ids and hosts."""
+    ids, hosts and GPUs. Raises ActorFailed if one is not where `placement` has it."""
     infos = _started([handle.configure() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
+    check_reports(placement, infos)
 
 
 def _build(

@@ -24,7 +24,13 @@ float32."""
 
 def contradictions(config: Config) -> list[str]:
     """Return one sentence for each contradiction between the keys of `config`; [] when there is none."""
-    return size_problems(config) + mesh_problems(config.trainer) + capacity_problems(config) + meaning_problems(config)
+    return (
+        size_problems(config)
+        + mesh_problems(config.trainer)
+        + gpu_map_problems(config)
+        + capacity_problems(config)
+        + meaning_problems(config)
+    )
 
 
 def cautions(config: Config) -> list[str]:
@@ -94,6 +100,34 @@ def size_problems(config: Config) -> list[str]:
             f"trainer.tokens_per_microbatch: got {config.trainer.tokens_per_microbatch}, expected at least {padded}, "
             f"the length of the longest row (data.max_prompt_tokens + rollout.max_new_tokens{rounded})"
         )
+    return problems
+
+
+def gpu_map_problems(config: Config) -> list[str]:
+    """Return one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`, which must give
+    each train worker one GPU and each engine as many as it has processes."""
+    resources, engines, tp = config.resources, config.rollout.num_engines, config.rollout.tp
+    maps = {"trainer_gpus": resources.trainer_gpus, "rollout_gpus": resources.rollout_gpus}
+    if None in maps.values():
+        missing = [name for name, gpus in maps.items() if gpus is None]
+        if len(missing) == len(maps):
+            return []
+        return [f"resources.{missing[0]}: not set, expected GPU numbers, because the other map of GPUs is set"]
+    wanted = {
+        "trainer_gpus": (config.trainer.topology.world, "one for each train worker of the mesh in section trainer"),
+        "rollout_gpus": (engines * tp, f"rollout.tp={tp} for each of rollout.num_engines={engines}"),
+    }
+    problems = []
+    for name, gpus in maps.items():
+        assert gpus is not None
+        count, what = wanted[name]
+        if len(gpus) != count:
+            problems.append(f"resources.{name}: got {len(gpus)} GPU(s), expected {count}, {what}")
+        elif len(set(gpus)) != count:
+            problems.append(
+                f"resources.{name}: got {list(gpus)}, expected each GPU once, because two processes of one role cannot "
+                "share a GPU"
+            )
     return problems
 
 

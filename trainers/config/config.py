@@ -181,7 +181,18 @@ class ValidationConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """CPUs, Ray cluster and time limits of the run's processes."""
+    """GPUs, CPUs, Ray cluster and time limits of the run's processes."""
+
+    layout: Literal["auto", "colocated", "separate"] = "auto"
+    """Distribution of the GPUs over engines and train workers. `separate` gives each process a GPU of its own.
+    `colocated` puts engines and train workers on the same GPUs. `auto` is `separate` when there are enough GPUs for it,
+    else `colocated`. On a machine without GPUs, and when engine and backend are `scripted`, everything runs on CPUs."""
+    trainer_gpus: tuple[CountOrZero, ...] | None = None
+    """GPU of each train worker, in the order of ranks. GPUs are counted over all hosts, those of the driver's host
+    first. Must be set together with `resources.rollout_gpus`. Unset: `resources.layout` decides."""
+    rollout_gpus: tuple[CountOrZero, ...] | None = None
+    """GPUs of the engines: the first `rollout.tp` for engine 0, the next for engine 1, and so on. Unset:
+    `resources.layout` decides."""
 
     ray_address: str | None = None
     """Address of a Ray cluster to join. Unset: the run starts its own Ray and stops it at the end."""

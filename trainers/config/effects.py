@@ -178,6 +178,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         for name in ("num_prompts", "temperature", "metric", "max_new_tokens", "background", "stop_at")
     },
     "validation.n": (VALIDATES, _above_zero("validation.temperature")),
+    "resources.layout": (_unset("resources.trainer_gpus"),),
     "resources.num_cpus": (_unset("resources.ray_address"),),
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
     "scripted.latency_s": (_is("rollout.engine", "scripted"),),

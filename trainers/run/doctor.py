@@ -30,7 +30,8 @@ from rich.text import Text
 from ...codecs.host_memory import available_memory, total_memory
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
-from ..config.config import RolloutConfig, TrainerConfig
+from ..config.config import Config, RolloutConfig, TrainerConfig
+from .gpu_table import gpu_lines, plan_here
 
 SHM_ENOUGH_BYTES = 1 << 30
 PROBE_BYTES = 1 << 20
@@ -114,7 +115,16 @@ def run_doctor(console: Console) -> int:
 
 def examine() -> list[Finding]:
     """Return all findings, in the order of the table."""
-    checks: list[Callable[[], list[Finding]]] = [_python, _packages, _machine, _shared_memory, _gpus, _rdma, _starts]
+    checks: list[Callable[[], list[Finding]]] = [
+        _python,
+        _packages,
+        _machine,
+        _shared_memory,
+        _gpus,
+        _layout,
+        _rdma,
+        _starts,
+    ]
     with ThreadPoolExecutor(len(checks)) as pool:
         return [finding for findings in pool.map(lambda check: check(), checks) for finding in findings]
 
@@ -250,6 +260,15 @@ def _gpus() -> list[Finding]:
         fix = f"install the CUDA build of torch {torch_version.removesuffix('+cpu')}"
         return [Finding("machine", "GPUs", State.FIX, detail, fix)]
     return [Finding("machine", "GPUs", State.OK, detail)]
+
+
+def _layout() -> list[Finding]:
+    """Return where a run with the default configuration would stand; nothing on a machine without GPUs."""
+    placement = plan_here(Config())
+    if placement is None or placement.layout == "cpu":
+        return []
+    table = "; ".join(" ".join(line.split()) for line in gpu_lines(placement)[1:])
+    return [Finding("machine", "layout", State.OK, f"{placement.layout} with 1 engine and 1 train worker: {table}")]
 
 
 def _rdma(root: Path = Path("/sys/class/infiniband")) -> list[Finding]:

@@ -12,13 +12,14 @@ from ..base_model.prepare import check_model, model_config
 from ..config.checks import cautions, step_bytes
 from ..config.config import Config
 from ..errors import UserError
+from .gpu_table import gpu_lines, plan_here
 
 TRAINING_COPIES = 4
 """Number of float32 values that training keeps for each parameter: weight, gradient and two Adam moments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlannedProcess:
     """One process that a run would start."""
 
     name: str
@@ -29,23 +30,28 @@ class Placement:
     """What the process does, in a few words."""
 
 
-def placements(config: Config) -> list[Placement]:
+def placements(config: Config) -> list[PlannedProcess]:
     """Return every process that the run would start, except Ray's own."""
     store = config.dataplane.store
-    listed = [Placement("driver", 0, "controller: receipts, plans, metrics"), Placement("directory", 0, "row metadata")]
+    listed = [
+        PlannedProcess("driver", 0, "controller: receipts, plans, metrics"),
+        PlannedProcess("directory", 0, "row metadata"),
+    ]
     if store.kind in ("simple", "tcp"):
         units = range(store.num_units or 1)
-        listed += [Placement(f"storage unit {unit}", 0, "blocks of rows") for unit in units]
+        listed += [PlannedProcess(f"storage unit {unit}", 0, "blocks of rows") for unit in units]
     rollout = config.rollout
     engine = f"engine {rollout.engine}" + f", tp {rollout.tp}" * (rollout.tp > 1)
     if rollout.num_actors is None:
-        listed += [Placement(f"rollout {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+        listed += [PlannedProcess(f"rollout {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
     else:
-        listed += [Placement(f"engine {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
-        listed += [Placement(f"rollout {index}", 1, "environments, rewards") for index in range(rollout.num_actors)]
+        listed += [PlannedProcess(f"engine {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+        listed += [
+            PlannedProcess(f"rollout {index}", 1, "environments, rewards") for index in range(rollout.num_actors)
+        ]
     topology = config.trainer.topology
     return listed + [
-        Placement(f"train worker {rank}", 1, f"backend {config.trainer.backend}{_role(topology, rank)}")
+        PlannedProcess(f"train worker {rank}", 1, f"backend {config.trainer.backend}{_role(topology, rank)}")
         for rank in range(topology.world)
     ]
 
@@ -74,7 +80,7 @@ def describe(config: Config) -> str:
     microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
     lines = ["placement"]
     lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
-    lines += ["memory"]
+    lines += ["GPUs", *_gpu_lines(config), "memory"]
     params = parameters(config)
     if params is None:
         lines += [f"  model            {config.model.path}: read when the run starts"]
@@ -107,6 +113,13 @@ def describe(config: Config) -> str:
     ]
     lines += [f"note: {line}" for line in cautions(config)]
     return "\n".join(lines)
+
+
+def _gpu_lines(config: Config) -> list[str]:
+    placement = plan_here(config)
+    if placement is None:
+        return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]
+    return gpu_lines(placement)
 
 
 def trained_bytes(config: Config, params: int) -> int:

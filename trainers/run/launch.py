@@ -235,6 +235,10 @@ class _Training:
                 checkpoints.save(run, state)
 
         if not self._begun:
+            placement = run.actors.placement
+            if placement.num_gpus:
+                self._progress.message(placement.sentence)
+                folder.metrics.event("placement", state.step, note=placement.sentence)
             for note in run.actors.data_notes:
                 self._progress.message(note)
                 folder.metrics.event("data", state.step, note=note)
@@ -358,6 +362,7 @@ def launched(
         meter = DriverMeter()
         ending_actors = ExitStack()
         stack.callback(ending_actors.close)
+        heartbeat.enter("placing the actors", start_s)
         starting = start_actors(config, cluster, meter, ending_actors)
         check()
         heartbeat.enter("starting the data plane", start_s)
@@ -386,7 +391,7 @@ def launched(
             config.sync,
             actors.workers,
             actors.engines,
-            lasting=actor_specs.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
+            lasting=actor_specs.is_lasting(config, actors.placement),
         )
         stages = Stages(tracer, heartbeat)
         yield grpo.Run(

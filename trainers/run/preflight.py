@@ -27,6 +27,7 @@ from ..errors import ConfigError
 from ..observe.run_folder import has_figures
 from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes
 from .extras import check_extras
+from .gpu_table import plan_here
 
 READ_PROMPTS = 10_000
 """Largest number of prompts in a source that is read to check their lengths. Reading that many takes about 4 seconds
@@ -69,6 +70,7 @@ def _quick_checks(resume: bool) -> list[Check]:
         _check_sampler,
         _check_ray_address,
         _check_store,
+        _check_gpus,
         _check_memory,
     ]
 
@@ -182,6 +184,12 @@ def _check_store(config: Config) -> None:
         check_store(config.dataplane)
     else:  # a cluster whose number of hosts is not known yet
         check_trust(config.dataplane, config.dataplane.store.kind, one_host=True)
+
+
+def _check_gpus(config: Config) -> None:
+    """Raise UserError if engines and train workers cannot be placed on this machine's GPUs. A no-op for a run that
+    joins a Ray cluster."""
+    plan_here(config)
 
 
 def _check_memory(config: Config) -> None:

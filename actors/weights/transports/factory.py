@@ -19,14 +19,15 @@ LASTING_KINDS = ("ipc", "store", "disk")
 """Transports whose last two versions stay readable when weights come from a CPU (`WeightSender.lasting`)."""
 
 
-def resolve_kind(kind: str, *, one_host: bool) -> str:
-    """Return the transport to use for `kind`: `auto` becomes `ipc` when trainer and engines share a host, else
-    `collective`.
+def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False) -> str:
+    """Return the transport to use for `kind`. `auto` becomes `ipc` when trainer and engines share a host. On several
+    hosts it becomes `collective`, or `store` when they share GPUs, because NCCL takes no two processes of a GPU into a
+    group.
 
     Other kinds are returned as they are. Raises ValueError for an unknown kind.
     """
     if kind == "auto":
-        return "ipc" if one_host else "collective"
+        return "ipc" if one_host else "store" if shared_gpus else "collective"
     if kind not in TRANSPORT_KINDS:
         raise _unknown(kind, ("auto", *TRANSPORT_KINDS))
     return kind

@@ -34,7 +34,6 @@ def test_signals_are_handled_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", ray_takes_it)
     monkeypatch.setattr(ray, "shutdown", ray_takes_it)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "cluster_resources", dict)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0})
     monkeypatch.setattr(ray, "nodes", list)
     told: list[int] = []

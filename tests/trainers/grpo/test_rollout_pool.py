@@ -31,7 +31,7 @@ class Run:
         self.events: list[str] = []
         monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(calls.ray, "kill", lambda actor, no_restart: self.events.append("killed"))
-        monkeypatch.setattr(run_actors.ray, "nodes", lambda: [{"Alive": True}])
+        monkeypatch.setattr(run_actors.ray, "nodes", lambda: [{"Alive": True, "NodeID": "here"}])
         engines = [Engine(fake_ray.engine(self.answer(index), index), 1) for index in range(2)]
         for index, engine in enumerate(engines):
             engine.handle.restart = lambda index=index: self.restarted(index)

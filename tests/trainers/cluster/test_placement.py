@@ -1,0 +1,216 @@
+"""Who stands on which GPU: every shape has one plan or one sentence, and no plan breaks a rule of NCCL or engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from headrace.trainers.cluster.placement import (
+    Host,
+    Placement,
+    plan_placement,
+    train_groups,
+    used_gpus,
+    with_reserved_gpus,
+)
+from headrace.trainers.config.config import Config
+from headrace.trainers.errors import UserError
+
+
+def config(
+    engines: int = 1, tp: int = 1, *, actors: int | None = None, trainer: Any = None, **resources: Any
+) -> Config:
+    return Config.model_validate(
+        {
+            "rollout": {"num_engines": engines, "tp": tp, "num_actors": actors, "engine": "vllm"},
+            "trainer": {"backend": "megatron", **(trainer or {})},
+            "resources": resources,
+        }
+    )
+
+
+def hosts(*gpus: int, cpus: float = 100, free: Sequence[Sequence[int]] | None = None) -> list[Host]:
+    return [
+        Host(f"host{index}", count, tuple(range(count) if free is None else free[index]), cpus)
+        for index, count in enumerate(gpus)
+    ]
+
+
+def gpus(placement: Placement) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """GPUs of the train ranks and of the engines, numbered over all hosts."""
+    return [placement.numbers(seat) for seat in placement.ranks], [
+        placement.numbers(seat) for seat in placement.engines
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "layout", "ranks", "engines"),
+    [
+        ([1], config(), "colocated", [0], [[0]]),
+        ([2], config(), "separate", [0], [[1]]),
+        ([2], config(layout="colocated"), "colocated", [0], [[0]]),
+        # What the reviews found broken.
+        ([2], config(2, trainer={"dp": 2}), "colocated", [0, 1], [[0], [1]]),
+        ([2], config(1, 2, trainer={"dp": 2}), "colocated", [0, 1], [[0, 1]]),
+        ([2], config(1, trainer={"dp": 2}), "colocated", [0, 1], [[0]]),
+        ([3], config(1, 2, trainer={"dp": 1}), "separate", [0], [[1, 2]]),
+        ([3], config(1, 2, trainer={"dp": 2}), "colocated", [0, 1], [[0, 1]]),
+        ([8, 8], config(8, trainer={"dp": 8}), "separate", list(range(8)), [[gpu] for gpu in range(8, 16)]),
+        ([8, 8], config(4, trainer={"tp": 8}), "separate", list(range(8)), [[8], [9], [10], [11]]),
+        ([8, 8], config(8, 2, trainer={"dp": 16}), "colocated", list(range(16)), [[i, i + 1] for i in range(0, 16, 2)]),
+        # More engines than ranks, fewer, and a tensor-parallel trainer beside them.
+        ([4], config(4, trainer={"dp": 2}), "colocated", [0, 1], [[0], [1], [2], [3]]),
+        ([4], config(1, trainer={"dp": 4}), "colocated", [0, 1, 2, 3], [[0]]),
+        ([2], config(1, 2, trainer={"tp": 2}), "colocated", [0, 1], [[0, 1]]),
+        ([4], config(1, 2, trainer={"tp": 2}), "separate", [0, 1], [[2, 3]]),
+        # A head without GPUs, hosts of different sizes, and the host that alone can hold an engine.
+        ([0, 2], config(), "separate", [0], [[1]]),
+        ([1, 2, 4], config(2, trainer={"dp": 2}), "separate", [3, 4], [[5], [6]]),
+        ([4, 8], config(1, 8, trainer={"tp": 4}), "separate", [0, 1, 2, 3], [list(range(4, 12))]),
+        ([8, 4], config(1, 8, trainer={"tp": 4}), "separate", [8, 9, 10, 11], [list(range(8))]),
+        ([4, 8], config(8, trainer={"tp": 8}, layout="colocated"), "colocated", [*range(4, 12)],
+         [[gpu] for gpu in range(4, 12)]),
+        ([3, 3], config(2, 2, trainer={"dp": 6}), "colocated", [0, 1, 2, 3, 4, 5], [[0, 1], [3, 4]]),
+        # Ranks of a replica are not neighbours where stages are: each replica is on one host nonetheless.
+        ([2, 2], config(2, 2, trainer={"dp": 2, "pp": 2}), "colocated", [0, 2, 1, 3], [[0, 1], [2, 3]]),
+        # A replica larger than any host is cut between its stages.
+        ([2, 2], config(1, trainer={"tp": 2, "pp": 2}), "colocated", [0, 1, 2, 3], [[0]]),
+        # Maps.
+        ([4], config(1, 2, trainer={"dp": 2}, trainer_gpus=[3, 1], rollout_gpus=[2, 3]), "colocated", [3, 1], [[2, 3]]),
+        ([2, 2], config(2, trainer_gpus=[3], rollout_gpus=[0, 2]), "separate", [3], [[0], [2]]),
+    ],
+)  # fmt: skip
+def test_each_shape_has_its_places(
+    machine: list[int], asked: Config, layout: str, ranks: list[int], engines: list[list[int]]
+) -> None:
+    placement = plan_placement(asked, hosts(*machine))
+    assert gpus(placement) == ([(gpu,) for gpu in ranks], [tuple(held) for held in engines])
+    assert placement.layout == layout and placement.shared == (layout == "colocated")
+    assert placement.sentence.startswith(f"GPUs: {layout}, ") and len(placement.sentence) < 300
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "sentence"),
+    [
+        (hosts(1), config(2), "got 'auto' with 1 train worker(s) (trainer.dp=1 x 1 rank(s)) and 2 engine process(es) "
+         "(rollout.num_engines=2 x rollout.tp=1), expected 3 GPUs (or 2, each for both roles) that are free, with a "
+         "logical CPU for each process: host0 has 1 of 1 GPU(s) and 100 CPU(s) free; trainer.dp=1 with "
+         "rollout.num_engines=1 would fit"),
+        (hosts(2), config(2, trainer={"dp": 3}), "trainer.dp=2 with rollout.num_engines=2 would fit"),
+        (hosts(2, free=[[1]]), config(layout="separate"), "expected 2 GPUs that are free, with a logical CPU for each "
+         "process: host0 has 1 of 2 GPU(s)"),
+        (hosts(1, 1), config(1, 2), "2 of them together on one host"),
+        (hosts(1, 1), config(1, trainer={"tp": 2}), "no smaller trainer.dp and rollout.num_engines would fit either"),
+        (hosts(2, cpus=1), config(), "host0 has 2 of 2 GPU(s) and 1 CPU(s) free"),
+        (hosts(2, cpus=2), config(actors=1), "rollout.num_actors: got 1, expected at most 0, because each needs a log"),
+        (hosts(0), config(trainer_gpus=[0], rollout_gpus=[1]), "trainer_gpus: got [0], expected it unset, because"),
+        (hosts(2), config(trainer_gpus=[0], rollout_gpus=[2]), "rollout_gpus: got GPU 2, expected a number below 2"),
+        (hosts(2, 2, free=[[0, 1], [1]]), config(trainer_gpus=[0], rollout_gpus=[2]), "got GPU 2, expected a free one, "
+         "but another job holds it (GPU 0 of host1)"),
+        (hosts(2, 2), config(1, 2, trainer_gpus=[0], rollout_gpus=[1, 2]), "got [1, 2] for engine 0, expected 2 neigh"),
+        (hosts(4), config(1, 2, trainer_gpus=[0], rollout_gpus=[1, 3]), "got [1, 3] for engine 0, expected 2 neighbou"),
+        (hosts(2, 2), config(trainer={"tp": 2}, trainer_gpus=[1, 2], rollout_gpus=[0]), "resources.trainer_gpus: got "
+         "[1, 2], expected GPUs of one host for the ranks 0, 1, which are a tensor-parallel group"),
+        (hosts(2, cpus=1), config(trainer_gpus=[0], rollout_gpus=[1]), "need 2 logical CPUs on host0, expected at m"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_sentence(machine: list[Host], asked: Config, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan_placement(asked, machine)
+    assert sentence in str(caught.value) and str(caught.value).startswith(("resources.", "rollout."))
+    assert "\n" not in str(caught.value)
+
+
+def test_without_gpus_everything_is_as_ray_likes() -> None:
+    for machine, host in ((hosts(0), 0), (hosts(0, 0), None)):
+        placement = plan_placement(config(2, 2, actors=1, trainer={"dp": 2}, layout="colocated"), machine)
+        assert (placement.layout, placement.shared, placement.one_host) == ("cpu", False, host == 0)
+        assert [(seat.name, seat.cpus, seat.host, seat.gpus) for seat in placement.seats] == [
+            ("engine 0", 2, host, ()), ("engine 1", 2, host, ()), ("train worker 0", 1, host, ()),
+            ("train worker 1", 1, host, ()), ("rollout 0", 1, host, ()),
+        ]  # fmt: skip
+    scripted = Config.model_validate({"rollout": {"engine": "scripted"}, "trainer": {"backend": "scripted"}})
+    assert plan_placement(scripted, hosts(8)).layout == "cpu"
+
+
+def test_rollout_actors_take_the_cpus_that_are_left_near_the_engines() -> None:
+    machine = [Host("a", 2, (0, 1), 2), Host("b", 2, (0, 1), 4), Host("c", 0, (), 2)]
+    placement = plan_placement(config(2, actors=4, trainer={"dp": 2}), machine)
+    assert [seat.host for seat in placement.engines] == [1, 1], placement
+    assert [seat.host for seat in placement.rollouts] == [1, 1, 2, 2]
+
+
+def test_an_actor_returns_to_the_node_of_its_gpus() -> None:
+    machine = [Host("a", 1, (0,), 8, "node a"), Host("b", 1, (0,), 8, "node b")]
+    placement = plan_placement(config(), machine)
+    assert [seat.host for seat in (*placement.ranks, *placement.engines)] == [0, 1]
+    assert placement.nodes_for("train worker 0", {"node a", "node b"}) == {"node a"}
+    assert placement.nodes_for("rollout 0", {"node a", "node c"}) == set()
+    assert plan_placement(config(), hosts(0, 0)).nodes_for("rollout 0", {"node c"}) == {"node c"}
+
+
+def test_gpus_that_ray_gives_instead_keep_their_order() -> None:
+    placement = plan_placement(config(1, 2, trainer={"dp": 2}), hosts(8, free=[[0, 1]]))
+    given = with_reserved_gpus(placement, {0: {6: "GPU-f", 3: "GPU-c"}})
+    assert [(seat.gpus, seat.devices) for seat in given.seats] == [
+        ((3, 6), ("GPU-c", "GPU-f")), ((3,), ("GPU-c",)), ((6,), ("GPU-f",)),
+    ]  # fmt: skip
+    assert given.shared_gpus == (3, 6)
+
+
+# ---------------------------------------------------------------- any shape
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[Config, list[Host]]:
+    machine = []
+    for index in range(draw(st.integers(1, 4))):
+        count = draw(st.integers(0, 8))
+        free = draw(st.sets(st.integers(0, count - 1))) if count else set()
+        machine.append(Host(f"host{index}", count, tuple(sorted(free)), draw(st.integers(0, 20))))
+    size = st.sampled_from([1, 1, 2, 3, 4])
+    mesh = {"dp": draw(size), "tp": draw(size), "pp": draw(st.sampled_from([1, 1, 2]))}
+    layout = draw(st.sampled_from(["auto", "separate", "colocated"]))
+    actors = draw(st.sampled_from([None, 1, 3]))
+    return config(draw(st.integers(1, 6)), draw(size), actors=actors, trainer=mesh, layout=layout), machine
+
+
+@given(shapes())
+@example((config(6, 1, trainer={"dp": 1}), hosts(3, 4)))
+def test_no_plan_breaks_a_rule(shape: tuple[Config, list[Host]]) -> None:
+    asked, machine = shape
+    assume(any(host.num_gpus for host in machine))
+    try:
+        placement = plan_placement(asked, machine)
+    except UserError:
+        return
+    assert placement == plan_placement(asked, machine)
+    for seats in (placement.ranks, placement.engines):
+        held = [(seat.host, gpu) for seat in seats for gpu in seat.gpus]
+        assert len(held) == len(set(held)), "two processes of a role on a GPU"
+        assert all(gpu in machine[host].free_gpus for host, gpu in held if host is not None)
+    for seat in placement.engines:
+        assert seat.host is not None and len(seat.gpus) == asked.rollout.tp
+        free = machine[seat.host].free_gpus
+        start = free.index(seat.gpus[0])
+        assert seat.gpus == free[start : start + asked.rollout.tp], "an engine's GPUs are not neighbours"
+    for group in list(train_groups(asked.trainer.topology))[-1]:
+        assert len({placement.ranks[rank].host for rank in group}) == 1, "a tensor-parallel group straddles hosts"
+    for index, host in enumerate(machine):
+        assert sum(seat.cpus for seat in placement.seats if seat.host == index) <= host.free_cpus
+    roles = [(seat.host, gpu) for seat in (*placement.ranks, *placement.engines) for gpu in seat.gpus]
+    assert placement.shared == (len(set(roles)) < len(roles)) == (placement.layout == "colocated")
+    assert asked.resources.layout in ("auto", placement.layout)
+
+
+@given(shapes())
+def test_a_run_that_fits_on_one_host_s_gpus_is_not_refused(shape: tuple[Config, list[Host]]) -> None:
+    asked, _ = shape
+    train, rollout = asked.trainer.topology.world, asked.rollout.num_engines * asked.rollout.tp
+    needed = max(train, rollout) if asked.resources.layout == "colocated" else train + rollout
+    placement = plan_placement(asked, hosts(0, needed))
+    assert sorted(used_gpus(placement)) == [1] and len(used_gpus(placement)[1]) == needed

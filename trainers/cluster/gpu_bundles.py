@@ -1,0 +1,293 @@
+"""Reserves the GPUs of a run in Ray, whole ones, and says with which of Ray's options each actor gets its own.
+
+    read_hosts -> plan_placement -> a placement group with a bundle for each GPU -> which GPU is each bundle? -> seats
+
+Ray never tells which GPU it has given to a bundle, so a short task within each bundle tells it. An actor takes a small
+fraction of one bundle's GPU, so that an engine and a train worker can share it, and is shown all GPUs of its seat
+(`actors/visible_gpus.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray._private.state import state as ray_state
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...actors.protocols import ActorInfo
+from ..config.config import Config
+from ..errors import UserError
+from .calls import ActorFailed
+from .placement import Host, Placement, Seat, plan_placement, used_gpus, with_reserved_gpus
+
+GPU_SHARE = 0.01
+"""Fraction of a bundle's GPU that each actor in the bundle asks Ray for."""
+SETTLE_S = 15.0
+"""Seconds within which Ray must know that the actors of a run that has ended have given their GPUs back."""
+LOOK_S = 0.25
+"""Seconds between two questions to Ray about what is free."""
+NODE_LABEL = "ray.io/node-id"
+"""Ray's label by which a bundle is tied to a node."""
+BY_START_TIMEOUT = "resources.start_timeout_s"
+"""Config key that limits the whole reservation; it is named in the errors about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The places of a run's actors, reserved in Ray."""
+
+    placement: Placement
+    group: PlacementGroup | None = None
+    """Ray's placement group with all bundles; None for a run without GPUs, whose actors Ray places as it likes."""
+    bundles: Mapping[str, int] = field(default_factory=dict)
+    """Name of each actor -> index of its bundle in `group`."""
+
+    def options(self, seat: Seat) -> dict[str, Any]:
+        """Return Ray's options for the actor of `seat`. They stay the same for a process that replaces it."""
+        if self.group is None:
+            return {"num_cpus": seat.cpus}
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[seat.name])
+        return {"num_cpus": seat.cpus, "num_gpus": GPU_SHARE if seat.gpus else 0, "scheduling_strategy": strategy}
+
+    def devices(self, seat: Seat) -> tuple[str, ...] | None:
+        """Return CUDA's names of the GPUs that the actor of `seat` may see; None, where there are none, leaves its
+        environment as it is."""
+        return seat.devices if self.placement.num_gpus else None
+
+
+def reserve_places(config: Config, timeout_s: float, stack: ExitStack) -> Reservation:
+    """Place all actors on the GPUs that are free in Ray, and reserve these. stack: gives them back when it is closed.
+
+    Raises UserError if the run cannot be placed or Ray does not give the GPUs within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    placement = _plan(config, deadline)
+    if placement.layout == "cpu":
+        return Reservation(placement)
+    reservation = _reserve(placement, deadline, stack, exact=config.resources.trainer_gpus is not None)
+    if reservation is not None:
+        return reservation
+    # Ray gave other GPUs than the map names: it is left none but these.
+    with ExitStack() as blocked:
+        _block_others(placement, deadline, blocked)
+        reservation = _reserve(placement, deadline, stack, exact=True)
+    if reservation is None:
+        raise UserError(
+            "resources.trainer_gpus: another job took some of these GPUs, or of resources.rollout_gpus, during the "
+            "start, expected free ones"
+        )
+    return reservation
+
+
+def check_reports(placement: Placement, infos: Sequence[ActorInfo]) -> None:
+    """Raise ActorFailed if an actor reports another host or other GPUs than those of its seat. A no-op for a run
+    without GPUs."""
+    if placement.layout == "cpu":
+        return
+    seats = {seat.name: seat for seat in placement.seats}
+    for info in infos:
+        seat = seats[info.name]
+        assert seat.host is not None, "in a run with GPUs every actor has a host"
+        host = placement.hosts[seat.host].name
+        if (info.host, info.gpus) != (host, seat.devices):
+            raise ActorFailed(
+                f"start: {info} reports the GPUs {list(info.gpus)} of {info.host}, expected {list(seat.devices)} of "
+                f"{host}, where the run has placed it"
+            )
+
+
+def read_hosts() -> tuple[Host, ...]:
+    """Return the living nodes of the Ray cluster with what is free on each, the driver's node first."""
+    free = ray_state.available_resources_per_node()
+    here = ray.get_runtime_context().get_node_id()
+    nodes = sorted(
+        (node for node in ray.nodes() if node["Alive"]),
+        key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]),
+    )
+    return tuple(
+        Host(
+            name=node["NodeManagerHostname"],
+            num_gpus=int(node["Resources"].get("GPU", 0)),
+            # Ray tells how many are free, not which ones: the numbers are put right once they are reserved.
+            free_gpus=tuple(range(int(free.get(node["NodeID"], {}).get("GPU", 0)))),
+            free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+            node=node["NodeID"],
+        )
+        for node in nodes
+    )
+
+
+# ---------------------------------------------------------------- planning
+
+
+def _plan(config: Config, deadline: float) -> Placement:
+    """Return a placement on what is free. As long as the run would fit on an idle cluster, it is tried again for some
+    seconds, because Ray learns late that actors have ended. Raises UserError if it does not fit."""
+    deadline = min(deadline, time.monotonic() + SETTLE_S)
+    while True:
+        hosts = read_hosts()
+        try:
+            return _plan_on(config, hosts)
+        except UserError:
+            if time.monotonic() > deadline or not _fits_when_idle(config, hosts):
+                raise
+            time.sleep(LOOK_S)
+
+
+def _plan_on(config: Config, hosts: Sequence[Host]) -> Placement:
+    """Return a placement on `hosts`. GPUs that a map names count as free if as many are free on their host; which ones
+    these are shows when they are reserved."""
+    if config.resources.trainer_gpus is None:
+        return plan_placement(config, hosts)
+    placement = plan_placement(config, [replace(host, free_gpus=tuple(range(host.num_gpus))) for host in hosts])
+    for index, gpus in used_gpus(placement).items():
+        free = len(hosts[index].free_gpus)
+        if len(gpus) > free:
+            raise UserError(
+                f"resources.trainer_gpus: got, with resources.rollout_gpus, {len(gpus)} GPU(s) of {hosts[index].name}, "
+                f"expected at most {free}, as other jobs hold the rest of its {hosts[index].num_gpus}"
+            )
+    return placement
+
+
+def _fits_when_idle(config: Config, hosts: Sequence[Host]) -> bool:
+    """Return whether the run could be placed if nothing else ran on the cluster."""
+    total = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes()}
+    try:
+        plan_placement(
+            config,
+            [replace(host, free_gpus=tuple(range(host.num_gpus)), free_cpus=total[host.node]) for host in hosts],
+        )
+    except UserError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- placement groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """One bundle of a placement group."""
+
+    host: int
+    """Index of the host that the bundle is tied to."""
+    resources: dict[str, float]
+    """What it reserves, by Ray's names."""
+
+
+def _reserve(placement: Placement, deadline: float, stack: ExitStack, *, exact: bool) -> Reservation | None:
+    """Reserve the places of all actors in one placement group. stack: removes the group when it is closed.
+
+    exact: whether it must be the GPUs that the placement names; if Ray gives others, they are given back, and None is
+    returned. Otherwise, the actors take those that Ray gives.
+    """
+    used = used_gpus(placement)
+    places = [(host, gpu) for host, gpus in used.items() for gpu in gpus]
+    cpus = dict.fromkeys(places, 0)
+    for seat in placement.seats:
+        if seat.host is not None and seat.gpus:
+            cpus[seat.host, seat.gpus[0]] += seat.cpus
+    bundles = [_Bundle(host, {"GPU": 1, "CPU": cpus[host, gpu]}) for host, gpu in places]
+    bundles += [_Bundle(seat.host or 0, {"CPU": seat.cpus}) for seat in placement.rollouts]
+    with ExitStack() as kept:
+        group = kept.enter_context(_group(placement.hosts, bundles, deadline))
+        told = _tell_gpus([(group, index) for index in range(len(places))], deadline)
+        given: dict[int, dict[int, str]] = {host: {} for host in used}
+        index_of: dict[tuple[int, int], int] = {}
+        for index, ((host, _), (number, device)) in enumerate(zip(places, told, strict=True)):
+            given[host][number] = device
+            index_of[host, number] = index
+        if exact and {host: sorted(numbers) for host, numbers in given.items()} != used:
+            return None
+        placed = with_reserved_gpus(placement, given)
+        seats = {seat.name: seat for seat in (*placed.engines, *placed.ranks)}
+        found = {name: index_of[seat.host, seat.gpus[0]] for name, seat in seats.items() if seat.host is not None}
+        found |= {seat.name: len(places) + index for index, seat in enumerate(placed.rollouts)}
+        stack.enter_context(kept.pop_all())
+        return Reservation(placed, group, found)
+
+
+def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> None:
+    """Take all free GPUs of the placement's hosts but those that it uses. stack: gives them back when it is closed.
+
+    Raises UserError if another job holds a GPU that the placement uses.
+    """
+    wanted = {(host, gpu) for host, gpus in used_gpus(placement).items() for gpu in gpus}
+    given: dict[tuple[int, int], ExitStack] = {}
+    settled = min(deadline, time.monotonic() + SETTLE_S)
+    while missing := sorted(wanted - given.keys()):
+        taken = []
+        free = {host.node: len(host.free_gpus) for host in read_hosts()}
+        for host in used_gpus(placement):
+            for _ in range(free.get(placement.hosts[host].node, 0)):
+                kept = stack.enter_context(ExitStack())
+                group = kept.enter_context(_group(placement.hosts, [_Bundle(host, {"GPU": 1})], deadline))
+                taken.append((host, kept, group))
+        told = _tell_gpus([(group, 0) for _, _, group in taken], deadline)
+        given |= {(host, number): kept for (host, kept, _), (number, _) in zip(taken, told, strict=True)}
+        if not taken and time.monotonic() > settled:
+            host, gpu = missing[0]
+            raise UserError(
+                f"resources.trainer_gpus: got, with resources.rollout_gpus, GPU {gpu} of {placement.hosts[host].name}, "
+                "expected a free one, but another job holds it"
+            )
+        time.sleep(LOOK_S)
+    for place in wanted:
+        given[place].close()
+
+
+@contextmanager
+def _group(hosts: Sequence[Host], bundles: Sequence[_Bundle], deadline: float) -> Iterator[PlacementGroup]:
+    """Context manager that creates a placement group, each bundle on its host, waits until Ray has reserved it, and
+    removes it at the end. Raises UserError at the deadline."""
+    began = time.monotonic()
+    group = placement_group(
+        [{name: amount for name, amount in bundle.resources.items() if amount} for bundle in bundles],
+        strategy="PACK",
+        bundle_label_selector=[{NODE_LABEL: hosts[bundle.host].node} for bundle in bundles],
+    )
+    try:
+        while not group.wait(1):  # in pieces, because Ray lets no signal through meanwhile
+            if time.monotonic() > deadline:
+                count = sum(bundle.resources.get("GPU", 0) for bundle in bundles)
+                raise UserError(
+                    f"resources.layout: Ray did not give {count:g} whole GPU(s) with their logical CPUs within "
+                    f"{time.monotonic() - began:.0f} s ({BY_START_TIMEOUT}), expected them to be free; "
+                    "`ray status` shows who holds them"
+                )
+        yield group
+    finally:
+        with suppress(RayError):  # a Ray that is gone holds nothing, and Ray removes the group with its driver
+            remove_placement_group(group)
+
+
+def _tell_gpus(bundles: Sequence[tuple[PlacementGroup, int]], deadline: float) -> list[tuple[int, str]]:
+    """Return for each bundle, given as (group, index), its GPU: the number on its host, and CUDA's name. Raises
+    ActorFailed if Ray's workers do not answer before the deadline."""
+
+    def tell() -> tuple[int, str]:  # within a function, so that a worker of Ray runs it without importing this package
+        import ray
+        from ray._private import worker
+
+        [gpu] = ray.get_gpu_ids()
+        names = worker.global_worker.original_visible_accelerator_ids.get("GPU")
+        return (int(gpu) if names is None else list(names).index(str(gpu))), str(gpu)
+
+    references = [
+        ray.remote(num_cpus=0, num_gpus=1, max_calls=0, max_retries=0)(tell)
+        .options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index))
+        .remote()
+        for group, index in bundles
+    ]
+    try:
+        return ray.get(references, timeout=max(1.0, deadline - time.monotonic()))
+    except RayError as error:
+        raise ActorFailed(f"start: Ray's workers did not tell their GPUs ({BY_START_TIMEOUT}): {error}") from error

@@ -1,0 +1,494 @@
+"""Decides on which GPU of which host each engine and each train rank stands, from plain data and without Ray.
+
+    hosts (GPUs and CPUs that are free) + config -> plan_placement -> Placement, or one sentence that says why not
+
+Two NCCL ranks cannot be on one GPU, so a GPU holds at most one train rank and at most one engine process. An engine and
+a tensor-parallel group of the trainer are always within one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from ...dataplane.topology import Topology
+from ..config.config import Config
+from ..errors import UserError
+
+Layout = Literal["colocated", "separate", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host with what the run could have of it."""
+
+    name: str
+    """Name of the host in tables and errors."""
+    num_gpus: int
+    """Number of all its GPUs, including those that other jobs hold."""
+    free_gpus: tuple[int, ...]
+    """Numbers of the GPUs that the run can have, counted from 0 on this host, ascending."""
+    free_cpus: float
+    """Number of logical CPUs that the run can have."""
+    node: str = ""
+    """Ray's id of the node; "" for a host that is planned for without Ray."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Place of one actor."""
+
+    name: str
+    """Name of the actor, such as `train worker 0`."""
+    cpus: int
+    """Number of logical CPUs that the actor requests from Ray."""
+    host: int | None = None
+    """Index of its host in `Placement.hosts`; None if Ray chooses the host."""
+    gpus: tuple[int, ...] = ()
+    """Numbers of its GPUs on that host, ascending; () for an actor that uses no GPU."""
+    devices: tuple[str, ...] = ()
+    """CUDA's names of these GPUs, as in CUDA_VISIBLE_DEVICES; () before Ray has reserved them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Places of all actors of a run."""
+
+    layout: Layout
+    """`separate` if no GPU holds both roles, `colocated` if one does, `cpu` if the run uses no GPU."""
+    sentence: str
+    """The layout and the reason for it, in one sentence for the user."""
+    hosts: tuple[Host, ...] = ()
+    """All hosts, the driver's first. Their GPUs are numbered through in this order."""
+    engines: tuple[Seat, ...] = ()
+    """Seats of the actors that have an engine, in the order of the engines."""
+    ranks: tuple[Seat, ...] = ()
+    """Seats of the train workers, in the order of ranks."""
+    rollouts: tuple[Seat, ...] = ()
+    """Seats of the rollout actors without an engine; () when rollout actors embed the engines."""
+
+    @property
+    def shared_gpus(self) -> tuple[int, ...]:
+        """Numbers, over all hosts, of the GPUs that hold an engine process and a train rank."""
+        engines = {gpu for seat in self.engines for gpu in self.numbers(seat)}
+        return tuple(sorted(gpu for seat in self.ranks for gpu in self.numbers(seat) if gpu in engines))
+
+    @property
+    def shared(self) -> bool:
+        """True when any GPU holds an engine process and a train rank."""
+        return bool(self.shared_gpus)
+
+    @property
+    def one_host(self) -> bool:
+        """True when all engines and train ranks are certain to be on one host."""
+        hosts = {seat.host for seat in (*self.engines, *self.ranks)}
+        return len(self.hosts) == 1 or (len(hosts) == 1 and None not in hosts)
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of the GPUs of all hosts, used or not."""
+        return sum(host.num_gpus for host in self.hosts)
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Seats of all actors."""
+        return (*self.engines, *self.ranks, *self.rollouts)
+
+    def nodes_for(self, name: str, nodes: Set[str]) -> Set[str]:
+        """Return those of Ray's `nodes` on which the actor `name` may be: that of its GPUs, or any."""
+        if self.layout == "cpu":
+            return nodes
+        return nodes & {
+            self.hosts[seat.host].node for seat in self.seats if seat.name == name and seat.host is not None
+        }
+
+    def numbers(self, seat: Seat) -> tuple[int, ...]:
+        """Return the numbers of a seat's GPUs, counted over all hosts."""
+        if seat.host is None:
+            return ()
+        first = sum(host.num_gpus for host in self.hosts[: seat.host])
+        return tuple(first + gpu for gpu in seat.gpus)
+
+
+ON_CPUS = Placement("cpu", "on CPUs")
+"""Placement of a run of which nothing is known but that it uses no GPU."""
+
+
+def plan_placement(config: Config, hosts: Sequence[Host]) -> Placement:
+    """Return the places of all actors on `hosts`; the driver's host must be the first. Equal arguments give equal
+    placements. Raises UserError with one sentence if the run cannot be placed."""
+    hosts = tuple(hosts)
+    resources, mapped = config.resources, config.resources.trainer_gpus is not None
+    num_gpus = sum(host.num_gpus for host in hosts)
+    if not num_gpus and mapped:
+        raise UserError(
+            f"resources.trainer_gpus: got {list(resources.trainer_gpus or ())}, expected it unset, because there is "
+            f"no GPU on {_names(hosts)}"
+        )
+    if not num_gpus or not uses_gpus(config):
+        why = "there is no GPU" if not num_gpus else "the engine and the backend are scripted"
+        return _on_cpus(config, hosts, why)
+    if mapped:
+        return _place_as_mapped(config, hosts)
+    layouts = ("separate", "colocated") if resources.layout == "auto" else (resources.layout,)
+    for layout in layouts:
+        counts = _place(layout, config, hosts)
+        if counts is not None:
+            return _placement(config, hosts, layout, counts)
+    raise UserError(_refusal(config, hosts))
+
+
+def with_reserved_gpus(placement: Placement, reserved: Mapping[int, Mapping[int, str]]) -> Placement:
+    """Return `placement` on the GPUs that were really reserved, which may have other numbers than those that were
+    planned with. reserved: index of the host -> number of the GPU on that host -> CUDA's name of it; it must have as
+    many GPUs of each host as the placement uses."""
+    numbers = {
+        (host, gpu): number
+        for host, planned in used_gpus(placement).items()
+        for gpu, number in zip(planned, sorted(reserved[host]), strict=True)
+    }
+
+    def moved(seat: Seat) -> Seat:
+        if seat.host is None or not seat.gpus:
+            return seat
+        gpus = tuple(numbers[seat.host, gpu] for gpu in seat.gpus)
+        return replace(seat, gpus=gpus, devices=tuple(reserved[seat.host][gpu] for gpu in gpus))
+
+    return replace(placement, engines=tuple(map(moved, placement.engines)), ranks=tuple(map(moved, placement.ranks)))
+
+
+def used_gpus(placement: Placement) -> dict[int, list[int]]:
+    """Return the GPUs that the placement uses: index of the host -> numbers on that host, ascending."""
+    used: dict[int, set[int]] = {}
+    for seat in placement.seats:
+        if seat.host is not None and seat.gpus:
+            used.setdefault(seat.host, set()).update(seat.gpus)
+    return {host: sorted(gpus) for host, gpus in sorted(used.items())}
+
+
+def uses_gpus(config: Config) -> bool:
+    """Return whether engines or train workers of the run compute on GPUs where there are some."""
+    return not (config.rollout.engine == "scripted" and config.trainer.backend == "scripted")
+
+
+def gpus_per_engine(config: Config) -> int:
+    """Return the number of GPUs that an engine needs, all on one host; each holds one of its processes."""
+    return config.rollout.tp
+
+
+def engine_actor_name(config: Config, index: int) -> str:
+    """Return the name of the actor that has engine `index`."""
+    return f"{'rollout' if config.rollout.num_actors is None else 'engine'} {index}"
+
+
+def train_groups(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield the ways to cut the train ranks into equal groups that each stay on one host, the best first: whole
+    replicas, then the ranks of one pipeline stage, then tensor-parallel groups. In each way the groups are ordered by
+    replica."""
+    cuts: tuple[Callable[[int], tuple[int, ...]], ...] = (
+        lambda rank: (topology.place(rank).dp,),
+        lambda rank: (topology.place(rank).dp, topology.place(rank).pp),
+        lambda rank: (topology.place(rank).dp, topology.place(rank).pp, topology.place(rank).cp),
+    )
+    sizes = set()
+    for cut in cuts:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(topology.world):
+            groups.setdefault(cut(rank), []).append(rank)
+        if len(groups) not in sizes:
+            sizes.add(len(groups))
+            yield tuple(tuple(groups[key]) for key in sorted(groups))
+
+
+# ---------------------------------------------------------------- how much each host holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Distribution of both roles over the hosts."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Groups of train ranks, each on one host."""
+    train: tuple[int, ...]
+    """Number of these groups on each host."""
+    engines: tuple[int, ...]
+    """Number of engines on each host."""
+
+
+def _place(layout: str, config: Config, hosts: Sequence[Host]) -> _Counts | None:
+    """Return the distribution of both roles over the hosts, or None if they do not fit. A single host that holds the
+    whole run is preferred, then groups of train ranks that are as large as possible."""
+    engines, per_engine = config.rollout.num_engines, gpus_per_engine(config)
+    distribute = _separate if layout == "separate" else _colocated
+    for groups in train_groups(config.trainer.topology):
+        for chosen in [*([index] for index in range(len(hosts))), list(range(len(hosts)))]:
+            rooms = tuple(_room(host) if index in chosen else (0, 0) for index, host in enumerate(hosts))
+            counts = distribute(rooms, len(groups[0]), len(groups), per_engine, engines)
+            if counts is not None:
+                return _Counts(groups, *counts)
+    return None
+
+
+def _room(host: Host) -> tuple[int, int]:
+    """Return the numbers of free GPUs and free logical CPUs of a host."""
+    return len(host.free_gpus), int(host.free_cpus)
+
+
+def _separate(
+    rooms: tuple[tuple[int, int], ...], group: int, num_groups: int, engine: int, num_engines: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the numbers of train groups and engines on each host if each process has a GPU and a CPU of its own; None
+    if they do not fit. Train groups are packed on the first hosts as far as the engines still fit beside them."""
+
+    @cache
+    def fill(host: int, groups: int, engines: int) -> tuple[tuple[int, int], ...] | None:
+        if not groups and not engines:
+            return ((0, 0),) * (len(rooms) - host)
+        if host == len(rooms):
+            return None
+        room = min(rooms[host])
+        for here in range(min(room // group, groups), -1, -1):
+            beside = min((room - here * group) // engine, engines)
+            rest = fill(host + 1, groups - here, engines - beside)
+            if rest is not None:
+                return ((here, beside), *rest)
+        return None
+
+    if num_groups * group + num_engines * engine > sum(min(room) for room in rooms):
+        return None
+    filled = fill(0, num_groups, num_engines)
+    if filled is None:
+        return None
+    return tuple(here for here, _ in filled), tuple(beside for _, beside in filled)
+
+
+def _colocated(
+    rooms: tuple[tuple[int, int], ...], group: int, num_groups: int, engine: int, num_engines: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the numbers of train groups and engines on each host if both roles have the same GPUs; None if they do not
+    fit. The role with the larger groups takes the first hosts that it fits on; the other role takes the GPUs of these
+    hosts first."""
+    if engine > group:
+        swapped = _colocated(rooms, engine, num_engines, group, num_groups)
+        return swapped and (swapped[1], swapped[0])
+    first, second = [], []
+    groups, engines = num_groups, num_engines
+    for gpus, cpus in rooms:
+        first.append(min(gpus // group, cpus // group, groups))
+        groups -= first[-1]
+    for (_, cpus), here in zip(rooms, first, strict=True):
+        second.append(min(here * group // engine, (cpus - here * group) // engine, engines))
+        engines -= second[-1]
+    for index, ((gpus, cpus), here) in enumerate(zip(rooms, first, strict=True)):
+        more = min(gpus // engine, (cpus - here * group) // engine, engines + second[index]) - second[index]
+        second[index] += more
+        engines -= more
+    return None if groups or engines else (tuple(first), tuple(second))
+
+
+# ---------------------------------------------------------------- who stands where
+
+
+def _placement(config: Config, hosts: tuple[Host, ...], layout: str, counts: _Counts) -> Placement:
+    """Return the placement with the given numbers of train groups and engines on each host."""
+    size, groups = gpus_per_engine(config), iter(counts.groups)
+    ranks: list[tuple[int, int, tuple[int, ...]]] = []
+    engines: list[tuple[int, tuple[int, ...]]] = []
+    for index, (host, here, beside) in enumerate(zip(hosts, counts.train, counts.engines, strict=True)):
+        standing = [rank for _ in range(here) for rank in next(groups)]
+        ranks += [(rank, index, (gpu,)) for rank, gpu in zip(standing, host.free_gpus, strict=False)]
+        gpus = host.free_gpus[len(standing) :] if layout == "separate" else host.free_gpus
+        engines += [(index, gpus[start * size : (start + 1) * size]) for start in range(beside)]
+    in_order = [(index, gpus) for _, index, gpus in sorted(ranks)]
+    return _seated(config, hosts, in_order, engines, _reason(config, hosts, layout))
+
+
+def _place_as_mapped(config: Config, hosts: tuple[Host, ...]) -> Placement:
+    """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe. Raises UserError if it
+    cannot be."""
+    resources, size = config.resources, gpus_per_engine(config)
+    assert resources.trainer_gpus is not None and resources.rollout_gpus is not None, "checks.py demands both"
+    trainer = [_find("trainer_gpus", number, hosts) for number in resources.trainer_gpus]
+    rollout = [_find("rollout_gpus", number, hosts) for number in resources.rollout_gpus]
+    for group in list(train_groups(config.trainer.topology))[-1]:
+        if len({trainer[rank][0] for rank in group}) > 1:
+            raise UserError(
+                f"resources.trainer_gpus: got {list(resources.trainer_gpus)}, expected GPUs of one host for the ranks "
+                f"{', '.join(map(str, group))}, which are a tensor-parallel group"
+            )
+    engines = []
+    for start in range(0, len(rollout), size):
+        part = sorted(rollout[start : start + size])
+        host, first = part[0]
+        if part != [(host, first + offset) for offset in range(size)]:
+            raise UserError(
+                f"resources.rollout_gpus: got {list(resources.rollout_gpus[start : start + size])} for engine "
+                f"{start // size}, expected {size} neighbouring GPUs of one host (rollout.tp={config.rollout.tp})"
+            )
+        engines.append((host, tuple(gpu for _, gpu in part)))
+    reason = "as resources.trainer_gpus and resources.rollout_gpus say"
+    placement = _seated(config, hosts, [(host, (gpu,)) for host, gpu in trainer], engines, reason)
+    for index, host in enumerate(hosts):
+        needed = sum(seat.cpus for seat in placement.seats if seat.host == index)
+        if needed > host.free_cpus:
+            raise UserError(
+                f"resources.trainer_gpus: got processes that need {needed} logical CPUs on {host.name}, expected at "
+                f"most {host.free_cpus:g}, which are free there"
+            )
+    return placement
+
+
+def _find(key: str, number: int, hosts: Sequence[Host]) -> tuple[int, int]:
+    """Return the host's index and the number on that host of a GPU that is numbered over all hosts. Raises UserError if
+    there is no such GPU or the run cannot have it."""
+    local = number
+    for index, host in enumerate(hosts):
+        if local < host.num_gpus:
+            if local not in host.free_gpus:
+                raise UserError(
+                    f"resources.{key}: got GPU {number}, expected a free one, but another job holds it (GPU {local} of "
+                    f"{host.name})"
+                )
+            return index, local
+        local -= host.num_gpus
+    raise UserError(f"resources.{key}: got GPU {number}, expected a number below {number - local}: {_listed(hosts)}")
+
+
+def _seated(
+    config: Config,
+    hosts: tuple[Host, ...],
+    ranks: Sequence[tuple[int, tuple[int, ...]]],
+    engines: Sequence[tuple[int, tuple[int, ...]]],
+    why: str,
+) -> Placement:
+    """Return the placement in which each rank and each engine has the given (host, GPUs on it). why: the reason for the
+    layout, for the user."""
+    engine_seats = tuple(
+        Seat(engine_actor_name(config, index), config.rollout.tp, host, gpus)
+        for index, (host, gpus) in enumerate(engines)
+    )
+    rank_seats = tuple(Seat(f"train worker {rank}", 1, host, gpus) for rank, (host, gpus) in enumerate(ranks))
+    used = {(host, gpu) for host, gpus in (*ranks, *engines) for gpu in gpus}
+    processes = len(ranks) + sum(len(gpus) for _, gpus in engines)
+    layout: Layout = "separate" if len(used) == processes else "colocated"
+    what = (
+        "each engine process and train worker has one of its own"
+        if layout == "separate"
+        else (f"{processes - len(used)} of them hold(s) an engine process and a train worker")
+    )
+    total = sum(host.num_gpus for host in hosts)
+    return Placement(
+        layout,
+        f"GPUs: {layout}, {why}: {what} ({len(used)} of {total} used)",
+        hosts,
+        engine_seats,
+        rank_seats,
+        _rollout_seats(config, hosts, (*engine_seats, *rank_seats)),
+    )
+
+
+def _rollout_seats(config: Config, hosts: Sequence[Host], taken: Sequence[Seat]) -> tuple[Seat, ...]:
+    """Return the seats of rollout actors without an engine: each is on the host with most CPUs left, if possible one
+    with an engine. Raises UserError if the CPUs do not suffice."""
+    left = {index: int(host.free_cpus) for index, host in enumerate(hosts)}
+    for seat in taken:
+        assert seat.host is not None
+        left[seat.host] -= seat.cpus
+    with_engine = {seat.host for seat in taken if not seat.name.startswith("train")}
+    seats = []
+    for index in range(config.rollout.num_actors or 0):
+        host = max(left, key=lambda host: (left[host] > 0, host in with_engine, left[host]))
+        if left[host] < 1:
+            raise UserError(
+                f"rollout.num_actors: got {config.rollout.num_actors}, expected at most {index}, because each needs a "
+                f"logical CPU beside the engines and train workers: {_listed(hosts)}"
+            )
+        left[host] -= 1
+        seats.append(Seat(f"rollout {index}", 1, host))
+    return tuple(seats)
+
+
+def _on_cpus(config: Config, hosts: tuple[Host, ...], why: str) -> Placement:
+    """Return the placement of a run that uses no GPU: Ray chooses the host of each actor."""
+    host = 0 if len(hosts) == 1 else None
+    rollout, world = config.rollout, config.trainer.topology.world
+    return Placement(
+        "cpu",
+        f"GPUs: none used, because {why}",
+        hosts,
+        tuple(Seat(engine_actor_name(config, index), rollout.tp, host) for index in range(rollout.num_engines)),
+        tuple(Seat(f"train worker {rank}", 1, host) for rank in range(world)),
+        tuple(Seat(f"rollout {index}", 1, host) for index in range(rollout.num_actors or 0)),
+    )
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def _reason(config: Config, hosts: Sequence[Host], layout: str) -> str:
+    if config.resources.layout != "auto":
+        return f"as resources.layout={layout} asks"
+    train, rollout = _needs(config)
+    free = sum(len(host.free_gpus) for host in hosts)
+    if layout == "separate":
+        return f"because the {free} free GPU(s) hold {train} train worker(s) beside {rollout} engine process(es)"
+    return f"because {train} train worker(s) beside {rollout} engine process(es) do not fit on {free} free GPU(s)"
+
+
+def _needs(config: Config) -> tuple[int, int]:
+    """Return the numbers of GPUs that the train workers and the engines need."""
+    return config.trainer.topology.world, config.rollout.num_engines * gpus_per_engine(config)
+
+
+def _refusal(config: Config, hosts: Sequence[Host]) -> str:
+    """Return the sentence about a run that does not fit on the free GPUs, with the key and what would fit."""
+    train, rollout = _needs(config)
+    layout = config.resources.layout
+    needed = {
+        "separate": f"{train + rollout} GPUs",
+        "colocated": f"{max(train, rollout)} GPUs",
+        "auto": f"{train + rollout} GPUs (or {max(train, rollout)}, each for both roles)",
+    }[layout]
+    topology = config.trainer.topology
+    together = max(gpus_per_engine(config), topology.tp)
+    on_one = f", {together} of them together on one host" if together > 1 else ""
+    return (
+        f"resources.layout: got {layout!r} with {train} train worker(s) (trainer.dp={topology.dp} x "
+        f"{topology.replica_size} rank(s)) and {rollout} engine process(es) "
+        f"(rollout.num_engines={config.rollout.num_engines} x rollout.tp={config.rollout.tp}), expected {needed} that "
+        f"are free{on_one}, with a logical CPU for each process: "
+        f"{_listed(hosts)}; {_would_fit(config, hosts)}"
+    )
+
+
+def _would_fit(config: Config, hosts: Sequence[Host]) -> str:
+    """Return the part of a refusal that says which smaller run would fit."""
+    smaller = [(dp, engines) for dp in _fewer(config.trainer.dp) for engines in _fewer(config.rollout.num_engines)]
+    for dp, engines in sorted(smaller, key=lambda pair: (-sum(pair), -pair[0])):
+        trainer = config.trainer.model_copy(update={"dp": dp})
+        rollout = config.rollout.model_copy(update={"num_engines": engines})
+        tried = config.model_copy(update={"trainer": trainer, "rollout": rollout})
+        layouts = ("separate", "colocated") if config.resources.layout == "auto" else (config.resources.layout,)
+        if any(_place(layout, tried, hosts) for layout in layouts):
+            return f"trainer.dp={dp} with rollout.num_engines={engines} would fit"
+    return "no smaller trainer.dp and rollout.num_engines would fit either"
+
+
+def _fewer(count: int) -> list[int]:
+    """Return the numbers to try in place of `count`: all up to 16, and of larger ones the halves."""
+    return sorted({*range(1, min(count, 16) + 1), *(count >> shift for shift in range(count.bit_length()))})
+
+
+def _listed(hosts: Sequence[Host]) -> str:
+    """Return what is free on each host, in words."""
+    shown = [
+        f"{host.name} has {len(host.free_gpus)} of {host.num_gpus} GPU(s) and {host.free_cpus:g} CPU(s) free"
+        for host in hosts[:8]
+    ]
+    return ", ".join(shown) + (f" and {len(hosts) - 8} more host(s)" if len(hosts) > 8 else "")
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(host.name for host in hosts[:8])
