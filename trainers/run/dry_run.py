@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...actors.engines.key_value_memory import check_cache, token_bytes
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..base_model.prepare import check_model, model_config
@@ -66,6 +67,7 @@ def describe(config: Config) -> str:
     """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError if
     the model cannot be used, as the run itself would."""
     check_model(config)
+    check_kv_cache(config)
     algorithm, trainer = config.algorithm, config.trainer
     topology = trainer.topology
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -126,7 +128,26 @@ def trained_bytes(config: Config, params: int) -> int:
 
 def engine_bytes(config: Config, params: int) -> float:
     """Return the number of bytes of the weights in one process of an engine."""
-    return params * {"float32": 4, "bfloat16": 2}[config.model.dtype] / config.rollout.tp
+    return params * value_bytes(config) / config.rollout.tp
+
+
+def value_bytes(config: Config) -> int:
+    """Return the number of bytes of one number in the engines on this machine."""
+    return {"float32": 4, "bfloat16": 2}[config.model.dtype_on(gpu=_has_gpus())]
+
+
+def check_kv_cache(config: Config) -> None:
+    """Raise ValueError if `rollout.kv_cache` is too small for one sequence. A model whose config is not on this machine
+    is checked by the engine."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or rollout.kv_cache == "auto" or "kv_cache_dtype" in rollout.vllm:
+        return
+    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
+    check_cache(rollout.kv_cache << 20, per_token, config.engine_length)
+
+
+def _has_gpus() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
@@ -147,7 +168,7 @@ def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
 def check_host_memory(config: Config, params: int, total: int) -> None:
     """Raise UserError if the train workers together need more host memory than `total` bytes. A no-op for a run that
     joins a Ray cluster, and on a machine without GPUs."""
-    if config.resources.ray_address is not None or not any(Path("/dev").glob("nvidia[0-9]*")):
+    if config.resources.ray_address is not None or not _has_gpus():
         return
     world = config.trainer.topology.world
     needed = host_bytes(config, params, gpus=True)

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...actors.engines.vllm.options import problems_in_child
 from ...actors.environments.tools import build_tools
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
@@ -25,7 +26,7 @@ from ..cluster import actor_specs
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
-from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes
+from .dry_run import check_host_memory, check_kv_cache, engine_bytes, parameters, trained_bytes
 from .extras import check_extras
 
 READ_PROMPTS = 10_000
@@ -46,6 +47,8 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
     checks: list[Callable[[Config], list[str] | None]] = [
         lambda config: _check_run_dir(config, resume=resume),
         check_model,
+        check_kv_cache,
+        _check_engine_arguments,
         _check_rewards,
         _check_tools,
         _check_sampler,
@@ -98,6 +101,18 @@ def _check_run_dir(config: Config, *, resume: bool) -> None:
 
 def _check_rewards(config: Config) -> None:
     check_rewards(config.reward.functions)
+
+
+def _check_engine_arguments(config: Config) -> None:
+    """Check `rollout.vllm` against the arguments of the vLLM that is installed here, in a process of its own."""
+    if config.rollout.engine != "vllm" or not config.rollout.vllm:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            ["rollout.vllm: vLLM is not installed here, expected it: `make vllm` on a CPU, the extra `vllm` for GPUs"]
+        )
+    if problems := problems_in_child(config.rollout.vllm):
+        raise ConfigError(problems)
 
 
 def _check_tools(config: Config) -> None:
