@@ -31,12 +31,6 @@ class ModelConfig(Section):
     def builtin(self) -> bool:
         return self.path.startswith("builtin:")
 
-    def dtype_on(self, *, gpu: bool) -> Literal["float32", "bfloat16"]:
-        """Return the number format of the weights in engines on GPUs (`gpu`) or on CPUs."""
-        if self.dtype == "auto":
-            return "bfloat16" if gpu else "float32"
-        return self.dtype
-
     @field_validator("path")
     @classmethod
     def _known_builtin(cls, path: str) -> str:
@@ -97,15 +91,6 @@ class RolloutConfig(Section):
     max_batch: Count | None = None
     """Largest number of samples that an engine generates at the same time. Unset: 512 with vLLM on GPUs, else 256."""
 
-    def batch_on(self, *, gpu: bool) -> int:
-        """Return the largest number of samples that an engine on GPUs (`gpu`) or on CPUs generates at the same time."""
-        return self.max_batch or (GPU_BATCH if gpu and self.engine == "vllm" else CPU_BATCH)
-
-    def memory_share(self, *, shared: bool) -> float:
-        """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1]. shared: whether train
-        workers use the same GPUs."""
-        return self.gpu_memory_utilization or (SHARED_GPU_SHARE if shared else GPU_SHARE)
-
     @field_validator("kv_cache", mode="before")
     @classmethod
     def _is_auto_or_a_size(cls, size: Any) -> Any:
@@ -120,6 +105,24 @@ class RolloutConfig(Section):
         if not all(stop):
             raise ValueError(f"got {list(stop)}, expected texts that are not empty")
         return stop
+
+
+def engine_dtype(model: ModelConfig, *, gpu: bool) -> Literal["float32", "bfloat16"]:
+    """Return the number format of the weights in engines on GPUs (`gpu`) or on CPUs."""
+    if model.dtype == "auto":
+        return "bfloat16" if gpu else "float32"
+    return model.dtype
+
+
+def engine_batch(rollout: RolloutConfig, *, gpu: bool) -> int:
+    """Return the largest number of samples that an engine on GPUs (`gpu`) or on CPUs generates at the same time."""
+    return rollout.max_batch or (GPU_BATCH if gpu and rollout.engine == "vllm" else CPU_BATCH)
+
+
+def memory_share(rollout: RolloutConfig, *, shared: bool) -> float:
+    """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1]. shared: whether train
+    workers use the same GPUs."""
+    return rollout.gpu_memory_utilization or (SHARED_GPU_SHARE if shared else GPU_SHARE)
 
 
 class ScriptedConfig(Section):

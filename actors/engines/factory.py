@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...codecs.imports import import_object
 from ...codecs.schema import DTYPES
 from ..weights.transports.protocol import ReceiverConfig
-from .config import ModelConfig, RolloutConfig, ScriptedConfig
+from .config import ModelConfig, RolloutConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
 from .protocol import GenerationEngine
 from .tokenizer import load_tokenizer
 
@@ -66,9 +66,9 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
 
     return HfEngine(
         config.model.path,
-        dtype=DTYPES[config.model.dtype_on(gpu=config.on_gpu)],
+        dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
         device=config.device,
-        max_batch=config.rollout.batch_on(gpu=config.on_gpu),
+        max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
         seed=config.seed,
         receiver=config.receiver,
         version=config.version,
@@ -81,11 +81,11 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
     rollout = config.rollout
     return VllmEngine(
         config.model.path,
-        dtype=DTYPES[config.model.dtype_on(gpu=config.on_gpu)],
+        dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
         tp=rollout.tp,
-        max_num_seqs=rollout.batch_on(gpu=config.on_gpu),
+        max_num_seqs=engine_batch(rollout, gpu=config.on_gpu),
         kv_cache_bytes=None if rollout.kv_cache == "auto" else rollout.kv_cache << 20,
-        gpu_memory_utilization=rollout.memory_share(shared=config.shared_gpu),
+        gpu_memory_utilization=memory_share(rollout, shared=config.shared_gpu),
         max_model_len=config.max_model_len,
         seed=config.seed,
         receiver=config.receiver,

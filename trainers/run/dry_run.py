@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...actors.engines.key_value_memory import check_cache, token_bytes
+from ...actors.engines.config import engine_dtype
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..base_model.prepare import check_model, model_config
@@ -67,7 +67,6 @@ def describe(config: Config) -> str:
     """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError if
     the model cannot be used, as the run itself would."""
     check_model(config)
-    check_kv_cache(config)
     algorithm, trainer = config.algorithm, config.trainer
     topology = trainer.topology
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -133,17 +132,7 @@ def engine_bytes(config: Config, params: int) -> float:
 
 def value_bytes(config: Config) -> int:
     """Return the number of bytes of one number in the engines on this machine."""
-    return {"float32": 4, "bfloat16": 2}[config.model.dtype_on(gpu=_has_gpus())]
-
-
-def check_kv_cache(config: Config) -> None:
-    """Raise ValueError if `rollout.kv_cache` is too small for one sequence. A model whose config is not on this machine
-    is checked by the engine."""
-    rollout = config.rollout
-    if rollout.engine != "vllm" or rollout.kv_cache == "auto" or "kv_cache_dtype" in rollout.vllm:
-        return
-    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
-    check_cache(rollout.kv_cache << 20, per_token, config.engine_length)
+    return {"float32": 4, "bfloat16": 2}[engine_dtype(config.model, gpu=_has_gpus())]
 
 
 def _has_gpus() -> bool:

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...actors.engines.key_value_memory import check_cache, token_bytes
 from ...actors.engines.vllm.options import problems_in_child
 from ...actors.environments.tools import build_tools
 from ...actors.protocols import PromptRow, PromptSource
@@ -21,12 +22,12 @@ from ...dataplane.directory.rank_samplers import RankShares
 from ...dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
 from ...dataplane.factory import check_store
 from ...dataplane.trust import check_trust
-from ..base_model.prepare import check_model
+from ..base_model.prepare import check_model, model_config
 from ..cluster import actor_specs
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
-from .dry_run import check_host_memory, check_kv_cache, engine_bytes, parameters, trained_bytes
+from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes, value_bytes
 from .extras import check_extras
 
 READ_PROMPTS = 10_000
@@ -47,7 +48,7 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
     checks: list[Callable[[Config], list[str] | None]] = [
         lambda config: _check_run_dir(config, resume=resume),
         check_model,
-        check_kv_cache,
+        _check_kv_cache,
         _check_engine_arguments,
         _check_rewards,
         _check_tools,
@@ -101,6 +102,16 @@ def _check_run_dir(config: Config, *, resume: bool) -> None:
 
 def _check_rewards(config: Config) -> None:
     check_rewards(config.reward.functions)
+
+
+def _check_kv_cache(config: Config) -> None:
+    """Raise ValueError if `rollout.kv_cache` is too small for one sequence. If the model's config is not on this
+    machine, only the engine checks it."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or rollout.kv_cache == "auto" or "kv_cache_dtype" in rollout.vllm:
+        return
+    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
+    check_cache(rollout.kv_cache << 20, per_token, config.engine_length)
 
 
 def _check_engine_arguments(config: Config) -> None:

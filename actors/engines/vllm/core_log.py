@@ -26,8 +26,10 @@ _PREFIX = re.compile(
 """What vLLM puts before each line: the process's name, the log level, the time and the place in the source."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?$")
-_ELSEWHERE = ("root cause", "stack trace", "initialization failed", "EngineDeadError", "CancelledError")
+_ELSEWHERE = ("root cause", "stack trace", "initialization failed", "EngineDeadError", "RuntimeError: cancelled")
 """Phrases of exceptions that only say that another process failed."""
+_WORKER_DIED = "died unexpectedly"
+"""Phrase of the line in which the engine process says that a worker was killed."""
 
 
 class CoreLog:
@@ -80,10 +82,12 @@ class CoreLog:
 
     def exception(self) -> str:
         """Return the line in which one of vLLM's processes names the exception that it raised: that of the last
-        exception that does not point to another one; "" if there is none."""
-        raised = [line for line in self._lines() if _RAISED.match(line)]
-        own = [line for line in raised if not any(words in line for words in _ELSEWHERE)]
-        return own[-1][:MAX_WORDS] if own else ""
+        exception that does not point to another one. If there is none, return the line that says that a worker died,
+        or "" if there is none of these either."""
+        lines = self._lines()
+        raised = [line for line in lines if _RAISED.match(line) and not any(words in line for words in _ELSEWHERE)]
+        found = raised or [line for line in lines if _WORKER_DIED in line]
+        return found[-1][:MAX_WORDS] if found else ""
 
     def last_line(self) -> str:
         """Return the last line that vLLM's processes wrote; "" if there is none."""

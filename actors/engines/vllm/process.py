@@ -81,8 +81,9 @@ class VllmProcess:
         self._processes = [*self._engines, *children]
 
     def _start(self, settings: ProcessSettings, cpu: bool) -> library.AsyncLLM:
+        given = engine_args(settings, cpu)
         try:
-            config = library.create_config(engine_args(settings, cpu))
+            config = library.create_config(given)
             library.check_attention(config)
             library.keep_prefills_whole(config)
             with self._log.capture():
@@ -90,8 +91,10 @@ class VllmProcess:
         except ValueError as error:
             reason = " ".join(str(error).split())
             if "max_model_len" in reason:
-                raise ValueError(f"rollout.max_model_len: vLLM does not run {settings.model!r}: {reason}") from error
-            raise ValueError(f"model: vLLM does not run {settings.model!r}: {reason}") from error
+                key, reason = "rollout.max_model_len", reason.partition("Value error, ")[2].partition(". ")[0] or reason
+            else:
+                key = "model"
+            raise ValueError(f"{key}: vLLM does not run {settings.model!r}: {reason}") from error
         except RuntimeError as error:  # vLLM says only that its process failed, not why
             cause = self._log.exception() or self._log.last_line() or str(error)
             raise RuntimeError(f"vLLM's engine process did not start: {cause}{self._log.hint}") from error
@@ -186,16 +189,19 @@ class VllmProcess:
             return self._death
         gone = [process.pid for process in self._engines if not _lives(process)]
         if gone or self.llm.errored:
-            self._death = f"vLLM's engine process died{f' (pid {gone[0]})' * bool(gone)}: {self._cause()}"
+            pid = f" (pid {gone[0]})" if gone else ""
+            self._death = f"vLLM's engine process died{pid}: {self._cause()}"
         return self._death
 
     def _cause(self) -> str:
         """Return why the engine process died, as far as its exit code and the output of vLLM's processes tell."""
         code = next((process.exitcode for process in self._started if process.exitcode is not None), None)
         raised = self._log.exception()
-        if raised and (code is None or code >= 0):
-            return raised + self._log.hint
-        return "; ".join(filter(None, (exit_words(code), raised or self._log.last_line()))) + self._log.hint
+        if code is not None and code < 0:
+            words = f"{exit_words(code)}; {raised}" if raised else exit_words(code)
+        else:
+            words = raised or f"{exit_words(code)}, its last line is {self._log.last_line()!r}"
+        return words + self._log.hint
 
     def trim_log(self) -> None:
         """Keep the file with the output of vLLM's processes small."""
