@@ -11,6 +11,7 @@ import asyncio
 import time
 import types
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -78,21 +79,6 @@ class VllmEngine:
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
         """
-        if tp < 1 or max_num_seqs < 1:
-            raise ValueError(f"rollout: got tp {tp} and max_num_seqs {max_num_seqs}, expected at least 1")
-        try:
-            WeightNames(model)
-            model_config = AutoConfig.from_pretrained(model).to_dict()
-        except OSError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"model: {model!r} could not be loaded as a causal LM: {reason}") from error
-        cpu = library.on_cpu()
-        length = max_model_len or model_config.get("max_position_embeddings")
-        per_token = token_bytes(model_config, value_bytes=dtype.itemsize, tp=tp) if length else None
-        if kv_cache_bytes is not None and "kv_cache_dtype" not in options:
-            check_cache(kv_cache_bytes, per_token, length)
-        if cpu and kv_cache_bytes is None:
-            kv_cache_bytes = default_on_cpu(per_token, length, max_num_seqs, available_memory())
         settings = ProcessSettings(
             model=model,
             dtype=dtype,
@@ -101,12 +87,11 @@ class VllmEngine:
             kv_cache_bytes=kv_cache_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
-            enforce_eager=cpu,
             max_model_len=max_model_len,
             options=options,
             log=log,
         )
-        self._process = VllmProcess(settings, version)
+        self._process = VllmProcess(_checked(settings, cpu=library.on_cpu()), version)
         self._checks = RequestChecks(model, self._process.context, self._process.vocab_size, seed)
         self._updates = WeightUpdates(self._process, model, receiver, tp)
         self._tp = tp
@@ -486,3 +471,26 @@ class VllmEngine:
             raise RuntimeError(f"{what}: the engine is asleep: wake it first")
         if self._dropped:
             raise EngineBroken(f"{what}: {self._dropped}; commit a version")
+
+
+def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
+    """Return `settings` with a size of the KV cache if none is set and the engine runs on a CPU. Raises ValueError if
+    the model cannot be loaded, or the size that is set is too small for one sequence."""
+    if settings.tp < 1 or settings.max_num_seqs < 1:
+        raise ValueError(f"rollout: got tp {settings.tp} and max_num_seqs {settings.max_num_seqs}, expected at least 1")
+    try:
+        WeightNames(settings.model)
+        model = AutoConfig.from_pretrained(settings.model).to_dict()
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model: {settings.model!r} could not be loaded as a causal LM: {reason}") from error
+    length = settings.max_model_len or model.get("max_position_embeddings") or 0
+    per_token = token_bytes(model, value_bytes=settings.dtype.itemsize, tp=settings.tp) if length else None
+    if settings.kv_cache_bytes is not None:
+        if "kv_cache_dtype" not in settings.options:
+            check_cache(settings.kv_cache_bytes, per_token, length)
+        return settings
+    if not cpu:
+        return settings  # vLLM takes what gpu_memory_utilization leaves
+    size = default_on_cpu(per_token, length, settings.max_num_seqs, available_memory())
+    return replace(settings, kv_cache_bytes=size)

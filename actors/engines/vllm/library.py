@@ -102,7 +102,8 @@ def take_what_is_free() -> None:
         return
     from vllm.v1.worker import gpu_worker  # imported here, because it takes seconds and only workers need it
 
-    gpu_worker.request_memory = _lowering(gpu_worker.request_memory)
+    module: Any = gpu_worker
+    module.request_memory = _lowering(module.request_memory)
 
 
 def _lowering(request_memory: Any) -> Any:

@@ -42,7 +42,6 @@ class ProcessSettings:
     gpu_memory_utilization: float
     """Largest share of each GPU's memory that a worker takes; it takes less if less is free."""
     seed: int
-    enforce_eager: bool
     max_model_len: int | None
     """Largest number of tokens of a prompt and its completion together; None takes the model's own limit."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -280,7 +279,7 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "tensor_parallel_size": settings.tp,
         "max_num_seqs": settings.max_num_seqs,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enforce_eager": settings.enforce_eager,
+        "enforce_eager": cpu,  # on GPUs vLLM captures CUDA graphs
         "enable_prefix_caching": True,
         "generation_config": "vllm",  # the model's own defaults would change the sampled distribution
         "logprobs_mode": "processed_logprobs",

@@ -30,10 +30,10 @@ def test_an_engine_leaves_room_on_gpus_that_train_workers_use() -> None:
 def test_an_engine_takes_sequences_as_long_as_training_and_validation_need() -> None:
     data = {"max_prompt_tokens": 100}
     assert build_config({"data": data, "rollout": {"max_new_tokens": 50}}).engine_length == 150
-    longer = {"data": data, "rollout": {"max_new_tokens": 50}, "validation": {"max_new_tokens": 80}}
-    assert build_config(longer).engine_length == 180
-    longer["rollout"] |= {"engine": "vllm", "max_model_len": 200}
-    assert build_config(longer).engine_length == 200
+    longer = {"max_new_tokens": 80}
+    assert build_config({"data": data, "rollout": {"max_new_tokens": 50}, "validation": longer}).engine_length == 180
+    given = {"engine": "vllm", "max_new_tokens": 50, "max_model_len": 200}
+    assert build_config({"data": data, "rollout": given, "validation": longer}).engine_length == 200
     without = {"data": data, "rollout": {"max_new_tokens": 50, "environment": "tool_use"}, "validation": {"every": 0}}
     assert build_config(without).engine_length == 150, "tools' results count among max_new_tokens"
 

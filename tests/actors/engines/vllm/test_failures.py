@@ -231,6 +231,9 @@ def test_what_cannot_start_is_refused_before_a_process_does(unstaged: Subject) -
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # vLLM leaves its sockets to the collector
 def test_an_engine_process_that_does_not_start_is_told_with_its_own_words(tmp_path: Path, unstaged: Subject) -> None:
     """vLLM itself says only that the core's initialization failed."""
     log = tmp_path / "engine-0.log"

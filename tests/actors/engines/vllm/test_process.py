@@ -110,7 +110,6 @@ def test_settings_become_vllm_s_own_arguments_and_options_come_last(tmp_path: Pa
         kv_cache_bytes=None,
         gpu_memory_utilization=0.4,
         seed=3,
-        enforce_eager=False,
         max_model_len=300,
         options={"max_num_batched_tokens": 4096, "attention_backend": "FLASH_ATTN", "enable_prefix_caching": False},
     )
