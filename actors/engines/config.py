@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
+GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45
+"""Largest share of each GPU's memory that an engine takes by default, first on GPUs of its own, then on GPUs that train
+workers use at the same time."""
+GPU_BATCH, CPU_BATCH = 512, 256
+"""Largest number of samples that an engine generates at the same time by default, first for vLLM on GPUs, then for all
+other engines."""
 
 
 class ModelConfig(Section):
@@ -17,9 +23,9 @@ class ModelConfig(Section):
     path: str = BUILTIN_MODELS[0]
     """Path of a Hugging Face model folder, id of a model on the Hugging Face hub, or `builtin:tiny-qwen3`, a
     character-level model with 2 layers that the run creates itself."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights in the engines. The trainer always keeps its weights in float32;
-    `trainer.mixed_precision` makes it compute in bfloat16."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the weights in the engines. `auto` is `bfloat16` on GPUs and `float32` on CPUs. The trainer
+    always keeps its weights in float32; `trainer.mixed_precision` makes it compute in bfloat16."""
 
     @property
     def builtin(self) -> bool:
@@ -48,8 +54,20 @@ class RolloutConfig(Section):
     """Number of rollout actors, which run environments and rewards and share all engines through a router. When an
     engine dies, the router sends its requests to the other engines. Unset: there are as many rollout actors as engines,
     and each of them contains one engine."""
-    kv_cache_mib: Count = 256
-    """Size in MiB of the key-value cache in each process of an engine."""
+    max_model_len: Count | None = None
+    """Largest number of tokens of a prompt and its answer together that an engine takes; the size of its key-value
+    cache depends on it. Unset: what the run needs, which is `data.max_prompt_tokens` and the larger one of
+    `rollout.max_new_tokens` and `validation.max_new_tokens`."""
+    kv_cache: Literal["auto"] | Count = "auto"
+    """Size in MiB of the key-value cache in each process of an engine. With `auto`, an engine on GPUs takes what
+    `rollout.gpu_memory_utilization` leaves beside the weights, and an engine on CPUs takes 256 MiB, or more if a few
+    samples of `rollout.max_model_len` tokens need more."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Largest share of each GPU's memory that an engine takes for weights, key-value cache and computation. It takes
+    less if less is free when it starts. Unset: 0.9, or 0.45 on GPUs that it shares with train workers."""
+    vllm: dict[str, Any] = {}
+    """Further arguments of vLLM's engine (`AsyncEngineArgs`) by their names in vLLM, such as `{quantization: fp8}` or
+    `{max_num_batched_tokens: 8192}`. Arguments for which Headrace has a key of its own are refused."""
     environment: Literal["single_turn", "tool_use"] = "single_turn"
     """Environment that the policy acts in. In `single_turn` an episode is one prompt and one answer. In `tool_use` the
     policy may call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are
@@ -70,8 +88,16 @@ class RolloutConfig(Section):
     """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a sample, in training and validation; the text itself stays in the sample."""
-    max_batch: Count = 256
-    """Largest number of samples that an engine generates at the same time."""
+    max_batch: Count | None = None
+    """Largest number of samples that an engine generates at the same time. Unset: 512 with vLLM on GPUs, else 256."""
+
+    @field_validator("kv_cache", mode="before")
+    @classmethod
+    def _is_auto_or_a_size(cls, size: Any) -> Any:
+        # The union's own error would name the key twice, once for each of its types.
+        if size != "auto" and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"got {size!r}, expected auto or a whole number >= 1, the size in MiB")
+        return size
 
     @field_validator("stop")
     @classmethod
@@ -79,6 +105,24 @@ class RolloutConfig(Section):
         if not all(stop):
             raise ValueError(f"got {list(stop)}, expected texts that are not empty")
         return stop
+
+
+def engine_dtype(model: ModelConfig, *, gpu: bool) -> Literal["float32", "bfloat16"]:
+    """Return the number format of the weights in engines on GPUs (`gpu`) or on CPUs."""
+    if model.dtype == "auto":
+        return "bfloat16" if gpu else "float32"
+    return model.dtype
+
+
+def engine_batch(rollout: RolloutConfig, *, gpu: bool) -> int:
+    """Return the largest number of samples that an engine on GPUs (`gpu`) or on CPUs generates at the same time."""
+    return rollout.max_batch or (GPU_BATCH if gpu and rollout.engine == "vllm" else CPU_BATCH)
+
+
+def memory_share(rollout: RolloutConfig, *, shared: bool) -> float:
+    """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1]. shared: whether train
+    workers use the same GPUs."""
+    return rollout.gpu_memory_utilization or (SHARED_GPU_SHARE if shared else GPU_SHARE)
 
 
 class ScriptedConfig(Section):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...codecs.imports import import_object
 from ...codecs.schema import DTYPES
 from ..weights.transports.protocol import ReceiverConfig
-from .config import ModelConfig, RolloutConfig, ScriptedConfig
+from .config import ModelConfig, RolloutConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
 from .protocol import GenerationEngine
 from .tokenizer import load_tokenizer
 
@@ -23,7 +23,14 @@ class EngineConfig:
     there."""
     scripted: ScriptedConfig = ScriptedConfig()
     device: str = "cpu"
-    """Torch device of an `hf` engine."""
+    """Torch device of an `hf` engine; a `vllm` engine runs on GPUs if it is a GPU."""
+    shared_gpu: bool = False
+    """Whether train workers use the engine's GPUs at the same time."""
+    max_model_len: int | None = None
+    """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes; None: the model's own
+    limit."""
+    log: str = ""
+    """Path of the file that receives the output of vLLM's processes; "" for none."""
     seed: int = 0
     version: int = 0
     """Policy version that the engine reports for the weights that it loads from the model's files."""
@@ -32,6 +39,11 @@ class EngineConfig:
     script: str = ""
     """Import path of the function that generates the responses of a `scripted` engine (see `Script`). Empty: random
     tokens of the tokenizer's vocabulary, drawn with `seed`."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine runs on a GPU."""
+        return self.device.startswith("cuda")
 
 
 MODULES = {
@@ -62,9 +74,9 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
 
     return HfEngine(
         config.model.path,
-        dtype=DTYPES[config.model.dtype],
+        dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
         device=config.device,
-        max_batch=config.rollout.max_batch,
+        max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
         seed=config.seed,
         receiver=config.receiver,
         version=config.version,
@@ -74,15 +86,20 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
 def _build_vllm(config: EngineConfig) -> GenerationEngine:
     from .vllm.engine import VllmEngine
 
+    rollout = config.rollout
     return VllmEngine(
         config.model.path,
-        dtype=DTYPES[config.model.dtype],
-        tp=config.rollout.tp,
-        max_num_seqs=config.rollout.max_batch,
-        kv_cache_bytes=config.rollout.kv_cache_mib << 20,
+        dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
+        tp=rollout.tp,
+        max_num_seqs=engine_batch(rollout, gpu=config.on_gpu),
+        kv_cache_bytes=None if rollout.kv_cache == "auto" else rollout.kv_cache << 20,
+        gpu_memory_utilization=memory_share(rollout, shared=config.shared_gpu),
+        max_model_len=config.max_model_len,
         seed=config.seed,
         receiver=config.receiver,
         version=config.version,
+        options=rollout.vllm,
+        log=config.log,
     )
 
 

@@ -67,7 +67,6 @@ async def _measure_backend(
         kv_cache_bytes=KV_CACHE_BYTES,
         gpu_memory_utilization=0.9,
         seed=0,
-        enforce_eager=False,
         max_model_len=CONTEXT,
     )
     arguments: Any = engine_args(settings, cpu=False)

@@ -87,7 +87,7 @@ def test_an_engine_core_that_is_killed_in_a_direct_broadcast_costs_the_other_eng
 ) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
     overrides = (
-        "rollout.engine=vllm", "rollout.kv_cache_mib=32", "rollout.num_engines=2", "sync.transport=collective",
+        "rollout.engine=vllm", "rollout.kv_cache=32", "rollout.num_engines=2", "sync.transport=collective",
         "sync.staging=none", "sync.bucket_mib=1", f"sync.in_flight={in_flight}", f"sync.timeout_s={2 * BOUND_S}",
         "dataplane.timeout_s=20", "run.max_restarts=0",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from headrace.trainers.grpo import steps as grpo
 
 pytestmark = pytest.mark.processes
 
-HF, VLLM = ("rollout.engine=hf",), ("rollout.engine=vllm", "rollout.kv_cache_mib=32")
+HF, VLLM = ("rollout.engine=hf",), ("rollout.engine=vllm", "rollout.kv_cache=32")
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
 SHORT = 3
 """Number of steps of the cases that `make test` runs; the others are slow."""

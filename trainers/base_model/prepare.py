@@ -108,3 +108,13 @@ def check_model(config: Config) -> None:
             f"data.max_prompt_tokens + rollout.max_new_tokens: got {config.data.max_prompt_tokens} + "
             f"{config.rollout.max_new_tokens}, expected at most {context}, the context of {config.model.path}"
         )
+    if context is not None and config.longest_sequence > context:
+        raise UserError(
+            f"data.max_prompt_tokens + validation.max_new_tokens: got {config.data.max_prompt_tokens} + "
+            f"{config.validation.max_new_tokens}, expected at most {context}, the context of {config.model.path}"
+        )
+    if context is not None and (config.rollout.max_model_len or 0) > context:
+        raise UserError(
+            f"rollout.max_model_len: got {config.rollout.max_model_len}, expected at most {context}, the context of "
+            f"{config.model.path}"
+        )

@@ -139,8 +139,11 @@ def validation_sampling(config: Config) -> SamplingParams:
     )
 
 
-def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:
-    """Return the configuration of the engine that runs in actor `name`. model: local folder or hub id."""
+def engine_config(
+    config: Config, name: str, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
+) -> EngineConfig:
+    """Return the configuration of the engine that runs in actor `name`. model: local folder or hub id. shared_gpu:
+    whether train workers use the engine's GPUs at the same time."""
     changes: dict[str, Any] = {}
     if config.run.replay:
         changes["engine"] = "scripted"  # asked for nothing
@@ -152,6 +155,9 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
         config.model.model_copy(update={"path": model}),
         config.scripted,
         device=device,
+        shared_gpu=shared_gpu,
+        max_model_len=config.engine_length,
+        log=engine_log(config, name),
         seed=config.run.seed,
         receiver=ReceiverConfig(name, config.sync, device, handle, handle.store.key),
     )
@@ -173,6 +179,13 @@ def _model_modules(config: Config, *, needed: bool) -> tuple[str, ...]:
     """Return the name of transformers' module with the model's code if it is needed and the model's type is known."""
     kind = "qwen3" if config.model.builtin else model_config(config).get("model_type")
     return (f"transformers.models.{kind}.modeling_{kind}",) if needed and kind else ()
+
+
+def engine_log(config: Config, name: str) -> str:
+    """Return the path of the file in the run folder that receives the output of the processes of the engine in actor
+    `name`; "" for a run without a folder."""
+    index = name.rpartition(" ")[2]
+    return os.path.join(config.run.dir, "engines", f"engine-{index}.log") if config.run.dir else ""
 
 
 def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
@@ -230,9 +243,12 @@ def _fingerprint(config: Config) -> str:
     if data.overlong_prompts == "drop":
         read["max_prompt_tokens"] = data.max_prompt_tokens
     tagged = tagged_rewards(config)
+    model = config.model.model_dump()
+    if config.model.dtype == "auto":
+        model["dtype"] = "float32"  # the default when the first journals were written
     decisive = {
         "seed": seed,
-        "model": config.model.model_dump(),
+        "model": model,
         "warmup": config.warmup.model_dump(),
         "data": {**read, "source": data.train, "seed": seed, "held_out": False},
         "sampling": asdict(sampling(config)),

@@ -91,6 +91,12 @@ def size_problems(config: Config) -> list[str]:
             f"algorithm.prompts_per_step: got {prompts}, expected at least rollout.{key}={actors}, because every "
             "rollout actor needs a group to generate"
         )
+    given, needed = config.rollout.max_model_len, config.longest_sequence
+    if given is not None and given < needed:
+        problems.append(
+            f"rollout.max_model_len: got {given}, expected at least {needed}, the length of the longest prompt and "
+            "answer (data.max_prompt_tokens + rollout.max_new_tokens or validation.max_new_tokens)"
+        )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = Topology(dp=1, tp=config.trainer.tp, cp=config.trainer.cp).pad_multiple
     padded = round_up(longest, multiple)

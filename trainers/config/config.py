@@ -259,6 +259,17 @@ class Config(Section):
         return self.algorithm.prompts_per_step * self.algorithm.group_size
 
     @property
+    def longest_sequence(self) -> int:
+        """Largest number of tokens of a prompt and its answer together, in training and validation."""
+        validation = self.validation.max_new_tokens if self.validation.every else None
+        return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, validation or 0)
+
+    @property
+    def engine_length(self) -> int:
+        """Largest number of tokens of a prompt and its answer together that the engines take."""
+        return self.rollout.max_model_len or self.longest_sequence
+
+    @property
     def with_reference(self) -> bool:
         """True when train workers keep a frozen copy of the initial weights."""
         return self.loss.kl_coef > 0

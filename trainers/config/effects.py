@@ -134,7 +134,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     },
     "data.options": (TASK_PROMPTS,),
     "rollout.tp": (VLLM,),
-    "rollout.kv_cache_mib": (VLLM,),
+    **{f"rollout.{name}": (VLLM,) for name in ("max_model_len", "kv_cache", "gpu_memory_utilization", "vllm")},
     "rollout.stop": (MODEL_ENGINES,),
     "rollout.tools": (TOOL_USE,),
     "rollout.max_turns": (TOOL_USE,),

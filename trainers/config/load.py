@@ -25,7 +25,7 @@ SHOWN_CHARS = 80
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {"rollout.kv_cache_mib": "rollout.kv_cache"}
 """Former dotted name of a config key -> its present name. The former name still works, with a warning."""
 
 

@@ -34,6 +34,7 @@ class RunFolder:
     trace.json      the timeline of some steps (Perfetto, chrome://tracing)
     checkpoints/    one folder per checkpoint
     journal/        finished groups that no checkpoint covers yet
+    engines/        what vLLM's processes wrote, engine-N.log of each engine
     report.html     metrics and plots in one page that needs no network
     reward_errors.jsonl  why rewards failed, a line for each rollout call with failed rows; only if any did
     error.txt       the traceback, when the run failed

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...actors.engines.config import engine_dtype
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..base_model.prepare import check_model, model_config
@@ -139,7 +140,16 @@ def trained_bytes(config: Config, params: int) -> int:
 
 def engine_bytes(config: Config, params: int) -> float:
     """Return the number of bytes of the weights in one process of an engine."""
-    return params * {"float32": 4, "bfloat16": 2}[config.model.dtype] / config.rollout.tp
+    return params * value_bytes(config) / config.rollout.tp
+
+
+def value_bytes(config: Config) -> int:
+    """Return the number of bytes of one number in the engines on this machine."""
+    return {"float32": 4, "bfloat16": 2}[engine_dtype(config.model, gpu=_has_gpus())]
+
+
+def _has_gpus() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
@@ -160,7 +170,7 @@ def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
 def check_host_memory(config: Config, params: int, total: int) -> None:
     """Raise UserError if the train workers together need more host memory than `total` bytes. A no-op for a run that
     joins a Ray cluster, and on a machine without GPUs."""
-    if config.resources.ray_address is not None or not any(Path("/dev").glob("nvidia[0-9]*")):
+    if config.resources.ray_address is not None or not _has_gpus():
         return
     world = config.trainer.topology.world
     needed = host_bytes(config, params, gpus=True)

@@ -11,6 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...actors.engines.key_value_memory import check_cache, token_bytes
+from ...actors.engines.vllm.options import problems_in_child
 from ...actors.environments.tools import build_tools
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
@@ -20,12 +22,12 @@ from ...dataplane.directory.rank_samplers import RankShares
 from ...dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
 from ...dataplane.factory import check_store
 from ...dataplane.security.trusted_network import check_trust
-from ..base_model.prepare import check_model
+from ..base_model.prepare import check_model, model_config
 from ..cluster import actor_specs
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
-from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes
+from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes, value_bytes
 from .extras import check_extras
 from .gpu_table import plan_here
 
@@ -65,6 +67,8 @@ def _quick_checks(resume: bool) -> list[Check]:
     return [
         lambda config: _check_run_dir(config, resume=resume),
         check_model,
+        _check_kv_cache,
+        _check_engine_arguments,
         _check_rewards,
         _check_tools,
         _check_sampler,
@@ -124,6 +128,28 @@ def _check_run_dir(config: Config, *, resume: bool) -> None:
 
 def _check_rewards(config: Config) -> None:
     check_rewards(config.reward.functions)
+
+
+def _check_kv_cache(config: Config) -> None:
+    """Raise ValueError if `rollout.kv_cache` is too small for one sequence. If the model's config is not on this
+    machine, only the engine checks it."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or rollout.kv_cache == "auto" or "kv_cache_dtype" in rollout.vllm:
+        return
+    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
+    check_cache(rollout.kv_cache << 20, per_token, config.engine_length)
+
+
+def _check_engine_arguments(config: Config) -> None:
+    """Check `rollout.vllm` against the arguments of the vLLM that is installed here, in a process of its own."""
+    if config.rollout.engine != "vllm" or not config.rollout.vllm:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            ["rollout.vllm: vLLM is not installed here, expected it: `make vllm` on a CPU, the extra `vllm` for GPUs"]
+        )
+    if problems := problems_in_child(config.rollout.vllm):
+        raise ConfigError(problems)
 
 
 def _check_tools(config: Config) -> None:

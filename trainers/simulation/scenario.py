@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from ...actors.engines.config import engine_batch
 from ..config.config import Config
 from ..errors import UserError
 from ..observe.metrics import read_metrics
@@ -183,7 +184,7 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         max_response_tokens=float(rollout.max_new_tokens),
         prompt_tokens=section.prompt_tokens,
         num_engines=section.num_engines or rollout.num_engines,
-        engine_rows=ANY_NUMBER if latency_s else section.engine_rows or rollout.max_batch,
+        engine_rows=ANY_NUMBER if latency_s else section.engine_rows or engine_batch(rollout, gpu=False),
         decode_s=1.0 if latency_s else value("decode_s", 0.02),
         decode_row_s=0.0 if latency_s else section.decode_row_s,
         latency_s=latency_s,
@@ -235,7 +236,7 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     rows = config.rows_per_step
     mean, longest = median("rollout/response_length_mean"), median("rollout/response_length_max")
     engines = section.num_engines or config.rollout.num_engines
-    waves = math.ceil(rows / (engines * (section.engine_rows or config.rollout.max_batch)))
+    waves = math.ceil(rows / (engines * (section.engine_rows or engine_batch(config.rollout, gpu=False))))
     tokens = rows * (mean + section.prompt_tokens)
     if min(mean, longest, median("time/rollout_s")) <= 0:
         raise UserError(f"--from {run_dir}: its steps generated nothing, expected lengths and times of rollouts")

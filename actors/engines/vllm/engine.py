@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from transformers import AutoConfig
 
+from ....codecs.host_memory import available_memory
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from ..key_value_memory import check_cache, default_on_cpu, token_bytes
 from ..protocol import (
     CommitReport,
     Completion,
@@ -58,34 +63,35 @@ class VllmEngine:
         seed: int = 0,
         receiver: ReceiverConfig | None = None,
         version: int = 0,
+        options: Mapping[str, Any] = types.MappingProxyType({}),
+        log: str = "",
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
-        kv_cache_bytes: size of the KV cache in each worker; None means 256 MiB on a CPU, and as much as vLLM finds free
-        on a GPU. receiver: settings with which new weights are received; None if the weights never change. version:
-        policy version of the weights that are loaded at the start. Raises ValueError if there is no such model or vLLM
-        cannot run it.
+        kv_cache_bytes: size of the KV cache in each worker; with None it is what `gpu_memory_utilization` leaves on a
+        GPU, and on a CPU 256 MiB, or more if a few sequences need more. gpu_memory_utilization: largest share of each
+        GPU's memory that a worker takes; it takes less if less is free. max_model_len: largest number of tokens of a
+        prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
+        are received; None if the weights never change. version: policy version of the weights that are loaded at the
+        start. options: further arguments of vLLM's AsyncEngineArgs, by name. log: path of the file that receives the
+        output of vLLM's processes; "" for none.
+
+        Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
+        for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
         """
-        if tp < 1 or max_num_seqs < 1:
-            raise ValueError(f"rollout: got tp {tp} and max_num_seqs {max_num_seqs}, expected at least 1")
-        try:
-            WeightNames(model)
-        except OSError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"model: {model!r} could not be loaded as a causal LM: {reason}") from error
-        cpu = library.on_cpu()
         settings = ProcessSettings(
             model=model,
             dtype=dtype,
             tp=tp,
             max_num_seqs=max_num_seqs,
-            kv_cache_bytes=(256 << 20) if cpu and kv_cache_bytes is None else kv_cache_bytes,
+            kv_cache_bytes=kv_cache_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
-            enforce_eager=cpu,
             max_model_len=max_model_len,
+            options=options,
+            log=log,
         )
-        self._process = VllmProcess(settings, version)
+        self._process = VllmProcess(_checked(settings, cpu=library.on_cpu()), version)
         self._checks = RequestChecks(model, self._process.context, self._process.vocab_size, seed)
         self._updates = WeightUpdates(self._process, model, receiver, tp)
         self._tp = tp
@@ -449,6 +455,7 @@ class VllmEngine:
 
     async def _tell_death(self) -> None:
         while not self.died:
+            self._process.trim_log()
             await asyncio.sleep(LOOK_S)
         self._flowing.set()  # those that wait find that it died
 
@@ -464,3 +471,26 @@ class VllmEngine:
             raise RuntimeError(f"{what}: the engine is asleep: wake it first")
         if self._dropped:
             raise EngineBroken(f"{what}: {self._dropped}; commit a version")
+
+
+def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
+    """Return `settings` with a size of the KV cache if none is set and the engine runs on a CPU. Raises ValueError if
+    the model cannot be loaded, or the size that is set is too small for one sequence."""
+    if settings.tp < 1 or settings.max_num_seqs < 1:
+        raise ValueError(f"rollout: got tp {settings.tp} and max_num_seqs {settings.max_num_seqs}, expected at least 1")
+    try:
+        WeightNames(settings.model)
+        model = AutoConfig.from_pretrained(settings.model).to_dict()
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model: {settings.model!r} could not be loaded as a causal LM: {reason}") from error
+    length = settings.max_model_len or model.get("max_position_embeddings") or 0
+    per_token = token_bytes(model, value_bytes=settings.dtype.itemsize, tp=settings.tp) if length else None
+    if settings.kv_cache_bytes is not None:
+        if "kv_cache_dtype" not in settings.options:
+            check_cache(settings.kv_cache_bytes, per_token, length)
+        return settings
+    if not cpu:
+        return settings  # vLLM takes what gpu_memory_utilization leaves
+    size = default_on_cpu(per_token, length, settings.max_num_seqs, available_memory())
+    return replace(settings, kv_cache_bytes=size)

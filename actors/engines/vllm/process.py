@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import psutil
@@ -13,7 +13,9 @@ import torch
 from ....codecs import messages
 from ..protocol import EngineDied
 from . import library
+from .core_log import CoreLog, exit_words
 from .environment import engine_environment
+from .options import arguments
 from .versions import TokenVersions
 from .wire import BACKEND, WORKER
 
@@ -38,10 +40,14 @@ class ProcessSettings:
     kv_cache_bytes: int | None
     """Size in bytes of the KV cache in each worker; None leaves the choice to vLLM."""
     gpu_memory_utilization: float
+    """Largest share of each GPU's memory that a worker takes; it takes less if less is free."""
     seed: int
-    enforce_eager: bool
     max_model_len: int | None
     """Largest number of tokens of a prompt and its completion together; None takes the model's own limit."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, by name; they take precedence over the engine's own defaults."""
+    log: str = ""
+    """Path of the file that receives the output of vLLM's processes; "" for a file without a name."""
 
 
 class VllmProcess:
@@ -50,26 +56,47 @@ class VllmProcess:
     def __init__(self, settings: ProcessSettings, version: int) -> None:
         """Start vLLM's processes, which takes 5 to 20 s.
 
-        Raises ValueError with a message of one sentence when vLLM does not accept the model or the settings.
+        Raises ValueError with a message of one sentence when vLLM does not accept the model or the settings, and
+        RuntimeError with the words of vLLM's processes when one of them fails.
         """
         cpu = library.on_cpu()
-        with engine_environment(cpu=cpu, tp=settings.tp):
-            try:
-                config = engine_args(settings, cpu).create_engine_config()
-                library.check_attention(config)
-                library.keep_prefills_whole(config)
-                self.llm = library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-            except ValueError as error:
-                reason = " ".join(str(error).split())
-                raise ValueError(f"model: vLLM does not run {settings.model!r}: {reason}") from error
+        self._log = CoreLog(settings.log)
+        try:
+            with engine_environment(cpu=cpu, tp=settings.tp):
+                self.llm = self._start(settings, cpu)
+        except BaseException:
+            self._log.close()
+            raise
         self.versions = TokenVersions(self.llm.engine_core, version)
         self.can_sleep = not cpu
         self._asleep: set[str] = set()
         """Kinds of device memory that vLLM has released in `sleep` and not taken back yet: `weights`, `kv_cache`."""
+        self._death = ""
         manager: Any = self.llm.engine_core.resources.engine_manager
-        self._engines = [psutil.Process(process.pid) for process in manager.processes]
+        self._started = list(manager.processes)
+        """The engine process as a multiprocessing.Process, which knows how the process ended."""
+        self._engines = [psutil.Process(process.pid) for process in self._started]
         children = [child for engine in self._engines for child in engine.children(recursive=True)]
         self._processes = [*self._engines, *children]
+
+    def _start(self, settings: ProcessSettings, cpu: bool) -> library.AsyncLLM:
+        given = engine_args(settings, cpu)
+        try:
+            config = library.create_config(given)
+            library.check_attention(config)
+            library.keep_prefills_whole(config)
+            with self._log.capture():
+                return library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            if "max_model_len" in reason:
+                key, reason = "rollout.max_model_len", reason.partition("Value error, ")[2].partition(". ")[0] or reason
+            else:
+                key = "model"
+            raise ValueError(f"{key}: vLLM does not run {settings.model!r}: {reason}") from error
+        except RuntimeError as error:  # vLLM says only that its process failed, not why
+            cause = self._log.exception() or self._log.last_line() or str(error)
+            raise RuntimeError(f"vLLM's engine process did not start: {cause}{self._log.hint}") from error
 
     @property
     def pids(self) -> list[int]:
@@ -155,11 +182,29 @@ class VllmProcess:
 
     @property
     def died(self) -> str:
-        """Error text that says how the engine process died; "" while it is alive. Each access checks the processes."""
+        """Error text that says how the engine process died and what it wrote about it; "" while it is alive. Each
+        access checks the processes."""
+        if self._death:
+            return self._death
         gone = [process.pid for process in self._engines if not _lives(process)]
-        if gone:
-            return f"vLLM's engine process died (pid {gone[0]})"
-        return "vLLM's engine process died" if self.llm.errored else ""
+        if gone or self.llm.errored:
+            pid = f" (pid {gone[0]})" if gone else ""
+            self._death = f"vLLM's engine process died{pid}: {self._cause()}"
+        return self._death
+
+    def _cause(self) -> str:
+        """Return why the engine process died, as far as its exit code and the output of vLLM's processes tell."""
+        code = next((process.exitcode for process in self._started if process.exitcode is not None), None)
+        raised = self._log.exception()
+        if code is not None and code < 0:
+            words = f"{exit_words(code)}; {raised}" if raised else exit_words(code)
+        else:
+            words = raised or f"{exit_words(code)}, its last line is {self._log.last_line()!r}"
+        return words + self._log.hint
+
+    def trim_log(self) -> None:
+        """Keep the file with the output of vLLM's processes small."""
+        self._log.trim()
 
     async def end(self) -> None:
         """Shut down all of vLLM's processes; those that do not end in time are killed."""
@@ -176,6 +221,7 @@ class VllmProcess:
         for process in alive:
             process.kill()
         await asyncio.to_thread(psutil.wait_procs, alive, CLOSE_PATIENCE_S)
+        self._log.close()
         # vLLM closes its sockets in this loop, but leaves their context to the garbage collector.
         await asyncio.sleep(0)
         context = self.llm.engine_core.ctx
@@ -199,7 +245,7 @@ class VllmProcess:
                     raise RuntimeError(f"vLLM's engine process did not answer {name!r} within {CALL_PATIENCE_S:.0f} s")
             return task.result()
         except library.EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine process died, found at {name!r}: {error}") from error
+            raise EngineDied(f"{self.died or 'vLLM ended its engine process'}, found at {name!r}") from error
         except Exception as error:
             if type(error) is Exception:  # vLLM wraps what was raised in its process like this
                 raise RuntimeError(f"vLLM: {error}") from error
@@ -225,29 +271,29 @@ async def all_of(*calls: Coroutine[Any, Any, None]) -> None:
 
 def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs:
     """Translate the settings into vLLM's own. vLLM is told to report log-probs of the distribution that it samples
-    from."""
-    options: dict[str, Any] = {"dtype": str(settings.dtype).removeprefix("torch.")}
+    from. Raises ValueError if one of `settings.options` is wrong."""
+    given: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tp,
+        "max_num_seqs": settings.max_num_seqs,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "enforce_eager": cpu,  # on GPUs vLLM captures CUDA graphs
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",  # the model's own defaults would change the sampled distribution
+        "logprobs_mode": "processed_logprobs",
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": WORKER,
+        "weight_transfer_config": library.WeightTransferConfig(backend=BACKEND),
+    }
     if settings.max_model_len is not None:
-        options["max_model_len"] = settings.max_model_len
+        given["max_model_len"] = settings.max_model_len
     if cpu and settings.tp == 1:
-        options["distributed_executor_backend"] = "uni"
+        given["distributed_executor_backend"] = "uni"
     elif settings.tp > 1:
-        options["distributed_executor_backend"] = "mp"
+        given["distributed_executor_backend"] = "mp"
     if not cpu:
-        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        options["enable_sleep_mode"] = True
-    return library.AsyncEngineArgs(
-        model=settings.model,
-        seed=settings.seed,
-        tensor_parallel_size=settings.tp,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
-        enforce_eager=settings.enforce_eager,
-        enable_prefix_caching=True,
-        generation_config="vllm",  # the model's own defaults would change the sampled distribution
-        logprobs_mode="processed_logprobs",
-        use_tqdm_on_load=False,
-        worker_extension_cls=WORKER,
-        weight_transfer_config=library.WeightTransferConfig(backend=BACKEND),
-        **options,
-    )
+        given["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        given["enable_sleep_mode"] = True
+    return library.AsyncEngineArgs(**given | arguments(settings.options))

@@ -44,8 +44,8 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
     ("data", "sentence"),
     [
         (
-            {"rollout": {"kv_cache_mib": 512}},
-            "rollout.kv_cache_mib: got 512 with rollout.engine='hf', expected 256, because it has an effect only with "
+            {"rollout": {"kv_cache": 512}},
+            "rollout.kv_cache: got 512 with rollout.engine='hf', expected 'auto', because it has an effect only with "
             "rollout.engine=vllm",
         ),
         (
@@ -180,12 +180,17 @@ def test_the_examples_and_what_they_resolve_to_load(path: Path, tmp_path: Path) 
 def test_the_configuration_of_an_older_run_loads_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(OLD_RUN)
-    assert len(file_problems(tmp_path, OLD_RUN)) == 2
+    with pytest.warns(FutureWarning, match="rollout.kv_cache_mib is now called rollout.kv_cache"):
+        assert len(file_problems(tmp_path, OLD_RUN)) == 2
     with pytest.warns(FutureWarning) as caught:
         config = load_config(path, of_old_run=True)
     told = [str(warning.message).partition(":")[0] for warning in caught]
-    assert told == ["rollout.kv_cache_mib", "algorithm.max_staleness"]
-    assert config.rollout.kv_cache_mib == 512
+    assert told == [
+        "rollout.kv_cache_mib is now called rollout.kv_cache, please rename it in your configuration",
+        "rollout.kv_cache",
+        "algorithm.max_staleness",
+    ]
+    assert config.rollout.kv_cache == 512
     assert simulation_section(config) == SimulationConfig(decode_s=0.5)
 
 

@@ -104,6 +104,10 @@ def large(place: Path) -> None:
     (place / "model" / "config.json").write_text(json.dumps({**TINY_QWEN3, **LARGE, "model_type": "qwen3"}))
 
 
+def wide(place: Path) -> None:
+    (place / "model" / "config.json").write_text(json.dumps({**TINY_QWEN3, "head_dim": 512, "model_type": "qwen3"}))
+
+
 MISTAKES = {
     "no tokenizer": (no_tokenizer, [], "model.path: got './model', expected a model whose tokenizer can be loaded"),
     "damaged tokenizer": (damaged_tokenizer, [], "model.path: got './model', expected a model whose tokenizer can be"),
@@ -131,6 +135,21 @@ MISTAKES = {
         nothing,
         ["rollout.engine=vllm", "rollout.tp=3"],
         "rollout.tp: got 3, expected a divisor of the m",
+    ),
+    "key-value cache": (
+        wide,
+        ["rollout.engine=vllm", "rollout.kv_cache=1", "model.dtype=float32"],
+        "rollout.kv_cache: got 1 MiB, expected auto or at least 8 MiB, for one sequence of 26 tokens of 32,768 bytes",
+    ),
+    "long engine": (
+        nothing,
+        ["rollout.engine=vllm", "rollout.max_model_len=65"],
+        "rollout.max_model_len: got 65, expected at most 64, the context of ./model",
+    ),
+    "long validation": (
+        nothing,
+        ["validation.max_new_tokens=60"],
+        "data.max_prompt_tokens + validation.max_new_tokens: got 16 + 60, expected at most 64, the context of ./model",
     ),
     "run.dir": (nothing, ["run.dir=/proc/x"], "run.dir: /proc/x cannot be made"),
     "ray": (nothing, ["resources.ray_address=nope.invalid:1"], "resources.ray_address: got 'nope.invalid:1', expected"),

@@ -114,7 +114,8 @@ def test_an_aborted_request_keeps_what_it_has(subject: Subject) -> None:
         running = asyncio.create_task(
             subject.engine.generate("long", PROMPTS[0], SamplingParams(n=2, max_new_tokens=400, temperature=0.0))
         )
-        await asyncio.sleep(0.1)
+        while not all(count for _, count in subject.engine.tokens_of_newest() or [(-1, 0)]):
+            await asyncio.sleep(0.01)
         await subject.engine.abort("long")
         partial = await running
         assert [one.finish_reason for one in partial] == ["abort", "abort"]

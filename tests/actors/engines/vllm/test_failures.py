@@ -15,7 +15,7 @@ import pytest
 from headrace.actors.engines.protocol import EngineBroken, EngineDied, SamplingParams
 from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverConfig, WeightTransferError
-from headrace.tests.actors.engines.vllm.builder import build
+from headrace.tests.actors.engines.vllm.builder import CONTEXT, build
 from headrace.tests.actors.engines.vllm.conftest import Subject
 from headrace.tests.actors.weights.weight_updates import ENGINE, Publisher
 
@@ -137,16 +137,32 @@ def test_an_engine_without_receiver_takes_no_weights_and_one_that_dies_says_so(
     tmp_path: Path, unstaged: Subject
 ) -> None:
     publisher = Publisher(tmp_path)
+    log = str(tmp_path / "engines" / "engine-0.log")
 
     async def main() -> None:
-        engine = build(unstaged.model_folder, receiver=None)
+        engine = build(
+            unstaged.model_folder,
+            receiver=None,
+            log=log,
+            max_model_len=500,
+            kv_cache_bytes=None,
+            options={"max_num_batched_tokens": 640, "block_size": 32},
+        )
         assert engine.pids and all(psutil.pid_exists(pid) for pid in engine.pids)
+        config = engine._process.llm.vllm_config
+        assert config.scheduler_config.max_num_batched_tokens == 640 and config.cache_config.block_size == 32
+        assert config.cache_config.kv_cache_memory_bytes == 256 << 20 and config.model_config.max_model_len == 500
+        with pytest.raises(ValueError, match="4 prompt tokens . 497 new tokens exceed the model's context of 500"):
+            await engine.generate("long", PROMPT, SamplingParams(max_new_tokens=497))
         with pytest.raises(ValueError, match="built without a receiver"):
             await engine.prepare_weights(publisher.publish(1, unstaged.weights()))
         running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
         await asyncio.sleep(0.05)
         os.kill(engine.pids[0], signal.SIGKILL)
-        with pytest.raises(EngineDied, match="'running': vLLM's engine process died"):
+        killed = (
+            "'running': vLLM's engine process died .pid .*: it was ended by SIGKILL .its output is in .*engine-0.log"
+        )
+        with pytest.raises(EngineDied, match=killed):
             await running
         with pytest.raises(EngineDied):
             await engine.pause()
@@ -196,3 +212,68 @@ def test_an_engine_whose_process_is_killed_while_nothing_runs_is_found_at_once(
 
     asyncio.run(asyncio.wait_for(main(), 120))
     publisher.close()
+
+
+# ---------------------------------------------------------------- the words of vLLM's processes
+
+
+def test_what_cannot_start_is_refused_before_a_process_does(unstaged: Subject) -> None:
+    for given, sentence in (
+        ({"kv_cache_bytes": 1 << 18}, "rollout.kv_cache: got 0 MiB, expected auto or at least 1 MiB"),
+        (
+            {"max_model_len": CONTEXT + 1},
+            f"rollout.max_model_len: .* is greater than the derived max_model_len .*{CONTEXT}",
+        ),
+        ({"options": {"block_sice": 16}}, "rollout.vllm.block_sice: .* did you mean block_size?"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            build(unstaged.model_folder, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # vLLM leaves its sockets to the collector
+def test_an_engine_process_that_does_not_start_is_told_with_its_own_words(tmp_path: Path, unstaged: Subject) -> None:
+    """vLLM itself says only that the core's initialization failed."""
+    log = tmp_path / "engine-0.log"
+    with pytest.raises(
+        RuntimeError, match="did not start: ValueError: .*KV cache|did not start: ValueError: .*cache blocks"
+    ):
+        build(unstaged.model_folder, log=str(log), options={"num_gpu_blocks_override": 1})
+    assert "EngineCore failed to start" in log.read_text()
+
+
+@pytest.mark.slow
+def test_an_engine_process_that_raises_is_told_with_its_own_words(tmp_path: Path, unstaged: Subject) -> None:
+    log = tmp_path / "engine-0.log"
+    scheduler = "headrace.tests.actors.engines.vllm.breaking_scheduler.BreakingScheduler"
+
+    async def main() -> None:
+        engine = build(unstaged.model_folder, log=str(log), options={"scheduler_cls": scheduler})
+        try:
+            with pytest.raises(EngineDied, match=f"LookupError: broken by a test .its output is in {log}"):
+                await engine.generate("broken", PROMPT, SHORT)
+            assert "LookupError: broken by a test" in engine.died
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert "Traceback" in log.read_text()
+
+
+@pytest.mark.slow
+def test_of_two_workers_the_killed_one_is_named(tmp_path: Path, unstaged: Subject) -> None:
+    async def main() -> None:
+        engine = build(unstaged.model_folder, tp=2, receiver=None, log=str(tmp_path / "engine-0.log"))
+        try:
+            running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+            await asyncio.sleep(0.05)
+            [worker] = [pid for pid in engine.pids if "Worker_TP1" in psutil.Process(pid).name()]
+            os.kill(worker, signal.SIGKILL)
+            with pytest.raises(EngineDied, match="Worker proc .* died unexpectedly"):
+                await running
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 200))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from headrace.tests.actors.engines.vllm.builder import save_model
 
 pytestmark = pytest.mark.vllm
 
@@ -64,3 +67,55 @@ def test_experts_are_loaded_in_place_only_for_kernels_that_read_them_as_they_com
     library.get_layerwise_info(layer).restore_metadata = ({"weight": layer.weight}, {})
     hindrance = library.in_place_hindrance(layer)
     assert hindrance == ("" if plain else "Module uses UnquantizedFusedMoEMethod")
+
+
+@pytest.mark.parametrize(("free", "share"), [(100, 0.9), (90, 0.9), (40, 0.38), (1, 0.0095)])
+def test_an_engine_takes_what_is_free_where_others_hold_memory(
+    monkeypatch: pytest.MonkeyPatch, free: int, share: float
+) -> None:
+    """With this, a trainer that holds memory of a GPU does not keep a replaced engine from starting there."""
+    library = module("library")
+    gpu_worker = importlib.import_module("vllm.v1.worker.gpu_worker")
+    monkeypatch.setattr(gpu_worker, "request_memory", gpu_worker.request_memory)  # put back at the end
+    monkeypatch.setattr(library, "on_cpu", lambda: False)
+    gib = 2**30
+    snapshot = SimpleNamespace(free_memory=free * gib, total_memory=100 * gib, device_="cuda:0")
+    cache = SimpleNamespace(gpu_memory_utilization=0.9)
+    if free < 90:
+        with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+            gpu_worker.request_memory(snapshot, cache)
+    library.take_what_is_free()
+    taken = gpu_worker.request_memory(snapshot, cache)
+    assert cache.gpu_memory_utilization == pytest.approx(share)
+    assert taken == pytest.approx(share * 100 * gib) and taken <= free * gib
+
+
+def test_on_gpus_a_step_processes_as_many_tokens_as_in_offline_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = module("library")
+    asked: list[Any] = []
+    given = SimpleNamespace(create_engine_config=asked.append)
+    for cpu in (True, False):
+        monkeypatch.setattr(library, "on_cpu", lambda cpu=cpu: cpu)
+        library.create_config(given)
+    assert asked == [None, library.UsageContext.LLM_CLASS]
+
+
+def test_settings_become_vllm_s_own_arguments_and_options_come_last(tmp_path: Path) -> None:
+    process = module("process")
+    settings = process.ProcessSettings(
+        model=save_model(tmp_path, "untied"),
+        dtype=torch.bfloat16,
+        tp=2,
+        max_num_seqs=512,
+        kv_cache_bytes=None,
+        gpu_memory_utilization=0.4,
+        seed=3,
+        max_model_len=300,
+        options={"max_num_batched_tokens": 4096, "attention_backend": "FLASH_ATTN", "enable_prefix_caching": False},
+    )
+    made = process.engine_args(settings, cpu=False)
+    assert (made.dtype, made.tensor_parallel_size, made.max_num_seqs, made.seed) == ("bfloat16", 2, 512, 3)
+    assert (made.kv_cache_memory_bytes, made.gpu_memory_utilization, made.max_model_len) == (None, 0.4, 300)
+    assert made.enable_sleep_mode and not made.enforce_eager and made.distributed_executor_backend == "mp"
+    assert made.max_num_batched_tokens == 4096 and made.enable_prefix_caching is False
+    assert made.attention_backend.name == "FLASH_ATTN"

@@ -1,0 +1,51 @@
+"""What engines take when the configuration leaves it to the device."""
+
+from __future__ import annotations
+
+from headrace.actors.engines.config import ModelConfig, RolloutConfig, engine_batch, engine_dtype, memory_share
+from headrace.tests.trainers.config.refusals import only_problem
+from headrace.trainers.cluster import actor_specs
+from headrace.trainers.config.load import build_config
+
+VLLM, HF = RolloutConfig(engine="vllm"), RolloutConfig()
+
+
+def test_weights_are_bfloat16_on_gpus_alone() -> None:
+    assert (engine_dtype(ModelConfig(), gpu=True), engine_dtype(ModelConfig(), gpu=False)) == ("bfloat16", "float32")
+    assert engine_dtype(ModelConfig(dtype="float32"), gpu=True) == "float32"
+    assert engine_dtype(ModelConfig(dtype="bfloat16"), gpu=False) == "bfloat16"
+
+
+def test_vllm_on_gpus_takes_larger_batches() -> None:
+    assert [engine_batch(rollout, gpu=gpu) for rollout in (VLLM, HF) for gpu in (True, False)] == [512, 256, 256, 256]
+    assert engine_batch(RolloutConfig(engine="vllm", max_batch=7), gpu=True) == 7
+
+
+def test_an_engine_leaves_room_on_gpus_that_train_workers_use() -> None:
+    assert memory_share(VLLM, shared=False) == 0.9
+    assert 0 < memory_share(VLLM, shared=True) < 0.5
+    assert memory_share(RolloutConfig(engine="vllm", gpu_memory_utilization=0.3), shared=True) == 0.3
+
+
+def test_an_engine_takes_sequences_as_long_as_training_and_validation_need() -> None:
+    data = {"max_prompt_tokens": 100}
+    assert build_config({"data": data, "rollout": {"max_new_tokens": 50}}).engine_length == 150
+    longer = {"max_new_tokens": 80}
+    assert build_config({"data": data, "rollout": {"max_new_tokens": 50}, "validation": longer}).engine_length == 180
+    given = {"engine": "vllm", "max_new_tokens": 50, "max_model_len": 200}
+    assert build_config({"data": data, "rollout": given, "validation": longer}).engine_length == 200
+    without = {"data": data, "rollout": {"max_new_tokens": 50, "environment": "tool_use"}, "validation": {"every": 0}}
+    assert build_config(without).engine_length == 150, "tools' results count among max_new_tokens"
+
+
+def test_engines_too_short_for_the_run_are_refused() -> None:
+    rollout = {"engine": "vllm", "max_new_tokens": 50, "max_model_len": 149}
+    sentence = only_problem({"data": {"max_prompt_tokens": 100}, "rollout": rollout})
+    assert sentence.startswith("rollout.max_model_len: got 149, expected at least 150, the length of the longest")
+
+
+def test_a_setup_tells_the_engine_where_it_runs_and_where_its_log_is() -> None:
+    config = build_config({"run": {"dir": "/r"}, "rollout": {"engine": "vllm"}})
+    assert actor_specs.engine_log(config, "rollout 3") == actor_specs.engine_log(config, "engine 3")
+    assert actor_specs.engine_log(config, "engine 3") == "/r/engines/engine-3.log"
+    assert actor_specs.engine_log(build_config({}), "engine 3") == ""
