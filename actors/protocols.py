@@ -343,6 +343,20 @@ class TrainBackend(Protocol):
         """Write a Hugging Face model folder (weights, config, tokenizer) from rank 0. Collective."""
         ...
 
+    def offload(self) -> None:
+        """Move parameters, gradient buffers and optimizer state to host memory and give the device's memory back.
+        Collective and idempotent.
+
+        Until `onload`, every call that needs the weights (`begin_step`, `logprobs`, `weights`, `save`, `load`,
+        `export_model`) raises RuntimeError. Raises RuntimeError while a step is open.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Undo `offload`: bring everything back to the device, in the same storages where others hold references.
+        Collective and idempotent."""
+        ...
+
     def close(self) -> None:
         """Discard an open step, wait for a checkpoint that is still being written, and release the backend's resources.
         If writing the checkpoint failed, the error is raised. Idempotent."""

@@ -285,6 +285,15 @@ class TrainWorker:
         """Write the model as a Hugging Face folder, from rank 0. The call is collective."""
         self._backend.export_model(path)
 
+    def offload(self) -> None:
+        """Give the device's memory back: the backend's tensors go to host memory. The call is collective. Idempotent;
+        raises RuntimeError while a step is open."""
+        self._backend.offload()
+
+    def onload(self) -> None:
+        """Bring the backend's tensors back to the device. The call is collective. Idempotent."""
+        self._backend.onload()
+
     def close(self) -> None:
         """Close publisher, backend, reader and data-plane client. Idempotent. If closing one of them fails, its error
         is raised once all have been closed."""

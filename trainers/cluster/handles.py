@@ -90,6 +90,12 @@ class TrainHandle(ActorHandle):
     def export_model(self, path: str) -> Call[None]:
         return self._call(TrainWorker.export_model, path)
 
+    def offload(self) -> Call[None]:
+        return self._call(TrainWorker.offload)
+
+    def onload(self) -> Call[None]:
+        return self._call(TrainWorker.onload)
+
 
 class EngineHandle(ActorHandle):
     """Handle of an actor with a generation engine. Its calls run concurrently."""
