@@ -35,7 +35,7 @@ class _Search:
     def __init__(self, new: Mapping[int, object]) -> None:
         self._new = new
         self._visited: dict[int, tuple[object, object]] = {}
-        """Each visited object and what takes its place, by id. The object is kept, because its id could be used again."""
+        """Each visited object and what takes its place, by id. It is kept because its id could be used again."""
 
     def visit(self, value: Any) -> Any:
         """Replace groups inside `value`, and return what has to stand in its place: usually `value` itself."""

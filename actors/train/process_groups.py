@@ -19,7 +19,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import (
+    DistError,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    distributed_c10d,
+)
 
 from .group_references import replace_groups
 
@@ -56,7 +61,7 @@ class ProcessGroups:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world: int,
         *,
@@ -89,7 +94,7 @@ class ProcessGroups:
     def form(self) -> None:
         """Form the default group: NCCL where the ranks have GPUs, otherwise gloo. Raises what torch raises."""
         kind = "nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.PrefixStore(self._prefix, self._store)
+        store = PrefixStore(self._prefix, self._store)
         dist.init_process_group(kind, store=store, rank=self._rank, world_size=self._world, timeout=self._timeout)
 
     def destroy(self, holders: Iterable[object]) -> float:
@@ -157,7 +162,7 @@ class ProcessGroups:
         try:
             self.form()
             world = distributed_c10d._world
-            store = world.pg_map[dist.group.WORLD][1]
+            _, store = next(iter(world.pg_map.values()))  # of the default group, the only one so far
             for group in self._groups:
                 self._make(group, store)
             world.group_count = self._count  # else a group that is made later would get the name of one of these
@@ -168,7 +173,7 @@ class ProcessGroups:
             return f"{self._name}: {type(error).__name__}: {error}"
         return ""
 
-    def _make(self, group: _Group, store: dist.Store) -> None:
+    def _make(self, group: _Group, store: Store) -> None:
         helper: Any = distributed_c10d._new_process_group_helper
         made, _ = helper(
             len(group.ranks),
@@ -188,13 +193,13 @@ class ProcessGroups:
 
         The ranks talk through the store, because they may have no group. A rank that does not answer counts as failed.
         """
-        store = dist.PrefixStore(self._prefix, self._store)
+        store = PrefixStore(self._prefix, self._store)
         keys = [f"outcome {rank}" for rank in range(self._world)]
         try:
             store.set(keys[self._rank], failure)
             store.wait(keys, self._timeout + timedelta(seconds=_GRACE_S))
             return "; ".join(filter(None, (store.get(key).decode() for key in keys)))
-        except dist.DistError as error:
+        except DistError as error:
             return failure or f"{self._name}: another rank does not answer: {error}"
 
 

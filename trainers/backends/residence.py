@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -126,14 +127,14 @@ class Residence:
         host = torch.empty(nbytes, dtype=torch.uint8)
         if self._device.type == "cuda":
             # torch's own pinned memory is rounded up to a power of two, which would waste up to half of it.
-            code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), nbytes, 0))
+            code = int(_cuda_runtime().cudaHostRegister(host.data_ptr(), nbytes, 0))
             if code:
                 raise OSError(f"offload: {nbytes} bytes of host memory could not be pinned (CUDA error {code})")
         self._host = host
 
     def _free(self) -> None:
         if len(self._host) and self._device.type == "cuda":
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            _cuda_runtime().cudaHostUnregister(self._host.data_ptr())
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def _room(self, one: _Moved) -> torch.Tensor:
@@ -153,6 +154,10 @@ class Residence:
 def _content(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of a storage as a tensor, uint8 `[nbytes]`, which shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def _copied(moved: Iterable[_Moved]) -> int:

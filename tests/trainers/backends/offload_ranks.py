@@ -5,31 +5,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.multiprocessing.spawn import start_processes
 
 from headrace.actors.protocols import OffloadReport, TrainBackend
 from headrace.actors.train.process_groups import ProcessGroups
 from headrace.dataplane.topology import Topology
-from headrace.tests.trainers.backends.backend_ranks import (
-    MEASURED,
-    VOCAB,
-    backend_config,
-    random_rows,
-    weights_of,
-)
+from headrace.tests.trainers.backends.backend_ranks import MEASURED, backend_config, random_rows, weights_of
 from headrace.tests.trainers.backends.megatron.mesh_ranks import sent
 from headrace.trainers.backends.factory import build_backend
 
 CYCLES = 5
-TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,17 +30,19 @@ class OffloadCase:
     backend: str
     topology: Topology
     changes: dict[str, Any] = field(default_factory=dict)
+    """Differences in the config. `model` is the name of one of the test's model folders, by default `dense`."""
 
     @property
     def name(self) -> str:
-        mesh = self.topology
-        sizes = " ".join(f"{key}{getattr(mesh, key)}" for key in ("dp", "tp", "pp", "ep") if getattr(mesh, key) > 1)
-        return " ".join(filter(None, (self.backend, sizes, *(f"{key}={value}" for key, value in self.changes.items()))))
+        sizes = [f"{key}{size}" for key in ("dp", "tp", "pp", "ep") if (size := getattr(self.topology, key)) > 1]
+        return " ".join([self.backend, *sizes, *(f"{key}={value}" for key, value in self.changes.items())])
 
-    def build(self, rank: int, model: str) -> TrainBackend:
+    def build(self, rank: int, folder: Path) -> TrainBackend:
         """Build this rank's backend."""
-        packing = {"packing": "packed"} if self.backend == "megatron" else {}
-        config = backend_config(model, backend=self.backend, topology=self.topology, **packing, **self.changes)
+        settings = {"packing": "packed"} if self.backend == "megatron" else {}
+        settings |= {key: value for key, value in self.changes.items() if key != "model"}
+        model = str(folder / self.changes.get("model", "dense"))
+        config = backend_config(model, backend=self.backend, topology=self.topology, **settings)
         return build_backend(config, rank, self.topology.world)
 
 
@@ -68,60 +61,58 @@ def logprobs(case: OffloadCase, backend: TrainBackend, rank: int, *, reference: 
 
 
 def cycle(backend: TrainBackend, groups: ProcessGroups | None) -> tuple[OffloadReport, OffloadReport]:
-    """Offload the backend and destroy the groups, check that nothing refers to them, and undo both."""
-    known = [weakref.ref(group) for group in distributed_c10d._world.pg_names]
+    """Offload the backend and destroy the groups, check that nothing refers to them any more, and undo both."""
+    known = {name: weakref.ref(group) for group, name in distributed_c10d._world.pg_names.items()}
     report = backend.offload()
     if groups is not None:
         groups.destroy(backend.group_holders())
         gc.collect()
-        assert [ref() for ref in known if ref() is not None] == [], "an old group is still referred to"
+        alive = {name: gc.get_referrers(ref()) for name, ref in known.items() if ref() is not None}
+        assert not alive, f"old groups are still referred to: {alive}"
         groups.form_again(backend.group_holders())
     return report, backend.onload()
 
 
-def storage_bytes(backend: TrainBackend) -> int:
-    """Return the number of bytes of the storages of all tensors that the garbage collector finds."""
-    seen = {}
+def storage_bytes() -> int:
+    """Return the number of bytes of the storages of all tensors in host memory that the garbage collector knows."""
+    gc.collect()
+    sizes = {}
     for value in gc.get_objects():
-        if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
-            with contextlib.suppress(Exception):
-                storage = value.untyped_storage()
-                seen[storage._cdata] = storage.nbytes()
-    return sum(seen.values())
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu":
+            storage = value.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
-def steps_with_cycles(rank: int, groups: ProcessGroups | None, case: OffloadCase, model: str) -> dict[str, Any]:
-    """Return the same steps of two backends, of which the second is offloaded after each, and their weights."""
-    found: dict[str, Any] = {}
-    for name, cycles in (("plain", 0), ("cycled", 1)):
-        with contextlib.closing(case.build(rank, model)) as backend:
-            metrics, reports = [], []
+def steps_with_cycles(rank: int, groups: ProcessGroups | None, case: OffloadCase, folder: Path) -> dict[str, Any]:
+    """Return steps, log-probs and weights of two equal backends, of which the second is offloaded before each step."""
+    found: dict[str, Any] = {"reports": []}
+    for name in ("plain", "cycled"):
+        with contextlib.closing(case.build(rank, folder)) as backend:
+            metrics = []
             for number in range(CYCLES):
-                if cycles:
-                    reports.append(cycle(backend, groups))
+                if name == "cycled":
+                    found["reports"].append(cycle(backend, groups))
                 metrics.append(step(case, backend, rank, number))
             found[name] = {
                 "steps": metrics,
                 "logprobs": [logprobs(case, backend, rank, reference=reference) for reference in (False, True)],
                 "weights": weights_of(backend),
             }
-            found["reports"] = reports
     return found
 
 
-def run_with_groups(scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
-    """Run `scenario(rank, groups, *arguments)` in `world` processes joined by `ProcessGroups`; return the results."""
-    folder.mkdir(parents=True, exist_ok=True)
-    start_processes(_rank, (world, str(folder), scenario, arguments), world, start_method="forkserver")
-    return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(world)]
+def run_cases(rank: int, groups: ProcessGroups, cases: Sequence[OffloadCase], folder: Path) -> list[dict[str, Any]]:
+    """Run `steps_with_cycles` for each case, one after the other in the same processes."""
+    return [steps_with_cycles(rank, groups, case, folder) for case in cases]
 
 
-def _rank(rank: int, world: int, folder: str, scenario: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/rendezvous", world)
-    groups = ProcessGroups(store, rank, world, timeout_s=TIMEOUT_S)
-    groups.form()
-    torch.save(scenario(rank, groups, *arguments), f"{folder}/result.{rank}")
-    groups.close()
+def assert_bit_equal(found: dict[str, Any]) -> None:
+    """Compare the two backends of `steps_with_cycles`."""
+    plain, cycled = found["plain"], found["cycled"]
+    assert cycled["steps"] == plain["steps"] and len(plain["steps"]) == CYCLES
+    for one, other in zip(cycled["logprobs"], plain["logprobs"], strict=True):
+        assert len(one) == len(other)
+        assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+    assert cycled["weights"].keys() == plain["weights"].keys()
+    assert all(torch.equal(cycled["weights"][name], value) for name, value in plain["weights"].items())

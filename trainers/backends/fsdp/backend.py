@@ -123,8 +123,9 @@ class FsdpBackend:
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
-        when no step is open or a microbatch failed.
+        when no step is open, a microbatch failed or the backend is offloaded.
         """
+        self._residence.require_onloaded("finish_step")
         with self._meter.working():
             metrics = self._finish()
         return {**metrics, **self._meter.metrics()}

@@ -132,8 +132,9 @@ class MegatronBackend:
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
-        when no step is open or a microbatch failed.
+        when no step is open, a microbatch failed or the backend is offloaded.
         """
+        self._residence.require_onloaded("finish_step")
         with self._meter.working(), megatron_calls(self._device):
             metrics = self._finish()
         return {**metrics, **self._meter.metrics()}
@@ -141,7 +142,8 @@ class MegatronBackend:
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
-        self._clear()
+        if not self._residence.offloaded:  # the gradient buffers have no memory then, and are zero afterwards
+            self._clear()
 
     # ------------------------------------------------------------ log-probs
 
