@@ -81,6 +81,9 @@ class ProcessGroups:
         self._name = name or f"rank {rank}"
         self._forget = forget
         self._generation = 0
+        """Number of times that forming the groups was begun. The keys of each time have their own prefix."""
+        self._oldest = 1
+        """Oldest generation whose keys may still be in the store."""
         self._destroyed: dict[str, DestroyedGroup] = {}
         self._groups: tuple[_Group, ...] = ()
         self._count = 0
@@ -93,6 +96,7 @@ class ProcessGroups:
 
     def form(self) -> None:
         """Form the default group: NCCL where the ranks have GPUs, otherwise gloo. Raises what torch raises."""
+        self._generation += 1
         kind = "nccl" if torch.cuda.is_available() else "gloo"
         store = PrefixStore(self._prefix, self._store)
         dist.init_process_group(kind, store=store, rank=self._rank, world_size=self._world, timeout=self._timeout)
@@ -128,13 +132,11 @@ class ProcessGroups:
         start = time.perf_counter()
         failures = []
         for _ in range(_ATTEMPTS):
-            self._generation += 1
             failure = self._agree(self._attempt())
             if not failure:
                 break
             failures.append(failure)
-            if self.formed:
-                dist.destroy_process_group()
+            self.close()
         else:
             raise RuntimeError(
                 f"{self._name}: the process groups could not be formed again: {'; then '.join(failures)}"
@@ -142,7 +144,9 @@ class ProcessGroups:
         names = distributed_c10d._world.pg_names
         replace_groups(holders, {id(self._destroyed[name]): group for group, name in names.items()})
         if self._forget is not None:
-            self._forget(f"generation {self._generation - 1}/")  # all ranks have left it behind
+            for over in range(self._oldest, self._generation):  # all ranks have left these behind
+                self._forget(f"generation {over}/")
+            self._oldest = self._generation
         self._destroyed, self._groups = {}, ()
         return time.perf_counter() - start
 
@@ -170,6 +174,7 @@ class ProcessGroups:
             dist.all_reduce(probe)  # an NCCL group connects its ranks only now
             probe.item()
         except Exception as error:  # of any kind: the other ranks have to learn of it
+            self.close()  # ranks that wait for this one in a collective of gloo are freed at once
             return f"{self._name}: {type(error).__name__}: {error}"
         return ""
 

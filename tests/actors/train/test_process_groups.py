@@ -86,8 +86,8 @@ def test_groups_come_back_and_stale_ones_raise(tmp_path: Path) -> None:
             for name in ("collective", "size"):
                 assert errors[name][0] == "RuntimeError"
                 assert errors[name][1].endswith("destroyed by offload; onload comes first")
-            for name in ("message", "default"):
-                assert "has not been initialized" in errors[name][1]
+            assert errors["message"][0] == "ValueError"
+            assert "has not been initialized" in errors["default"][1]
             assert "Could not resolve the process group" in errors["mesh"][1]
         for destroyed, again, formed, formed_again in found["seconds"]:
             assert destroyed > 0 and formed > 0 and again == formed_again == 0.0
@@ -97,17 +97,17 @@ def test_groups_come_back_and_stale_ones_raise(tmp_path: Path) -> None:
 
 
 def fails(rank: int, groups: ProcessGroups, failures: int) -> tuple[str, bool]:
-    """Let rank 1 fail to make its groups so many times, then use what was formed."""
+    """Let rank 1 fail so many times when it has made all groups, then use what was formed."""
     holder = Holder(rank)
     groups.destroy([vars(holder)])
     make = groups._make
     calls = []
 
     def broken(*arguments: Any) -> None:
-        calls.append(1)
-        if rank == 1 and len(calls) <= failures:
-            raise OSError("no route")
         make(*arguments)
+        calls.append(1)
+        if rank == 1 and len(calls) <= failures * len(groups._groups) and len(calls) % len(groups._groups) == 0:
+            raise OSError("no route")
 
     groups._make = broken
     try:
@@ -123,10 +123,9 @@ def test_a_rank_that_fails_once_makes_all_ranks_try_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_rank_that_fails_twice_fails_all(tmp_path: Path) -> None:
     for rank, (message, formed) in enumerate(run_with_groups(fails, 2, tmp_path, 2)):
         assert not formed
-        assert message == (
-            f"rank {rank}: the process groups could not be formed again: "
-            "rank 1: OSError: no route; then rank 1: OSError: no route"
-        )
+        assert message.startswith(f"rank {rank}: the process groups could not be formed again: ")
+        assert message.count("rank 1: OSError: no route") == 2 and "; then " in message

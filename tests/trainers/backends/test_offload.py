@@ -27,10 +27,9 @@ from headrace.tests.trainers.backends.offload_ranks import (
 )
 
 ALONE = tuple(OffloadCase(backend, Topology(1)) for backend in ("fsdp", "megatron"))
-TWO = (
+TWO = (OffloadCase("fsdp", Topology(1, tp=2)), OffloadCase("megatron", Topology(2)))
+MORE_OF_TWO = (
     OffloadCase("fsdp", Topology(2)),
-    OffloadCase("fsdp", Topology(1, tp=2)),
-    OffloadCase("megatron", Topology(2)),
     OffloadCase("megatron", Topology(1, tp=2)),
     OffloadCase("megatron", Topology(1, pp=2)),
 )
@@ -153,6 +152,15 @@ def test_two_ranks(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.megatron
 @pytest.mark.slow
+def test_more_meshes_of_two_ranks(folder: Path, tmp_path: Path) -> None:
+    for found in run_with_groups(run_cases, 2, tmp_path, MORE_OF_TWO, folder):
+        for result in found:
+            assert_bit_equal(result)
+
+
+@pytest.mark.processes
+@pytest.mark.megatron
+@pytest.mark.slow
 def test_four_ranks(folder: Path, tmp_path: Path) -> None:
     for found in run_with_groups(run_cases, 4, tmp_path, FOUR, folder):
         for result in found:
@@ -176,7 +184,7 @@ def checkpoint_and_close(rank: int, groups: ProcessGroups, case: OffloadCase, fo
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [kind(TWO[1]), kind(TWO[3])])
+@pytest.mark.parametrize("case", [kind(case) for case in TWO])
 def test_a_checkpoint_and_the_end_of_offloaded_ranks(case: OffloadCase, folder: Path, tmp_path: Path) -> None:
     for before, after in run_with_groups(checkpoint_and_close, 2, tmp_path, case, folder):
         assert after == before
