@@ -258,6 +258,39 @@ class MicroBatch:
     unless `loss.aggregation` is `prompt`, the only setting that needs it."""
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadReport:
+    """What one `offload` or `onload` of a train rank moved, how long that took, and what it did to the device's memory.
+    Counts and seconds are 0 when there was nothing to do."""
+
+    bytes_moved: int
+    """Number of bytes copied between the device and host memory."""
+    copy_s: float
+    """Seconds that the copies took, without the allocation of host memory, which happens once."""
+    groups_s: float
+    """Seconds that it took to destroy the process groups or to form them again; 0.0 if they are kept."""
+    device_bytes_before: int
+    """Bytes of the rank's GPU that were in use before the call, by all processes together; 0 on a CPU."""
+    device_bytes_after: int
+    """Bytes of the rank's GPU that were in use after the call, by all processes together; 0 on a CPU."""
+
+
+def device_bytes_in_use() -> int:
+    """Return the number of bytes of the current GPU that are in use, by all processes together; 0 without a GPU.
+
+    What torch's allocator reports would leave out NCCL's buffers and the CUDA context.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def offloaded_error(call: str) -> RuntimeError:
+    """Return the error for a call that needs the weights while they are offloaded. call: name of the method."""
+    return RuntimeError(f"{call}: the backend is offloaded; onload comes first")
+
+
 class TrainBackend(Protocol):
     """Protocol of a model in training, as seen by one rank of the train mesh. Each step is a sequence of calls:
 
@@ -344,6 +377,27 @@ class TrainBackend(Protocol):
 
     def export_model(self, path: str) -> None:
         """Write a Hugging Face model folder (weights, config, tokenizer) from rank 0. Collective."""
+        ...
+
+    def offload(self) -> OffloadReport:
+        """Move parameters, gradient buffers and optimizer state to host memory and give the device's memory back.
+        Idempotent.
+
+        Until `onload`, every call that needs the weights (`begin_step`, `logprobs`, `weights`, `save`, `load`,
+        `export_model`) raises RuntimeError. Process groups are kept: `TrainWorker.offload` destroys them. The call
+        first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, and the error of
+        the last write.
+        """
+        ...
+
+    def onload(self) -> OffloadReport:
+        """Undo `offload`: bring everything back to the device, in the same storages where others hold references.
+        Idempotent."""
+        ...
+
+    def group_holders(self) -> Sequence[object]:
+        """Return the objects from which every reference of the backend to a process group can be reached, so that
+        other groups can be put in their place (see `ProcessGroups`)."""
         ...
 
     def close(self) -> None:

@@ -88,11 +88,11 @@ class RendezvousServer:
         self._listener = AuthenticatedListener(listen(host), key, SERVICE, self._admit)
         self.port = self._listener.port
 
-    def clear(self) -> None:
-        """Forget all keys, which belong to process groups that are over."""
+    def clear(self, prefix: str = "") -> None:
+        """Forget all keys that start with `prefix`, which belong to process groups that are over."""
         with self._lock:
-            self._values.clear()
-            self._nbytes = 0
+            for key in [key for key in self._values if key.startswith(prefix)]:
+                self._nbytes -= len(key) + len(self._values.pop(key))
 
     def close(self) -> None:
         """Stop listening, and close the members' connections. Idempotent."""

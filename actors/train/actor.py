@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from ...codecs import messages
 from ..protocols import ActorInfo
 from ..remote_methods import decode_arguments, in_thread_of
 from ..rendezvous_store import RendezvousServer, RendezvousStore
 from .own_address import bind_process_groups, own_address
+from .process_groups import ProcessGroups
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
@@ -48,6 +47,8 @@ class TrainActor:
         self._store: RendezvousStore | None = None
         """This rank's connection to that server, which the process groups need as long as they live; None before
         `build`."""
+        self._groups: ProcessGroups | None = None
+        """The process groups of the ranks; None before `build`, and when there is only one rank."""
         self._worker: TrainWorker | None = None
 
     @property
@@ -97,12 +98,18 @@ class TrainActor:
         setup = self._setup
         bind_process_groups(self._address)
         if meeting_point is not None:
-            timeout = timedelta(seconds=setup.collective_timeout_s)
             key = setup.data_plane.store.key
             self._store = RendezvousStore(meeting_point.host, meeting_point.port, key, setup.collective_timeout_s)
-            kind = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(kind, store=self._store, rank=setup.rank, world_size=setup.world, timeout=timeout)
-        self._worker = TrainWorker(setup, self._address)
+            self._groups = ProcessGroups(
+                self._store,
+                setup.rank,
+                setup.world,
+                timeout_s=setup.collective_timeout_s,
+                name=setup.name,
+                forget=None if self._rendezvous is None else self._rendezvous.clear,
+            )
+            self._groups.form()
+        self._worker = TrainWorker(setup, self._address, groups=self._groups)
 
     def close(self) -> None:
         """Close the worker and leave the process group. Idempotent."""
@@ -110,8 +117,8 @@ class TrainActor:
             if self._worker is not None:
                 self._worker.close()
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            if self._groups is not None:
+                self._groups.close()
             if self._store is not None:
                 self._store.close()
             if self._rendezvous is not None:

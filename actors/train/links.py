@@ -204,10 +204,12 @@ class ReplicaLinks:
         dist.broadcast(buffer, self.leader, group=self._device_groups[part])
 
     def close(self) -> None:
-        """Destroy the process groups. Idempotent."""
+        """Destroy the process groups, unless an offload has done so. Idempotent."""
         for groups in (self._device_groups, self._groups):
             while groups:
-                dist.destroy_process_group(groups.popitem()[1])
+                _, group = groups.popitem()
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
 
 
 def _failed(work: dist.Work) -> bool:

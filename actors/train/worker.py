@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,13 +14,24 @@ from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
-from ..protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, ActorInfo, Span, SpanTable, TrainBackend
+from ..protocols import (
+    ROLLOUT_SCHEMA,
+    TRAIN_FIELDS,
+    ActorInfo,
+    OffloadReport,
+    Span,
+    SpanTable,
+    TrainBackend,
+    device_bytes_in_use,
+    offloaded_error,
+)
 from ..remote_methods import in_thread_of
 from ..weights.config import SyncConfig
 from ..weights.publisher import WeightPublisher
 from ..weights.stream import SendReport
 from ..weights.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
 from .own_address import LOOPBACK
+from .process_groups import ProcessGroups
 from .reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
 
@@ -110,13 +121,25 @@ class TrainWorker:
     called on rank 0 only.
     """
 
-    def __init__(self, setup: WorkerSetup, address: str = LOOPBACK, *, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        address: str = LOOPBACK,
+        *,
+        device: torch.device = CPU,
+        groups: ProcessGroups | None = None,
+    ) -> None:
         """Build the reader, the backend and, on rank 0, the publisher of weights. The call is collective, and the
         ranks' process group must have been joined before.
 
         address: IP address of this host at which engines reach rank 0. device: device to which the reader delivers
-        rows. It is the CPU in training, because the backends arrange the rows in CPU memory.
+        rows. It is the CPU in training, because the backends arrange the rows in CPU memory. groups: the mesh's process
+        groups, which `offload` destroys; None to keep them, as a single rank does, whose communicators have no buffers
+        for peers.
         """
+        self._groups = groups
+        self._offloaded = False
+        """True between `offload` and `onload`."""
         self._setup = setup
         self._name = setup.name
         self._parts = ExitStack()  # closed last in, first out
@@ -158,8 +181,9 @@ class TrainWorker:
         """Compute `prev_logprobs` or `ref_logprobs` of the shard's rows. In each replica, the writer rank puts them
         into the store as a column.
 
-        The call is collective.
+        The call is collective. Raises RuntimeError between `offload` and `onload`.
         """
+        self._require_onloaded(f"{self._name}: write_logprobs")
         work = self._begun()
         with self._span(f"logprobs {field}"), closing(self._reader.stream(("input_ids", "response_mask"))) as micros:
             columns = self._backend.logprobs(
@@ -175,8 +199,10 @@ class TrainWorker:
         none is open.
 
         The call is collective. A step may have any number of shards, each begun and then accumulated; the gradient does
-        not depend on how rows are divided among them. On an error the step is aborted.
+        not depend on how rows are divided among them. On an error the step is aborted. Raises RuntimeError between
+        `offload` and `onload`.
         """
+        self._require_onloaded(f"{self._name}: accumulate")
         work = self._begun()
         try:
             if not self._open:
@@ -289,12 +315,49 @@ class TrainWorker:
         """Write the model as a Hugging Face folder, from rank 0. The call is collective."""
         self._backend.export_model(path)
 
+    def offload(self) -> OffloadReport:
+        """Give the device's memory back: the backend's tensors go to host memory, and the process groups are destroyed,
+        because idle NCCL communicators hold memory.
+
+        Versions of the weights in the publisher's host cache can still be sent (`send_cached`). Calls that need the
+        model are refused until `onload`. The call is collective and idempotent. Raises RuntimeError while a step is
+        open, and what `TrainBackend.offload` raises.
+        """
+        with self._span("offload"):
+            report = self._backend.offload()
+            self._offloaded = True
+            if self._groups is None:
+                return report
+            groups_s = self._groups.destroy(self._holders())
+        return replace(report, groups_s=groups_s, device_bytes_after=device_bytes_in_use())
+
+    def onload(self) -> OffloadReport:
+        """Undo `offload`: form the process groups again, and bring the backend's tensors back to the device.
+
+        The call is collective and idempotent. Raises RuntimeError on every rank when the groups cannot be formed, also
+        at a second attempt.
+        """
+        before, groups_s = device_bytes_in_use(), 0.0
+        with self._span("onload"):
+            if self._groups is not None:
+                groups_s = self._groups.form_again(self._holders())
+            report = self._backend.onload()
+            self._offloaded = False
+        return replace(report, groups_s=groups_s, device_bytes_before=before)
+
     def close(self) -> None:
         """Close publisher, backend, reader and data-plane client. Idempotent. If closing one of them fails, its error
         is raised once all have been closed."""
         self._parts.close()
 
     # ------------------------------------------------------------ inside
+
+    def _holders(self) -> tuple[object, ...]:
+        return (self._reader, *self._backend.group_holders())
+
+    def _require_onloaded(self, call: str) -> None:
+        if self._offloaded:  # before the reader starts a pass, which the backend's own refusal would break off
+            raise offloaded_error(call)
 
     def _publishes(self) -> WeightPublisher:
         if self._publisher is None:

@@ -169,6 +169,14 @@ def test_values_have_a_largest_size_together(
     assert store.num_keys() == 1
 
 
+def test_keys_of_one_prefix_are_forgotten(server: RendezvousServer, join: Callable[[], RendezvousStore]) -> None:
+    store = join()
+    for key in ("generation 1/a", "generation 1/b", "generation 11/a"):
+        store.set(key, b"x")
+    server.clear("generation 1/")
+    assert store.num_keys() == 1 and store.get("generation 11/a") == b"x"
+
+
 def wait_until(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not what():

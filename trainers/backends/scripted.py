@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from ...actors.protocols import MicroBatch
+from ...actors.protocols import MicroBatch, OffloadReport
 from .checkpoint import draft_of, publish, start_draft
 from .checkpointer import Checkpointer
 from .config import BackendConfig
+from .residence import Residence
 
 NUM_WEIGHTS = 4
 WEIGHT_SIZE = 256
@@ -44,13 +45,15 @@ class ScriptedBackend:
         self._steps = torch.zeros((), dtype=torch.int64)
         self._counts: list[float] | None = None
         """Number of tokens and number of rows that the open step trains on; None when no step is open."""
+        self._residence = Residence(self._device)
         self._checkpointer = Checkpointer(rank, world)
 
     # ------------------------------------------------------------ one step
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """Open a step with all counts at 0. Raises RuntimeError when a step is open, and ValueError when `temperature`
-        is not above 0."""
+        """Open a step with all counts at 0. Raises RuntimeError when a step is open or the backend is offloaded, and
+        ValueError when `temperature` is not above 0."""
+        self._residence.require_onloaded("begin_step")
         if self._counts is not None:
             raise RuntimeError("begin_step: a step is open; finish_step or abort_step comes first")
         if not temperature > 0:
@@ -105,8 +108,9 @@ class ScriptedBackend:
         """Return zeros at once in place of log-probs: float32, one value per token of each microbatch.
 
         As in every `TrainBackend`, only the replica's writer, the rank that writes columns back, gets them; other ranks
-        get [].
+        get []. Raises RuntimeError when the backend is offloaded.
         """
+        self._residence.require_onloaded("logprobs")
         columns = [
             torch.zeros(len(micro.batch.jagged("input_ids").values), dtype=torch.float32)
             for micro in itertools.islice(micros, count)
@@ -121,7 +125,9 @@ class ScriptedBackend:
         return {name: (weight.dtype, tuple(weight.shape)) for name, weight in self._weights.items()}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and tensor of each weight. The tensors are whole on rank 0 and empty on other ranks."""
+        """Yield the name and tensor of each weight. The tensors are whole on rank 0 and empty on other ranks. Raises
+        RuntimeError when the backend is offloaded."""
+        self._residence.require_onloaded("weights")
         for name, weight in self._weights.items():
             yield name, weight.to(self._device) if self._rank == 0 else weight.new_empty(0)
 
@@ -132,6 +138,7 @@ class ScriptedBackend:
         a step is open.
         """
         self._require_closed("save")
+        self._residence.require_onloaded("save")
         self._checkpointer.save(path, self._state(), wait=wait)
 
     def wait_saved(self) -> None:
@@ -145,11 +152,13 @@ class ScriptedBackend:
         written.
         """
         self._require_closed("load")
+        self._residence.require_onloaded("load")
         self._checkpointer.load(path, self._state())
 
     def export_model(self, path: str) -> None:
         """Write the weights as `model.safetensors` into the new folder `path`. Collective. Raises ValueError when
-        `path` exists."""
+        `path` exists, and RuntimeError when the backend is offloaded."""
+        self._residence.require_onloaded("export_model")
 
         def write() -> None:
             start_draft(path)
@@ -157,6 +166,24 @@ class ScriptedBackend:
             publish(path)
 
         self._checkpointer.on_first_rank(write)
+
+    def offload(self) -> OffloadReport:
+        """Behave as a backend whose weights are in host memory: until `onload`, calls that need them are refused.
+
+        There is no device memory to give back. Idempotent. Raises RuntimeError while a step is open, and the error of
+        the last write of a checkpoint.
+        """
+        self._require_closed("offload")
+        self._checkpointer.wait()
+        return self._residence.offload(())
+
+    def onload(self) -> OffloadReport:
+        """Undo `offload`. Idempotent."""
+        return self._residence.onload()
+
+    def group_holders(self) -> Sequence[object]:
+        """Return the objects that refer to process groups."""
+        return (self,)
 
     def close(self) -> None:
         """Drop an open step and wait until no checkpoint is being written. Raises the error of the last write."""

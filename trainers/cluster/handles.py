@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
 from ...actors.engines.protocol import CommitReport, PauseMode, Prepared, SamplingParams
-from ...actors.protocols import ActorInfo
+from ...actors.protocols import ActorInfo, OffloadReport
 from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.report import RolloutReport, ValidationReport
@@ -94,6 +94,12 @@ class TrainHandle(ActorHandle):
 
     def export_model(self, path: str) -> Call[None]:
         return self._call(TrainWorker.export_model, path)
+
+    def offload(self) -> Call[OffloadReport]:
+        return self._call(TrainWorker.offload)
+
+    def onload(self) -> Call[OffloadReport]:
+        return self._call(TrainWorker.onload)
 
 
 class EngineHandle(ActorHandle):

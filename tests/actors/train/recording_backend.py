@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from headrace.actors.protocols import MicroBatch
+from headrace.actors.protocols import MicroBatch, OffloadReport
 from headrace.tests.actors.train.replica_ranks import content
 
 MODEL = {"embed": torch.arange(100.0), "half": torch.arange(200).bfloat16(), "bias": torch.arange(3)}
@@ -75,6 +75,17 @@ class RecordingBackend:
 
     def export_model(self, path: str) -> None:
         self.calls.append(f"export_model {path}")
+
+    def offload(self) -> OffloadReport:
+        self.calls.append("offload")
+        return OffloadReport(7, 0.5, 0.0, 0, 0)
+
+    def onload(self) -> OffloadReport:
+        self.calls.append("onload")
+        return OffloadReport(7, 0.5, 0.0, 0, 0)
+
+    def group_holders(self) -> Sequence[object]:
+        return (self,)
 
     def close(self) -> None:
         self.calls.append("close")

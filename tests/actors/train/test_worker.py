@@ -78,12 +78,21 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             found[name]["again"] = raised(functools.partial(worker.begin, step.shards[rank]))
             time.sleep(0.5)
         else:
+            found[name]["offload"] = _cycle(worker)
             found[name]["reports"] = _passes(worker)
             found[name]["late"] = raised(worker.accumulate)[:2]
             found[name]["weights"] = _sync(worker, rank, sender)
         found[name] |= {"calls": backend.calls, "seen": backend.seen}
         actor.close()
     return found
+
+
+def _cycle(worker: TrainWorker) -> dict[str, Any]:
+    """Offload twice, make refused calls, and onload twice."""
+    reports = [worker.offload(), worker.offload()]
+    errors = [raised(functools.partial(worker.write_logprobs, PREV))[:2], raised(worker.accumulate)[:2]]
+    errors.append(raised(dist.barrier)[:2])
+    return {"errors": errors, "reports": [*reports, worker.onload(), worker.onload()]}
 
 
 def _passes(worker: TrainWorker) -> list[WorkerReport]:
@@ -162,15 +171,17 @@ def _check_step(step: Step, pair: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(pair):
         count = len(step.shards[rank].sizes)
         assert count > 1
+        assert found["calls"][:4] == ["offload"] * 2 + ["onload"] * 2
+        calls = found["calls"][4:9]
         assert (
-            found["calls"][:5]
+            calls
             == [
                 "logprobs prev 0.7",
                 "logprobs ref 0.7",
                 "begin 0.7",
                 f"accumulate {count}",
                 "finish",
-            ][: len(found["calls"][:5])]
+            ][: len(calls)]
         )
         assert found["late"] == ("RuntimeError", f"rank {rank}: no step has begun; begin comes before stream")
         prev, ref, train, end = found["reports"]
@@ -184,6 +195,7 @@ def _check_step(step: Step, pair: list[dict[str, Any]]) -> None:
         assert (prev.bytes_broadcast > 0) == (leads and topology.replica_size > 1)
         assert train.data_wait_s > 0 and "forward backward" in {span.name for span in train.spans.to_spans()}
         assert [span.name for span in end.spans.to_spans()] == ["optimizer"]
+        _check_cycle(rank, found["offload"])
     _check_weights(*(found["weights"] for found in pair))
     fields = {*TRAIN_FIELDS, PREV, REF}
     for rank, found in enumerate(pair):
@@ -199,6 +211,15 @@ def _check_step(step: Step, pair: list[dict[str, Any]]) -> None:
             micro["columns"]["input_ids"] for micro in pair[1]["seen"]
         ]
         assert [micro["advantages"] for micro in pair[0]["seen"]] == [micro["advantages"] for micro in pair[1]["seen"]]
+
+
+def _check_cycle(rank: int, found: dict[str, Any]) -> None:
+    logprobs, accumulate, barrier = found["errors"]
+    for error, call in ((logprobs, "write_logprobs"), (accumulate, "accumulate")):
+        message = f"train worker {rank}: {call}: the backend is offloaded; onload comes first"
+        assert error == ("RuntimeError", message)
+    assert "has not been initialized" in barrier[1]
+    assert [report.groups_s > 0 for report in found["reports"]] == [True, False, True, False]
 
 
 def _check_weights(first: dict[str, Any], second: dict[str, Any]) -> None:

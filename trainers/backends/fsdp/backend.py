@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from ....actors.protocols import MicroBatch
+from ....actors.protocols import MicroBatch, OffloadReport
 from ....codecs.batch import Batch
 from ...losses.factory import build_loss
 from ..checkpoint import training_state
@@ -21,6 +21,7 @@ from ..hf_model import collect, write_folder
 from ..loss_inputs import loss_inputs
 from ..model_split import check_split
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
+from ..residence import Residence
 from ..row_layout import lay_out
 from ..throughput import StepMeter
 from ..train_step import TrainStep
@@ -77,6 +78,7 @@ class FsdpBackend:
         self._optimizer = build_adamw(self._policy.model, config.trainer)
         self._steps = torch.zeros((), dtype=torch.int64)
         self._checkpointer = Checkpointer(rank, world)
+        self._residence = Residence(self._device)
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         self._entropy: Entropy = (
             "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
@@ -95,8 +97,10 @@ class FsdpBackend:
     def begin_step(self, temperature: float = 1.0) -> None:
         """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
 
-        Raises RuntimeError when a step is open, and ValueError when `temperature` is not above 0.
+        Raises RuntimeError when a step is open or the backend is offloaded, and ValueError when `temperature` is not
+        above 0.
         """
+        self._residence.require_onloaded("begin_step")
         self._step.begin(temperature)
         self._meter.begin()
         self._optimizer.zero_grad(set_to_none=True)
@@ -119,8 +123,9 @@ class FsdpBackend:
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
-        when no step is open or a microbatch failed.
+        when no step is open, a microbatch failed or the backend is offloaded.
         """
+        self._residence.require_onloaded("finish_step")
         with self._meter.working():
             metrics = self._finish()
         return {**metrics, **self._meter.metrics()}
@@ -141,8 +146,9 @@ class FsdpBackend:
 
         Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
         those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
-        reference model.
+        reference model, and RuntimeError when the backend is offloaded.
         """
+        self._residence.require_onloaded("logprobs")
         model = self._reference if reference else self._policy
         if model is None:
             raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
@@ -161,8 +167,9 @@ class FsdpBackend:
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
 
-        Every rank must iterate to the end (see `stream_weights`).
+        Every rank must iterate to the end (see `stream_weights`). Raises RuntimeError when the backend is offloaded.
         """
+        self._residence.require_onloaded("weights")
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()  # a forward without backward leaves the root's parameters gathered
         params = dict(self._policy.model.named_parameters())
@@ -172,10 +179,11 @@ class FsdpBackend:
         """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
 
         An older checkpoint at `path` is replaced once the new one is complete. Without `wait` the checkpoint is written
-        while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open, and ValueError when
-        `path` exists and is not a checkpoint.
+        while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
+        offloaded, and ValueError when `path` exists and is not a checkpoint.
         """
         self._step.require_closed("save")
+        self._residence.require_onloaded("save")
         self._checkpointer.save(path, self._state(), wait=wait)
 
     def wait_saved(self) -> None:
@@ -186,18 +194,41 @@ class FsdpBackend:
         """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
         The reference model and hyperparameters such as the learning rate are not read; they come from the config.
-        Raises RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
+        Raises RuntimeError while a step is open or the backend is offloaded, and ValueError when `path` is not a
+        complete checkpoint of this model.
         """
         self._step.require_closed("load")
+        self._residence.require_onloaded("load")
         self._checkpointer.load(path, self._state())
 
     def export_model(self, path: str) -> None:
         """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
 
-        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists.
+        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists, and RuntimeError when
+        the backend is offloaded.
         """
+        self._residence.require_onloaded("export_model")
         weights = collect(self.weights(), keep=self._rank == 0)
         self._checkpointer.on_first_rank(lambda: write_folder(path, self._policy.model, weights, self._config.model))
+
+    def offload(self) -> OffloadReport:
+        """Move weights and optimizer state, and a reference model that is on the device, to host memory. Idempotent.
+
+        The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
+        of the last write, and OSError when host memory does not suffice.
+        """
+        self._step.require_closed("offload")
+        self._checkpointer.wait()
+        return self._residence.offload(self._resident())
+
+    def onload(self) -> OffloadReport:
+        """Undo `offload`. Idempotent."""
+        return self._residence.onload()
+
+    def group_holders(self) -> Sequence[object]:
+        """Return the objects that refer to process groups. FSDP's own objects are found through the hooks of the
+        modules."""
+        return (self,)
 
     def close(self) -> None:
         """Drop an open step and wait until no checkpoint is being written. Raises the error of the last write.
@@ -205,7 +236,10 @@ class FsdpBackend:
         The process group stays open, because its owner closes it.
         """
         self.abort_step()
-        self._checkpointer.close()
+        try:
+            self._checkpointer.close()
+        finally:
+            self._residence.close()
 
     # ------------------------------------------------------------ inside
 
@@ -286,6 +320,15 @@ class FsdpBackend:
         itself makes such copies, and the context does nothing.
         """
         return half_parameters(module) if self._mesh is None and self._half else nullcontext()
+
+    def _resident(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's pieces of all tensors that stay between steps. Gradients do not."""
+        for model in filter(None, (self._policy, self._reference)):
+            if isinstance(model, FSDPModule):
+                model.reshard()  # a forward without backward leaves the root's parameters gathered
+            yield from map(own_piece, (*model.parameters(), *model.buffers()))
+        for state in self._optimizer.state.values():
+            yield from map(own_piece, state.values())
 
     def _state(self) -> dict[str, torch.Tensor]:
         return training_state(self._policy.model, self._optimizer, self._steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....actors.protocols import MicroBatch
+from ....actors.protocols import MicroBatch, OffloadReport
 from ...losses.factory import build_loss
 from ..checkpointer import Checkpointer
 from ..config import BackendConfig
@@ -18,6 +18,7 @@ from ..flops import flop_model
 from ..hf_model import collect, write_folder
 from ..hf_source import HfSource
 from ..loss_inputs import loss_inputs
+from ..residence import Residence
 from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
@@ -26,12 +27,21 @@ from .architecture import check_fits
 from .calls import megatron_calls
 from .gathering import OwnPieces, spread_weights
 from .library import get_forward_backward_func
-from .mesh import open_mesh
+from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
 from .row_sums import sum_rows, whole_counts
 from .rows import PackedRows, pack_rows
 from .training_state import TrainingState
-from .updates import Swapped, apply, build_optimizer, clear_gradients, reference_copy, sum_gradients, wrap_model
+from .updates import (
+    Swapped,
+    apply,
+    build_optimizer,
+    clear_gradients,
+    reference_copy,
+    resident_tensors,
+    sum_gradients,
+    wrap_model,
+)
 
 
 class MegatronBackend:
@@ -60,6 +70,7 @@ class MegatronBackend:
             "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
         )
         self._steps = torch.zeros((), dtype=torch.int64)
+        self._residence = Residence(self._device)
         with megatron_calls(self._device):
             self._mesh = open_mesh(config.topology, rank)
             try:
@@ -95,8 +106,10 @@ class MegatronBackend:
     def begin_step(self, temperature: float = 1.0) -> None:
         """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
 
-        Raises RuntimeError when a step is open, and ValueError when `temperature` is not above 0.
+        Raises RuntimeError when a step is open or the backend is offloaded, and ValueError when `temperature` is not
+        above 0.
         """
+        self._residence.require_onloaded("begin_step")
         self._step.begin(temperature)
         self._meter.begin()
         self._clear()
@@ -119,8 +132,9 @@ class MegatronBackend:
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
-        when no step is open or a microbatch failed.
+        when no step is open, a microbatch failed or the backend is offloaded.
         """
+        self._residence.require_onloaded("finish_step")
         with self._meter.working(), megatron_calls(self._device):
             metrics = self._finish()
         return {**metrics, **self._meter.metrics()}
@@ -128,7 +142,8 @@ class MegatronBackend:
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
-        self._clear()
+        if not self._residence.offloaded:  # the gradient buffers have no memory then, and are zero afterwards
+            self._clear()
 
     # ------------------------------------------------------------ log-probs
 
@@ -141,8 +156,9 @@ class MegatronBackend:
 
         Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
         those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
-        reference model.
+        reference model, and RuntimeError when the backend is offloaded.
         """
+        self._residence.require_onloaded("logprobs")
         if reference and self._reference is None:
             raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
         columns: list[torch.Tensor] = []
@@ -163,8 +179,9 @@ class MegatronBackend:
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
 
-        Every rank must iterate to the end (see `stream_weights`).
+        Every rank must iterate to the end (see `stream_weights`). Raises RuntimeError when the backend is offloaded.
         """
+        self._residence.require_onloaded("weights")
         own = OwnPieces(self._policy, self._source.config, self._mesh)
         return stream_weights(self._weights, own, self._rank, self._device)
 
@@ -172,10 +189,11 @@ class MegatronBackend:
         """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
 
         An older checkpoint at `path` is replaced once the new one is complete. Without `wait` the checkpoint is written
-        while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open, and ValueError when
-        `path` exists and is not a checkpoint.
+        while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
+        offloaded, and ValueError when `path` exists and is not a checkpoint.
         """
         self._step.require_closed("save")
+        self._residence.require_onloaded("save")
         with megatron_calls(self._device):
             state = self._state.collect()
         self._checkpointer.save(path, state, wait=wait)
@@ -188,9 +206,11 @@ class MegatronBackend:
         """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
         The reference model and hyperparameters such as the learning rate are not read; they come from the config.
-        Raises RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
+        Raises RuntimeError while a step is open or the backend is offloaded, and ValueError when `path` is not a
+        complete checkpoint of this model.
         """
         self._step.require_closed("load")
+        self._residence.require_onloaded("load")
         state = self._state.blank()
         self._checkpointer.load(path, state)
         self._state.restore(state)
@@ -198,12 +218,35 @@ class MegatronBackend:
     def export_model(self, path: str) -> None:
         """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
 
-        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists.
+        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists, and RuntimeError when
+        the backend is offloaded.
         """
+        self._residence.require_onloaded("export_model")
         weights = collect(self.weights(), keep=self._rank == 0)
         self._checkpointer.on_first_rank(
             lambda: write_folder(path, self._source.empty_model(), weights, self._config.model)
         )
+
+    def offload(self) -> OffloadReport:
+        """Move weights and optimizer state to host memory, and free the gradient buffers, which are zero between steps.
+        Idempotent.
+
+        The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
+        of the last write, and OSError when host memory does not suffice.
+        """
+        self._step.require_closed("offload")
+        self._checkpointer.wait()
+        clear_scratch()
+        kept, zeros = resident_tensors(self._model, self._optimizer)
+        return self._residence.offload(kept, zeros)
+
+    def onload(self) -> OffloadReport:
+        """Undo `offload`. Idempotent."""
+        return self._residence.onload()
+
+    def group_holders(self) -> Sequence[object]:
+        """Return the objects that refer to process groups: the backend, and Megatron's global variables."""
+        return (self, global_groups())
 
     def close(self) -> None:
         """Drop an open step, wait until no checkpoint is being written, and close Megatron's process groups.
@@ -215,6 +258,7 @@ class MegatronBackend:
             self._checkpointer.close()
         finally:
             self._mesh.close()
+            self._residence.close()
 
     # ------------------------------------------------------------ inside
 

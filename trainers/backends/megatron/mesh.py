@@ -56,6 +56,8 @@ class Mesh:
         # Megatron only drops its references to the groups; their threads and connections would stay.
         made = [group for group in parallel_state._global_process_group_list or () if group is not None]
         parallel_state.destroy_model_parallel()
+        if not dist.is_initialized():
+            return  # the backend is offloaded, and its groups are destroyed already
         for group in (*made, self.tokens):
             dist.destroy_process_group(group)
         if self.owns_default:
@@ -115,6 +117,16 @@ def open_mesh(topology: Topology, rank: int) -> Mesh:
     )
     assert _agrees(mesh), f"Megatron places rank {rank} elsewhere than {topology} at {place}"
     return mesh
+
+
+def global_groups() -> dict[str, Any]:
+    """Return the namespace of Megatron's global variables, which contains the process groups. It is not a copy."""
+    return vars(parallel_state)
+
+
+def clear_scratch() -> None:
+    """Free the memory that Megatron keeps for gathered activations. It is allocated again when it is needed."""
+    parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 def _group(found: Any) -> dist.ProcessGroup:

@@ -57,6 +57,20 @@ def clear_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer)
     optimizer.zero_grad()
 
 
+def resident_tensors(
+    model: DistributedDataParallel, optimizer: ChainedOptimizer
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return all tensors that stay on the device between steps: those with content (parameters and their buffers,
+    float32 copies, optimizer state), and the gradient buffers, which are zero then."""
+    buffers = [*model.buffers, *model.expert_parallel_buffers]  # Megatron's, which hide torch's method
+    kept = [*model.module.parameters(), *model.module.buffers()]
+    kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+    for part in optimizer.chained_optimizers:
+        kept += [param for group in part.optimizer.param_groups for param in group["params"]]
+        kept += [value for state in part.optimizer.state.values() for value in state.values()]
+    return kept, [buffer.grad_data for buffer in buffers]
+
+
 @torch.no_grad()
 def sum_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> float:
     """Sum the gradients over all ranks that share a parameter, and return the norm of the whole gradient. Collective.

@@ -1,0 +1,221 @@
+"""Forms the process groups of a train rank, destroys all of them to free their memory, and forms them again.
+
+An idle NCCL communicator keeps some hundred MiB of its GPU, so a rank that offloads its model destroys the groups too.
+torch cannot give a group object a new communicator. Therefore the groups are made anew, under the same names, and each
+reference that model, optimizer and meshes have to an old group is replaced (`group_references`). Device meshes and
+functional collectives look groups up by name and need nothing.
+
+This file uses torch's registry of groups (`_world`) and `_new_process_group_helper`, which are private: new_group gives
+no control over names, and every rank would have to make the groups that it is no member of as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    DistError,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    distributed_c10d,
+)
+
+from .group_references import replace_groups
+
+_ATTEMPTS = 2
+_GRACE_S = 30.0
+"""Seconds that a rank waits for the others' outcomes beyond the time limit of forming the groups."""
+
+
+class DestroyedGroup:
+    """Stands in the place of a process group that was destroyed. Every use raises RuntimeError, where torch would let
+    gloo go on with the old connections, and NCCL wait for ranks that are not there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise RuntimeError(f"process group {self._name}: destroyed by offload; onload comes first")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What is needed to make a group again under its name."""
+
+    name: str
+    backend: str
+    ranks: tuple[int, ...]
+    """The members, in the order of their ranks in the group."""
+    timeout: timedelta
+    description: str
+
+
+class ProcessGroups:
+    """All process groups of one rank of a mesh. Its calls are collective over the ranks of the mesh, and bounded."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        *,
+        timeout_s: float,
+        name: str = "",
+        forget: Callable[[str], None] | None = None,
+    ) -> None:
+        """Prepare to form groups over `store`; `form` comes next.
+
+        store: store of all ranks; it must outlive the groups. timeout_s: seconds after which forming the groups, or a
+        collective operation of the default group, fails. name: name of this process in errors, by default its rank.
+        forget: function that removes all keys with a prefix from the store; called in rank 0 with the keys of groups
+        that are over.
+        """
+        self._store, self._rank, self._world = store, rank, world
+        self._timeout = timedelta(seconds=timeout_s)
+        self._name = name or f"rank {rank}"
+        self._forget = forget
+        self._generation = 0
+        """Number of times that forming the groups was begun. The keys of each time have their own prefix."""
+        self._oldest = 1
+        """Oldest generation whose keys may still be in the store."""
+        self._destroyed: dict[str, DestroyedGroup] = {}
+        self._groups: tuple[_Group, ...] = ()
+        self._count = 0
+        """Number from which torch makes the name of the next group."""
+
+    @property
+    def formed(self) -> bool:
+        """True while the groups exist."""
+        return dist.is_initialized()
+
+    def form(self) -> None:
+        """Form the default group: NCCL where the ranks have GPUs, otherwise gloo. Raises what torch raises."""
+        self._generation += 1
+        kind = "nccl" if torch.cuda.is_available() else "gloo"
+        store = PrefixStore(self._prefix, self._store)
+        dist.init_process_group(kind, store=store, rank=self._rank, world_size=self._world, timeout=self._timeout)
+
+    def destroy(self, holders: Iterable[object]) -> float:
+        """Destroy all groups of the process, the default one last, and return the seconds that took. Idempotent.
+
+        holders: objects through which all references to groups can be reached (see `replace_groups`). Using a group
+        afterwards raises RuntimeError. No operation may be in progress.
+        """
+        if not self.formed:
+            return 0.0
+        start = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        world = distributed_c10d._world
+        default = dist.group.WORLD
+        self._groups = tuple(_describe(group) for group in world.pg_names if group is not default)
+        self._count = world.group_count
+        self._destroyed = {name: DestroyedGroup(name) for name in world.pg_names.values()}
+        replace_groups(holders, {id(group): self._destroyed[name] for group, name in world.pg_names.items()})
+        dist.destroy_process_group()
+        return time.perf_counter() - start
+
+    def form_again(self, holders: Iterable[object]) -> float:
+        """Form all groups that `destroy` destroyed, and return the seconds that took. Idempotent.
+
+        holders: the objects given to `destroy`. When a rank fails, all ranks destroy what they have formed and try once
+        more. Raises RuntimeError on every rank when that fails too.
+        """
+        if self.formed:
+            return 0.0
+        start = time.perf_counter()
+        failures = []
+        for _ in range(_ATTEMPTS):
+            failure = self._agree(self._attempt())
+            if not failure:
+                break
+            failures.append(failure)
+            self.close()
+        else:
+            raise RuntimeError(
+                f"{self._name}: the process groups could not be formed again: {'; then '.join(failures)}"
+            )
+        names = distributed_c10d._world.pg_names
+        replace_groups(holders, {id(self._destroyed[name]): group for group, name in names.items()})
+        if self._forget is not None:
+            for over in range(self._oldest, self._generation):  # all ranks have left these behind
+                self._forget(f"generation {over}/")
+            self._oldest = self._generation
+        self._destroyed, self._groups = {}, ()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Destroy the groups, if there are any. Idempotent."""
+        if self.formed:
+            dist.destroy_process_group()
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _prefix(self) -> str:
+        return f"generation {self._generation}"
+
+    def _attempt(self) -> str:
+        """Try to form all groups. Returns the reason why that failed; "" if it did not."""
+        try:
+            self.form()
+            world = distributed_c10d._world
+            _, store = next(iter(world.pg_map.values()))  # of the default group, the only one so far
+            for group in self._groups:
+                self._make(group, store)
+            world.group_count = self._count  # else a group that is made later would get the name of one of these
+            probe = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+            dist.all_reduce(probe)  # an NCCL group connects its ranks only now
+            probe.item()
+        except Exception as error:  # of any kind: the other ranks have to learn of it
+            self.close()  # ranks that wait for this one in a collective of gloo are freed at once
+            return f"{self._name}: {type(error).__name__}: {error}"
+        return ""
+
+    def _make(self, group: _Group, store: Store) -> None:
+        helper: Any = distributed_c10d._new_process_group_helper
+        made, _ = helper(
+            len(group.ranks),
+            group.ranks.index(self._rank),
+            list(group.ranks),
+            group.backend,
+            store,
+            group.name,
+            timeout=min(group.timeout, self._timeout),  # a group's own bound may be a day
+            group_desc=group.description,
+        )
+        distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(group.ranks)}
+        distributed_c10d._set_pg_timeout(group.timeout, made)
+
+    def _agree(self, failure: str) -> str:
+        """Tell the other ranks about this rank's attempt, wait for theirs, and return the failures of all ranks.
+
+        The ranks talk through the store, because they may have no group. A rank that does not answer counts as failed.
+        """
+        store = PrefixStore(self._prefix, self._store)
+        keys = [f"outcome {rank}" for rank in range(self._world)]
+        try:
+            store.set(keys[self._rank], failure)
+            store.wait(keys, self._timeout + timedelta(seconds=_GRACE_S))
+            return "; ".join(filter(None, (store.get(key).decode() for key in keys)))
+        except DistError as error:
+            return failure or f"{self._name}: another rank does not answer: {error}"
+
+
+def _describe(group: dist.ProcessGroup) -> _Group:
+    world: Any = distributed_c10d._world
+    ranks = world.pg_group_ranks[group]
+    options = group._get_backend(group._device_types[0]).options
+    return _Group(
+        world.pg_names[group],
+        world.pg_map[group][0],
+        tuple(sorted(ranks, key=ranks.__getitem__)),
+        options._timeout,
+        group.group_desc,
+    )

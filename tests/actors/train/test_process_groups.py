@@ -1,0 +1,131 @@
+"""Tests process groups that are destroyed and formed again under the same names, on two ranks over gloo."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from headrace.actors.train.links import ReplicaLinks
+from headrace.actors.train.process_groups import ProcessGroups
+from headrace.dataplane.topology import Topology
+from headrace.tests.actors.train.group_ranks import run_with_groups
+from headrace.tests.actors.train.replica_ranks import raised
+
+LONG = datetime.timedelta(hours=20)
+
+
+class Holder:
+    """Refers to groups as a backend does."""
+
+    def __init__(self, rank: int) -> None:
+        # Groups of one rank each: a rank makes the other's too, but is not in it.
+        alone = [dist.new_group([0]), dist.new_group([1])]
+        self.alone = alone[rank]
+        self.both = dist.new_group([1, 0], timeout=LONG, backend="gloo", group_desc="for a test")
+        self.links = ReplicaLinks(Topology(1, tp=2), rank, name="t", timeout_s=9, device=torch.device("cpu"))
+        self.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+
+def total(holder: Holder, rank: int) -> list[float]:
+    """Use each group, and return the sums over its ranks."""
+    tensors = [torch.full((), rank + 1.0) for _ in range(4)]
+    (part,) = holder.links.parts
+    groups = (holder.alone, holder.both, None, holder.links._groups[part])
+    for tensor, group in zip(tensors, groups, strict=True):
+        dist.all_reduce(tensor, group=group)
+    spread = DTensor.from_local(torch.full((1,), rank + 1.0), holder.mesh["tp"], [Shard(0)], run_check=False)
+    return [*map(float, tensors), float(spread.full_tensor().sum())]
+
+
+def uses(holder: Holder) -> dict[str, Callable[[], Any]]:
+    one = torch.ones(1)
+    return {
+        "collective": lambda: dist.all_reduce(one, group=holder.both),
+        "message": lambda: dist.isend(one, 0, group=holder.both),
+        "size": lambda: holder.alone.size(),
+        "default": lambda: dist.all_reduce(one),
+        "mesh": lambda: holder.mesh.get_group("tp"),
+    }
+
+
+def three_cycles(rank: int, groups: ProcessGroups) -> dict[str, Any]:
+    holder = Holder(rank)
+    found: dict[str, Any] = {"sums": [total(holder, rank)], "errors": [], "seconds": []}
+    for _ in range(3):
+        old = {name: weakref.ref(group) for group, name in distributed_c10d._world.pg_names.items()}
+        assert len(old) == 5  # the mesh uses the default group for all ranks
+        seconds = [groups.destroy([vars(holder)]), groups.destroy([vars(holder)])]
+        gc.collect()
+        alive = {name: gc.get_referrers(ref()) for name, ref in old.items() if ref() is not None}
+        assert not alive, alive
+        found["errors"].append({name: raised(use) for name, use in uses(holder).items()})
+        found["seconds"].append([*seconds, groups.form_again([vars(holder)]), groups.form_again([vars(holder)])])
+        found["sums"].append(total(holder, rank))
+    found["both"] = distributed_c10d._world.pg_group_ranks[holder.both], holder.both.group_desc
+    found["timeout"] = holder.both._get_backend(torch.device("cpu")).options._timeout
+    found["new"] = dist.new_group([0, 1]).group_name not in [holder.both.group_name, holder.alone.group_name]
+    return found
+
+
+@pytest.mark.processes
+def test_groups_come_back_and_stale_ones_raise(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_with_groups(three_cycles, 2, tmp_path)):
+        assert found["sums"] == [[rank + 1.0, 3.0, 3.0, 3.0, 3.0]] * 4
+        for errors in found["errors"]:
+            for name in ("collective", "size"):
+                assert errors[name][0] == "RuntimeError"
+                assert errors[name][1].endswith("destroyed by offload; onload comes first")
+            assert errors["message"][0] == "ValueError"
+            assert "has not been initialized" in errors["default"][1]
+            assert "Could not resolve the process group" in errors["mesh"][1]
+        for destroyed, again, formed, formed_again in found["seconds"]:
+            assert destroyed > 0 and formed > 0 and again == formed_again == 0.0
+        assert found["both"] == ({0: 0, 1: 1}, "for a test")
+        assert found["timeout"] == LONG
+        assert found["new"]
+
+
+def fails(rank: int, groups: ProcessGroups, failures: int) -> tuple[str, bool]:
+    """Let rank 1 fail so many times when it has made all groups, then use what was formed."""
+    holder = Holder(rank)
+    groups.destroy([vars(holder)])
+    make = groups._make
+    calls = []
+
+    def broken(*arguments: Any) -> None:
+        make(*arguments)
+        calls.append(1)
+        if rank == 1 and len(calls) <= failures * len(groups._groups) and len(calls) % len(groups._groups) == 0:
+            raise OSError("no route")
+
+    groups._make = broken
+    try:
+        groups.form_again([vars(holder)])
+    except RuntimeError as error:
+        return str(error), groups.formed
+    return "", total(holder, rank) == [rank + 1.0, 3.0, 3.0, 3.0, 3.0]
+
+
+@pytest.mark.processes
+def test_a_rank_that_fails_once_makes_all_ranks_try_again(tmp_path: Path) -> None:
+    assert run_with_groups(fails, 2, tmp_path, 1) == [("", True)] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_rank_that_fails_twice_fails_all(tmp_path: Path) -> None:
+    for rank, (message, formed) in enumerate(run_with_groups(fails, 2, tmp_path, 2)):
+        assert not formed
+        assert message.startswith(f"rank {rank}: the process groups could not be formed again: ")
+        assert message.count("rank 1: OSError: no route") == 2 and "; then " in message

@@ -1,0 +1,123 @@
+"""Runs train steps with and without offload cycles between them, on one or several ranks, for the tests of offload."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from headrace.actors.protocols import OffloadReport, TrainBackend
+from headrace.actors.train.process_groups import ProcessGroups
+from headrace.dataplane.topology import Topology
+from headrace.tests.trainers.backends.backend_ranks import MEASURED, backend_config, random_rows, weights_of
+from headrace.tests.trainers.backends.megatron.mesh_ranks import sent
+from headrace.trainers.backends.factory import build_backend
+
+CYCLES = 5
+
+
+@dataclass(frozen=True)
+class OffloadCase:
+    """One backend on one mesh."""
+
+    backend: str
+    topology: Topology
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Differences in the config. `model` is the name of one of the test's model folders, by default `dense`."""
+
+    @property
+    def name(self) -> str:
+        sizes = [f"{key}{size}" for key in ("dp", "tp", "pp", "ep") if (size := getattr(self.topology, key)) > 1]
+        return " ".join([self.backend, *sizes, *(f"{key}={value}" for key, value in self.changes.items())])
+
+    def build(self, rank: int, folder: Path) -> TrainBackend:
+        """Build this rank's backend."""
+        settings = {"packing": "packed"} if self.backend == "megatron" else {}
+        settings |= {key: value for key, value in self.changes.items() if key != "model"}
+        model = str(folder / self.changes.get("model", "dense"))
+        config = backend_config(model, backend=self.backend, topology=self.topology, **settings)
+        return build_backend(config, rank, self.topology.world)
+
+
+def step(case: OffloadCase, backend: TrainBackend, rank: int, seed: int) -> dict[str, float]:
+    """Run one train step of two microbatches; return its metrics without those that depend on the machine."""
+    place = case.topology.place(rank)
+    rows = random_rows(seed, 8)[place.dp :: case.topology.dp]
+    backend.begin_step(1.3)
+    backend.accumulate([sent(part, case.topology, place, rows) for part in (rows[::2], rows[1::2])], 2)
+    return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
+
+
+def logprobs(case: OffloadCase, backend: TrainBackend, rank: int, *, reference: bool) -> list[torch.Tensor]:
+    """Return the log-probs of one microbatch, the same on every replica."""
+    return backend.logprobs([sent(random_rows(9, 4), case.topology, case.topology.place(rank))], 1, reference=reference)
+
+
+def cycle(backend: TrainBackend, groups: ProcessGroups | None) -> tuple[OffloadReport, OffloadReport]:
+    """Offload the backend and destroy the groups, check that nothing refers to them any more, and undo both."""
+    known = {name: weakref.ref(group) for group, name in distributed_c10d._world.pg_names.items()}
+    report = backend.offload()
+    if groups is not None:
+        groups.destroy(backend.group_holders())
+        gc.collect()
+        alive = {name: gc.get_referrers(ref()) for name, ref in known.items() if ref() is not None}
+        assert not alive, f"old groups are still referred to: {alive}"
+        groups.form_again(backend.group_holders())
+    return report, backend.onload()
+
+
+def storage_bytes() -> int:
+    """Return the number of bytes of the storages of all tensors in host memory that the garbage collector knows."""
+    gc.collect()
+    sizes = {}
+    for value in gc.get_objects():
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu":
+            storage = value.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def steps_with_cycles(rank: int, groups: ProcessGroups | None, case: OffloadCase, folder: Path) -> dict[str, Any]:
+    """Return steps, log-probs and weights of two equal backends, of which the second is offloaded before each step."""
+    found: dict[str, Any] = {"reports": []}
+    for name in ("plain", "cycled"):
+        with contextlib.closing(case.build(rank, folder)) as backend:
+            metrics = []
+            for number in range(CYCLES):
+                if name == "cycled":
+                    found["reports"].append(cycle(backend, groups))
+                metrics.append(step(case, backend, rank, number))
+            found[name] = {
+                "steps": metrics,
+                "logprobs": [logprobs(case, backend, rank, reference=reference) for reference in (False, True)],
+                "weights": weights_of(backend),
+            }
+    return found
+
+
+def run_cases(rank: int, groups: ProcessGroups, cases: Sequence[OffloadCase], folder: Path) -> list[dict[str, Any]]:
+    """Run `steps_with_cycles` for each case, one after the other in the same processes."""
+    found = []
+    for case in cases:
+        found.append(steps_with_cycles(rank, groups, case, folder))
+        groups.close()  # torch's caches keep device meshes, and these their groups, when a backend has gone
+        groups.form()
+    return found
+
+
+def assert_bit_equal(found: dict[str, Any]) -> None:
+    """Compare the two backends of `steps_with_cycles`."""
+    plain, cycled = found["plain"], found["cycled"]
+    assert cycled["steps"] == plain["steps"] and len(plain["steps"]) == CYCLES
+    for one, other in zip(cycled["logprobs"], plain["logprobs"], strict=True):
+        assert len(one) == len(other)
+        assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+    assert cycled["weights"].keys() == plain["weights"].keys()
+    assert all(torch.equal(cycled["weights"][name], value) for name, value in plain["weights"].items())

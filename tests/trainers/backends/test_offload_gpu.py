@@ -1,0 +1,136 @@
+"""Tests offload and onload on one and two GPUs: memory that is freed, no growth, bit-equal steps, speed of the copies.
+
+They need no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then
+`PYTHONPATH=.pyright python -m pytest tests/trainers/backends/test_offload_gpu.py -m gpu -s`, which also prints the figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headrace.actors.protocols import device_bytes_in_use
+from headrace.actors.train.process_groups import ProcessGroups
+from headrace.dataplane.topology import Topology
+from headrace.tests.actors.train.group_ranks import run_with_groups
+from headrace.tests.trainers.backends.backend_ranks import TINY, weights_of
+from headrace.tests.trainers.backends.offload_ranks import CYCLES, OffloadCase, assert_bit_equal, step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+LARGE = {
+    **TINY,
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 6,
+    "head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+"""A model of 370 million parameters: 4.4 GB of float32 weights and optimizer state."""
+CASES = (
+    OffloadCase("fsdp", Topology(1)),
+    OffloadCase("megatron", Topology(1)),
+    OffloadCase("fsdp", Topology(2)),
+    OffloadCase("fsdp", Topology(1, tp=2)),
+    OffloadCase("megatron", Topology(2)),
+    OffloadCase("megatron", Topology(1, tp=2)),
+    OffloadCase("megatron", Topology(1, tp=2), {"mixed_precision": True}),
+)
+SLACK_BYTES = 64 << 20
+
+
+def host_link() -> dict[str, float]:
+    """Measure the bytes per second of copies of 1 GiB from the GPU to pinned host memory, and back."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    found = {}
+    for name, target, source in (("offload", host, device), ("onload", device, host)):
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        found[name] = len(host) / min(seconds)
+    return found
+
+
+def on_gpu(rank: int, groups: ProcessGroups | None, case: OffloadCase, folder: Path) -> dict[str, Any]:
+    """Run the same steps without and with cycles, and measure memory and seconds of each cycle."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it, matrix products may differ between two runs
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found: dict[str, Any] = {"link": host_link(), "cycles": []}
+    torch.cuda.empty_cache()
+    context = device_bytes_in_use()
+    for name in ("plain", "cycled"):
+        with contextlib.closing(case.build(rank, folder)) as backend:
+            metrics = []
+            for number in range(CYCLES):
+                metrics.append(step(case, backend, rank, number))
+                if name == "cycled":
+                    found["cycles"].append(_measured_cycle(backend, groups, context))
+            found[name] = {"steps": metrics, "logprobs": [], "weights": weights_of(backend)}
+        del backend
+        if groups is not None:
+            groups.close()
+            groups.form()
+        torch.cuda.empty_cache()
+    return found
+
+
+def _measured_cycle(backend: Any, groups: ProcessGroups | None, context: int) -> dict[str, float]:
+    torch.cuda.empty_cache()  # what is only cached is not held
+    before = device_bytes_in_use()
+    off = backend.offload()
+    destroy_s = groups.destroy(backend.group_holders()) if groups is not None else 0.0
+    after = device_bytes_in_use()
+    form_s = groups.form_again(backend.group_holders()) if groups is not None else 0.0
+    on = backend.onload()
+    return {
+        "held": before - context,
+        "freed": before - after,
+        "bytes": off.bytes_moved,
+        "offload_s": off.copy_s,
+        "onload_s": on.copy_s,
+        "destroy_s": destroy_s,
+        "form_s": form_s,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(3)
+    Qwen3ForCausalLM(Qwen3Config(**LARGE, tie_word_embeddings=False)).save_pretrained(folder / "dense")
+    return folder
+
+
+def kind(case: OffloadCase) -> Any:
+    marks = [pytest.mark.megatron] if case.backend == "megatron" else []
+    missing = torch.cuda.device_count() < case.topology.world
+    return pytest.param(case, id=case.name, marks=[*marks, pytest.mark.skipif(missing, reason="needs two GPUs")])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", [kind(case) for case in CASES])
+def test_a_gpu_is_given_back_and_taken_again(case: OffloadCase, folder: Path, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_with_groups(on_gpu, case.topology.world, tmp_path, case, folder)):
+        assert_bit_equal(found)
+        cycles = found["cycles"]
+        for number, one in enumerate(cycles):
+            print(f"{case.name}, rank {rank}, cycle {number}: {one}, link {found['link']}")
+            assert one["freed"] >= 0.9 * one["held"]
+        # The first cycle may leave memory of the CUDA context behind, such as that of kernels loaded late.
+        assert max(one["held"] for one in cycles[2:]) <= cycles[1]["held"] + SLACK_BYTES
+        for name, link in found["link"].items():
+            assert min(one[f"{name}_s"] for one in cycles) <= 1.3 * cycles[0]["bytes"] / link

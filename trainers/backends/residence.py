@@ -1,0 +1,164 @@
+"""Moves a backend's tensors between its device and host memory, and refuses calls that need them while they are away.
+
+A tensor keeps its identity: only the memory of its storage is freed and allocated again. Optimizers, FSDP2 and Megatron
+hold many references to their parameters and buffers, and views into them, all of which stay valid.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...actors.protocols import OffloadReport, device_bytes_in_use, offloaded_error
+from ...codecs.host_memory import available_memory
+from ...codecs.integers import ALIGN, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A storage whose memory on the device is freed."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    start: int | None
+    """Offset of its content in the host memory; None for one that holds zeros only."""
+
+
+class Residence:
+    """Where a backend's tensors are: on its device, or, between `offload` and `onload`, in host memory.
+
+    The host memory is allocated at the first `offload` and used again at each later one. For a GPU it is pinned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._moved: list[_Moved] = []
+        self.offloaded = False
+        """True between `offload` and `onload`."""
+
+    def require_onloaded(self, call: str) -> None:
+        """Raise RuntimeError, with the name of the method `call` in its message, while the tensors are in host
+        memory."""
+        if self.offloaded:
+            raise offloaded_error(call)
+
+    @torch.no_grad()
+    def offload(self, tensors: Iterable[torch.Tensor], zeros: Iterable[torch.Tensor] = ()) -> OffloadReport:
+        """Copy the content of all `tensors` that are on the device to host memory, and free the memory of their
+        storages. Idempotent.
+
+        zeros: tensors that contain zeros only, which are not copied. A storage that several tensors share moves once,
+        as a whole. Until `onload` the tensors must not be used. Raises OSError when host memory is too small or cannot
+        be pinned; the tensors then stay where they are.
+        """
+        before = device_bytes_in_use()
+        if self.offloaded:
+            return OffloadReport(0, 0.0, 0.0, before, before)
+        moved, total = self._plan(tensors, zeros)
+        self._reserve(total)
+        start = time.perf_counter()
+        for one in moved:
+            if one.start is not None:
+                self._room(one).copy_(_content(one.storage), non_blocking=True)
+        self._synchronize()
+        copy_s = time.perf_counter() - start
+        for one in moved:
+            one.storage.resize_(0)
+        self._moved, self.offloaded = moved, True
+        self._empty_allocator()
+        return OffloadReport(_copied(moved), copy_s, 0.0, before, device_bytes_in_use())
+
+    @torch.no_grad()
+    def onload(self) -> OffloadReport:
+        """Allocate memory for all storages again and copy their content back. Idempotent.
+
+        Raises torch.OutOfMemoryError when the device has too little memory; the content then stays in host memory, and
+        the call can be repeated.
+        """
+        before = device_bytes_in_use()
+        if not self.offloaded:
+            return OffloadReport(0, 0.0, 0.0, before, before)
+        start = time.perf_counter()
+        for one in self._moved:
+            one.storage.resize_(one.nbytes)
+            if one.start is None:
+                _content(one.storage).zero_()
+            else:
+                _content(one.storage).copy_(self._room(one), non_blocking=True)
+        self._synchronize()
+        copy_s = time.perf_counter() - start
+        nbytes = _copied(self._moved)
+        self._moved, self.offloaded = [], False
+        return OffloadReport(nbytes, copy_s, 0.0, before, device_bytes_in_use())
+
+    def close(self) -> None:
+        """Free the host memory. Tensors that are in it are lost. Idempotent."""
+        self._free()
+        self._moved = []
+
+    # ------------------------------------------------------------ inside
+
+    def _plan(self, tensors: Iterable[torch.Tensor], zeros: Iterable[torch.Tensor]) -> tuple[list[_Moved], int]:
+        """Return the storages to move, and the number of bytes of host memory that their content needs."""
+        found: dict[int, _Moved] = {}
+        total = 0
+        for kept, members in ((True, tensors), (False, zeros)):
+            for tensor in members:
+                if tensor.device.type != self._device.type:
+                    continue
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in found:
+                    found[storage.data_ptr()] = _Moved(storage, storage.nbytes(), total if kept else None)
+                    total += round_up(storage.nbytes(), ALIGN) if kept else 0
+        return list(found.values()), total
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes <= len(self._host):
+            return
+        self._free()
+        available = available_memory()
+        if nbytes > available:
+            raise OSError(f"offload: the model needs {nbytes} bytes of host memory, only {available} are available")
+        host = torch.empty(nbytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            # torch's own pinned memory is rounded up to a power of two, which would waste up to half of it.
+            code = int(_cuda_runtime().cudaHostRegister(host.data_ptr(), nbytes, 0))
+            if code:
+                raise OSError(f"offload: {nbytes} bytes of host memory could not be pinned (CUDA error {code})")
+        self._host = host
+
+    def _free(self) -> None:
+        if len(self._host) and self._device.type == "cuda":
+            _cuda_runtime().cudaHostUnregister(self._host.data_ptr())
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    def _room(self, one: _Moved) -> torch.Tensor:
+        assert one.start is not None
+        return self._host[one.start : one.start + one.nbytes]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _empty_allocator(self) -> None:
+        if self._device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # they stay allocated otherwise; the next product makes them anew
+            torch.cuda.empty_cache()
+
+
+def _content(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a storage as a tensor, uint8 `[nbytes]`, which shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+def _copied(moved: Iterable[_Moved]) -> int:
+    return sum(one.nbytes for one in moved if one.start is not None)
