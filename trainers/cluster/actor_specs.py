@@ -44,6 +44,12 @@ def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
     return kind in LASTING_KINDS and not (gpus and kind == "ipc")
 
 
+def keeps_in_host(config: Config, *, one_host: bool, gpus: bool) -> bool:
+    """Return whether train rank 0 keeps the last versions of the weights in its host memory."""
+    sync = config.sync
+    return sync.delta or (sync.cache and not is_lasting(config, one_host=one_host, gpus=gpus))
+
+
 TASK = "train"
 """Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
 SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
@@ -131,13 +137,17 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
     if config.run.deterministic:
         # What else is in a batch rounds log-probs in the last bit: alone, a group comes out alike whenever it is made.
         changes["max_batch"] = config.algorithm.group_size
+    sync = config.sync
+    if config.resources.switch_roles == "always" and device != "cpu" and sync.staging == "auto":
+        # A sleeping engine finds much memory free, but a second copy of the weights would stand in the trainer's place.
+        sync = sync.model_copy(update={"staging": "none"})
     return EngineConfig(
         config.rollout.model_copy(update=changes),
         config.model.model_copy(update={"path": model}),
         config.scripted,
         device=device,
         seed=config.run.seed,
-        receiver=ReceiverConfig(name, config.sync, device, handle, handle.store.key),
+        receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
     )
 
 

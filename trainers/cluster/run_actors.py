@@ -150,6 +150,9 @@ def start_actors(
 ) -> RunActors:
     """Start and build all actors. model: a local folder or hub id. stack: kills the actors when it is closed.
 
+    With `resources.switch_roles=always`, the train workers are offloaded when the call returns. `auto` must have been
+    decided before.
+
     Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and ActorFailed
     when an actor does not start.
     """
@@ -164,7 +167,14 @@ def start_actors(
     generators = list(dict.fromkeys([*hosts, *rollouts]))
     timeout_s = config.resources.start_timeout_s
     _identify([*generators, *workers], "start", timeout_s)
-    _build(starter.host, generators, workers, timeout_s)
+    if config.resources.switch_roles == "always":  # the engines could not take the memory that the workers hold
+        _build(starter.host, [], workers, timeout_s)
+        if starter.keeps_in_host:
+            _started([worker.cache_weights(0) for worker in workers], "start", timeout_s)
+        _started([worker.offload() for worker in workers], "start", timeout_s)
+        _build(starter.host, generators, [], timeout_s)
+    else:
+        _build(starter.host, generators, workers, timeout_s)
     counts = _started([host.num_workers() for host in hosts], "start", timeout_s)
     embedded = config.rollout.num_actors is None
     engines = EnginePool([Engine(host, count) for host, count in zip(hosts, counts, strict=True)], embedded)
@@ -189,6 +199,8 @@ class _ActorStarter:
         self._gpus = min(1.0, cluster.num_gpus / needed)
         self._device = "cuda:0" if self._gpus else "cpu"
         self._one_host = cluster.num_nodes == 1
+        self.keeps_in_host = actor_specs.keeps_in_host(config, one_host=self._one_host, gpus=cluster.num_gpus > 0)
+        """Whether train rank 0 keeps versions of the weights in its host memory."""
         self.host = host_address(cluster)
         """Address at which the run's processes reach this host."""
 

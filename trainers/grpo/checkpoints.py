@@ -15,7 +15,7 @@ from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, Call, gather_each
 from ..config.config import RunConfig
 from ..errors import UserError
-from .steps import Run, State
+from .steps import Run, State, trainer_at_work
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 2
@@ -70,7 +70,7 @@ class Checkpoints:
         self.settle(run)
         path = self._path(state.step)
         self._begun_s = time.monotonic()
-        with run.stages.timed("checkpoint"):
+        with run.stages.timed("checkpoint"), trainer_at_work(run, state):
             try:
                 draft = path.with_suffix(".json.tmp")
                 draft.write_text(json.dumps({key: value for key, value in asdict(state).items() if key != "ahead"}))
@@ -137,6 +137,7 @@ class Checkpoints:
         self._whole = self._writing = None
         self._begun_s = time.monotonic()
         if state.step:
+            run.roles.to_training()
             path = str(self._path(state.step))
             with run.stages.timed("load checkpoint"):
                 run.gather_slow([worker.load(path) for worker in run.workers], "resume")

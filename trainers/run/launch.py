@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ...actors.memory import gpu_sizes
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
+from ..cluster.gpu_memory import decide_roles
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
 from ..cluster.run_actors import RunActors, demand, start_actors
 from ..config.checks import cautions, contradictions
@@ -26,6 +28,7 @@ from ..grpo.checkpoints import Checkpoints
 from ..grpo.controllers import controller
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.loop import open_feed
+from ..grpo.roles import BothResident, TakeTurns
 from ..grpo.rollout_pool import RolloutPool
 from ..grpo.stages import Stages
 from ..grpo.validation import BEST
@@ -192,6 +195,8 @@ class _Training:
                 checkpoints.save(run, state)
 
         if not self._begun:
+            if run.roles_note:
+                self._progress.message(run.roles_note)
             for note in run.actors.data_notes:
                 self._progress.message(note)
                 folder.metrics.event("data", state.step, note=note)
@@ -212,6 +217,7 @@ class _Training:
                     raise cause from error
                 feed = self._restart_workers(run, state, feed, checkpoints, cause)
         self._progress.phase("saving the model")
+        run.roles.to_training()
         checkpoints.finish(run, state)
         draft = folder.path / "model.new"
         shutil.rmtree(draft, ignore_errors=True)
@@ -234,6 +240,8 @@ class _Training:
         )
         try:
             run.gather([worker.abort() for worker in run.workers], "interrupt")
+            run.roles.make_room()
+            run.roles.to_training()
             checkpoints.finish(run, state)
         except (ActorFailed, DataPlaneError) as error:
             self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
@@ -258,6 +266,7 @@ class _Training:
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
+        run.roles.make_room()
         with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):  # its waits in a row
             run.actors.restart_workers()
         run.weights.forget()
@@ -310,6 +319,8 @@ def launched(
             object_store_mib=object_store_mib(config),
         )
         stack.callback(cluster.close)
+        decision = decide_roles(config, num_gpus=cluster.num_gpus, gpu_bytes=min(gpu_sizes(), default=None))
+        config = decision.applied_to(config)
         heartbeat.enter("starting the data plane", start_s)
         plane = stack.enter_context(
             open_data_plane(
@@ -336,19 +347,30 @@ def launched(
         actors.on_replaced.append(tell)
         meter.take()
         stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
+        one_host, gpus = cluster.num_nodes == 1, cluster.num_gpus > 0
+        cached = decision.take_turns and actor_specs.keeps_in_host(config, one_host=one_host, gpus=gpus)
         weights = WeightSync(
             config.sync,
             actors.workers,
             actors.engines,
-            lasting=actor_specs.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
+            lasting=actor_specs.is_lasting(config, one_host=one_host, gpus=gpus),
+            in_cache=0 if cached else None,
         )
         stages = Stages(tracer, heartbeat)
+        timeout_s, residual_bytes = config.resources.stage_timeout_s, config.resources.residual_mib << 20
+        roles = (
+            TakeTurns(actors, weights, stages, timeout_s=timeout_s, residual_bytes=residual_bytes)
+            if decision.take_turns
+            else BothResident(weights)
+        )
         yield grpo.Run(
             config=config,
             client=client,
             actors=actors,
-            rollouts=RolloutPool(actors, weights, stages, config.resources.stage_timeout_s),
+            rollouts=RolloutPool(actors, roles, stages, timeout_s),
             weights=weights,
+            roles=roles,
+            roles_note=decision.why,
             stages=stages,
             meter=meter,
             watch=DataPlaneWatch(client),

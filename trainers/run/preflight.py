@@ -22,10 +22,11 @@ from ...dataplane.factory import check_store
 from ...dataplane.trust import check_trust
 from ..base_model.prepare import check_model
 from ..cluster import actor_specs
+from ..cluster.gpu_memory import engine_bytes, parameters, trained_bytes
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
-from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes
+from .dry_run import check_host_memory
 from .extras import check_extras
 
 READ_PROMPTS = 10_000

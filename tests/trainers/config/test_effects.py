@@ -129,7 +129,7 @@ def test_every_key_of_the_table_is_refused_where_it_has_no_effect() -> None:
             "validation": {"every": 0},
             "sync": {"transport": "disk"},
             "dataplane": {"store": {"kind": "shm"}},
-            "resources": {"ray_address": "auto"},
+            "resources": {"ray_address": "auto", "switch_roles": "never"},
         }
     )
     idle |= {key for key, needs in EFFECTS.items() if not all(need.holds(other) for need in needs)}

@@ -10,10 +10,11 @@ import pytest
 
 from headrace.actors.engines.config import ModelConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
+from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.run.dry_run import check_host_memory, describe, host_bytes, placements, trained_bytes
+from headrace.trainers.run.dry_run import check_host_memory, describe, placements
 
 
 def config(**trainer: Any) -> Config:

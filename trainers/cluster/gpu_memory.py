@@ -1,0 +1,233 @@
+"""Estimates what engine and train worker hold in the memory of a GPU, part by part, and decides whether both fit.
+
+The estimates come from the configuration and the model's config.json alone, so that they can be shown before anything
+starts. They err on the high side by about a tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...codecs.integers import ceil_div
+from ..backends.vocab_logprobs import GPU_LOGIT_ELEMENTS
+from ..base_model.prepare import model_config
+from ..config.checks import switch_obstacles
+from ..config.config import Config
+from . import actor_specs
+
+CONTEXT_BYTES = 1 << 30
+"""GPU memory of a process for its CUDA context, libraries and fragmentation."""
+ENGINE_WORKSPACE_BYTES = 3 << 30
+"""GPU memory of a vLLM process for activations and CUDA graphs."""
+USABLE = 0.95
+"""Share of a GPU's memory that the estimates may fill."""
+CACHED_VERSIONS = 2
+"""Number of versions of the weights that `sync.cache` keeps in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Estimated bytes of one train worker and of one process of an engine, which share a GPU."""
+
+    trainer: Mapping[str, int]
+    """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `activations`, `logits`."""
+    engine: Mapping[str, int]
+    """Name of a part -> its bytes: `weights`, `keys and values`, `workspace`."""
+    buckets: int
+    """Bytes of the buffers through which weights are sent."""
+    contexts: int
+    """Bytes that both processes take at all times."""
+    host: Mapping[str, int]
+    """Name of a part of the host memory that a train worker needs in addition when the roles take turns -> its
+    bytes: `offloaded state`, `cached versions`."""
+
+    @property
+    def resident(self) -> int:
+        """Bytes at the peak if both sides keep their memory."""
+        return sum(self.trainer.values()) + sum(self.engine.values()) + self.buckets + self.contexts
+
+    @property
+    def taking_turns(self) -> int:
+        """Bytes at the peak if the sides take turns: in training, in generation, or while weights are handed over, when
+        the trainer's state and the engine's weights are on the GPU together."""
+        state = sum(self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference"))
+        hand_over = state + self.engine.get("weights", 0) + self.buckets
+        return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.contexts
+
+
+@dataclass(frozen=True, slots=True)
+class RolesDecision:
+    """Whether engines and train workers take turns in the memory of their GPUs, and why."""
+
+    take_turns: bool
+    why: str
+    """Sentence for the user; "" if there was nothing to decide."""
+
+    def applied_to(self, config: Config) -> Config:
+        """Return `config` with `resources.switch_roles` as it was decided, `always` or `never`."""
+        chosen = "always" if self.take_turns else "never"
+        resources = config.resources.model_copy(update={"switch_roles": chosen})
+        return config.model_copy(update={"resources": resources})
+
+
+def share_gpus(config: Config, num_gpus: int) -> bool:
+    """Return whether some GPU holds processes of both roles.
+
+    That is the case if there are fewer GPUs than processes. On a machine without GPUs, only `switch_roles=always` makes
+    the roles take turns, in host memory.
+    """
+    if not num_gpus:
+        return config.resources.switch_roles == "always"
+    return num_gpus < config.rollout.num_engines * config.rollout.tp + config.trainer.topology.world
+
+
+def decide_roles(config: Config, *, num_gpus: int, gpu_bytes: int | None) -> RolesDecision:
+    """Decide what `resources.switch_roles` means for this run. gpu_bytes: memory of the smallest GPU; None if it is not
+    known."""
+    asked, shared = config.resources.switch_roles, share_gpus(config, num_gpus)
+    if asked == "never" or (asked == "auto" and not shared):
+        return RolesDecision(False, "")
+    if not shared:
+        return RolesDecision(False, "resources.switch_roles=always has no effect: no GPU holds an engine and a trainer")
+    if asked == "always":
+        return RolesDecision(True, "engines and train workers take turns in memory (resources.switch_roles=always)")
+    both, obstacles = "engines and train workers share GPUs", switch_obstacles(config)
+    memory = estimate(config)
+    if memory is None or gpu_bytes is None:
+        unknown = "the size of the model" if memory is None else "the memory of the GPUs"
+        if obstacles:
+            return RolesDecision(False, f"{both} and both stay in memory: got {obstacles[0]}")
+        return RolesDecision(True, f"{both} and take turns in memory, because {unknown} is not known before the start")
+    need = f"together they need about {_gib(memory.resident)} of {_gib(gpu_bytes)} GiB on a GPU"
+    if memory.resident <= USABLE * gpu_bytes:
+        return RolesDecision(False, f"{both} and both stay in memory, because {need}")
+    if obstacles:
+        return RolesDecision(False, f"{both} and both stay in memory although {need}: got {obstacles[0]}")
+    return RolesDecision(
+        True, f"{both} and take turns in memory, because {need}, and {_gib(memory.taking_turns)} GiB in turns"
+    )
+
+
+def estimate(config: Config) -> GpuMemory | None:
+    """Return the estimated GPU memory of a run that has one engine process and one train worker on a GPU. Returns None
+    if the model's size is not known: its config.json is not on this machine, or it is not a dense Llama-like model."""
+    model = model_config(config)
+    params = parameters(config)
+    if params is None:
+        return None
+    trains = config.trainer.backend != "scripted"
+    trainer = {**trained_parts(config, params), **_pass_parts(config, model)} if trains else {}
+    bucket = actor_specs.bucket_mib(config, actor_specs.transport(config, one_host=True), "cuda") << 20
+    versions = CACHED_VERSIONS * params * (2 if config.trainer.mixed_precision else 4) if config.sync.cache else 0
+    return GpuMemory(
+        trainer=trainer,
+        engine=engine_parts(config, params),
+        buckets=2 * bucket,
+        contexts=2 * CONTEXT_BYTES,
+        host={
+            "offloaded state": trained_bytes(config, params) if trains else 0,
+            "cached versions": versions,
+        },
+    )
+
+
+def engine_parts(config: Config, params: int) -> dict[str, int]:
+    """Return what one process of an engine holds: name of a part -> bytes."""
+    if config.rollout.engine == "scripted":
+        return {}
+    weights = {"weights": int(engine_bytes(config, params))}
+    if config.rollout.engine != "vllm":
+        return weights
+    return {**weights, "keys and values": config.rollout.kv_cache_mib << 20, "workspace": ENGINE_WORKSPACE_BYTES}
+
+
+def _pass_parts(config: Config, model: Mapping[str, Any]) -> dict[str, int]:
+    """Return what the forward and backward pass of one microbatch of the largest size adds to a train worker's memory:
+    name of a part -> bytes.
+
+    A layer keeps, for each token, the inputs and float32 values of its norms, queries, keys and values before and after
+    the rotation, the output of the attention, and four values of the MLP's width.
+    """
+    trainer = config.trainer
+    size = 2 if trainer.mixed_precision else 4
+    hidden, heads, layers = model["hidden_size"], model["num_attention_heads"], model["num_hidden_layers"]
+    head_dim = model.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (model.get("num_key_value_heads") or heads) * head_dim
+    norms = (8 + size) * (2 * hidden + (queries + keys) // trainer.tp)
+    products = size * (2 * hidden + (4 * queries + 4 * keys + 4 * model["intermediate_size"]) // trainer.tp)
+    tokens = ceil_div(trainer.tokens_per_microbatch, trainer.cp)
+    kept = tokens * layers * (norms + products)
+    if trainer.recompute == "full":
+        kept = tokens * (layers * hidden * size + norms + products)
+    logits = tokens * model["vocab_size"] // trainer.tp
+    if trainer.head == "selected":
+        logits = min(logits, GPU_LOGIT_ELEMENTS)
+    return {"activations": kept, "logits": 4 * 4 * logits}  # float32 logits, log-probs, and a gradient of each
+
+
+# ---------------- Sizes that other checks use, too.
+
+
+def trained_parts(config: Config, params: int) -> dict[str, int]:
+    """Return what one train worker holds between two passes, all in float32: name of a part -> bytes.
+
+    The result takes into account how the train backend shards them over ranks.
+    """
+    trainer, topology = config.trainer, config.trainer.topology
+    sharded = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
+    each = params * 4 // sharded
+    moments = 2 * each
+    if trainer.backend != "fsdp" and trainer.distributed_optimizer:
+        moments = 2 * params * 4 // (sharded * topology.dp * topology.cp)
+    parts = {"weights": each, "gradients": each, "optimizer": moments}
+    return {**parts, "reference": each} if config.with_reference else parts
+
+
+def trained_bytes(config: Config, params: int) -> int:
+    """Return the number of bytes that one train worker holds: float32 weights, gradients, Adam moments and, if the run
+    needs it, reference model."""
+    return sum(trained_parts(config, params).values())
+
+
+def engine_bytes(config: Config, params: int) -> float:
+    """Return the number of bytes of the weights in one process of an engine."""
+    return params * {"float32": 4, "bfloat16": 2}[config.model.dtype] / config.rollout.tp
+
+
+def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
+    """Return the number of bytes of host memory that one train worker needs for weights, gradients, optimizer state and
+    reference model. No extra memory is needed at the start, because every rank reads only its own shards of the model's
+    files. What a worker needs to offload its state comes on top, see `GpuMemory.host`."""
+    trainer, topology = config.trainer, config.trainer.topology
+    if trainer.backend == "scripted":
+        return 0
+    if not gpus or trainer.offload:
+        return trained_bytes(config, params)
+    if not config.with_reference or (trainer.backend == "fsdp" and topology.world == 1):
+        return 0
+    # On GPUs the backends keep the reference in host memory between uses; one FSDP rank keeps it on its GPU.
+    return trained_parts(config, params)["reference"]
+
+
+def parameters(config: Config) -> int | None:
+    """Return the number of parameters of a dense Llama-like model, computed from the model's config. Returns None if
+    that config is not on this machine or the model is of another kind."""
+    return _dense_parameters(model_config(config))
+
+
+def _dense_parameters(model: Mapping[str, Any]) -> int | None:
+    if "num_experts" in model or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(model):
+        return None
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    head_dim = model.get("head_dim") or hidden // heads
+    kv_heads = model.get("num_key_value_heads") or heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    tables = 1 if model.get("tie_word_embeddings") else 2
+    return model["num_hidden_layers"] * layer + tables * model["vocab_size"] * hidden + hidden
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"
