@@ -61,16 +61,24 @@ class Checkpoints:
 
     def save(self, run: Run, state: State) -> None:
         """Start writing a checkpoint of `state`. Returns once the train workers have copied their state, which they
-        then write in the background while training goes on. A kill at any moment leaves the earlier checkpoints intact,
-        and a checkpoint that cannot be written only causes a warning.
+        then write in the background while training goes on. If engines and train workers take turns in memory, returns
+        once the checkpoint is complete. A kill at any moment leaves the earlier checkpoints intact, and a checkpoint
+        that cannot be written only causes a warning.
 
         Collective over the train workers. Raises ActorFailed when a train worker dies or makes no progress, or when a
         rollout actor could not trim its journal.
         """
         self.settle(run)
+        with trainer_at_work(run, state) as is_passed_on:
+            self._begin_save(run, state)
+            if is_passed_on:  # workers cannot offload a state that they are writing
+                self.settle(run)
+
+    def _begin_save(self, run: Run, state: State) -> None:
+        """Have the train workers copy their state and start to write it; see `save`."""
         path = self._path(state.step)
         self._begun_s = time.monotonic()
-        with run.stages.timed("checkpoint"), trainer_at_work(run, state):
+        with run.stages.timed("checkpoint"):
             try:
                 draft = path.with_suffix(".json.tmp")
                 draft.write_text(json.dumps({key: value for key, value in asdict(state).items() if key != "ahead"}))

@@ -226,12 +226,13 @@ def sync_weights(run: Run, state: State) -> SyncReport:
 
 
 @contextmanager
-def trainer_at_work(run: Run, state: State) -> Iterator[None]:
+def trainer_at_work(run: Run, state: State) -> Iterator[bool]:
     """Context manager in whose block the train workers can be used, between two steps, for a checkpoint or an export.
-    If the engines were generating, they serve `state.version` again afterwards."""
+    Yields whether the workers are offloaded at the end of the block, because the engines had the memory before it. The
+    engines then serve `state.version` again, unless the block raises an exception."""
     training = run.roles.training
     run.roles.to_training()
-    yield
+    yield not training
     if not training:
         sync_weights(run, state)
 
