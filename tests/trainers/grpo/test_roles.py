@@ -1,4 +1,4 @@
-"""Engines and a trainer that take turns in memory: the order of a switch, memory that does not fall, engines that die."""
+"""Engines and a trainer that take turns in memory: the order, memory that does not fall, processes that die."""
 
 from __future__ import annotations
 
