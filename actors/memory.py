@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
+
+SMI_TIMEOUT_S = 10.0
+"""Seconds that `nvidia-smi` may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +63,10 @@ def nvml_bytes(pids: Collection[int]) -> int | None:
 
 
 def gpu_sizes() -> tuple[int, ...]:
-    """Return the total memory in bytes of each GPU of this host, as NVML tells it; () without NVML or GPUs."""
+    """Return the total memory in bytes of each GPU of this host, as NVML or `nvidia-smi` tells it; () without GPUs."""
     nvml = _nvml()
     if nvml is None:
-        return ()
+        return _smi_sizes()
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         return tuple(nvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles)
@@ -69,6 +74,18 @@ def gpu_sizes() -> tuple[int, ...]:
         return ()
     finally:
         nvml.nvmlShutdown()
+
+
+def _smi_sizes() -> tuple[int, ...]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ()
+    query = [smi, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S).stdout.split()
+    except subprocess.TimeoutExpired:
+        return ()
+    return tuple(int(mib) << 20 for mib in told if mib.isdigit())
 
 
 def _nvml() -> Any:

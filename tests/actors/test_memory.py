@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,4 +68,14 @@ def test_without_gpus_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     held = measure([os.getpid()])
     assert held.device_bytes == 0 and held.held_bytes == held.host_bytes > 0
+
+
+@pytest.mark.processes
+def test_without_nvml_its_tool_tells_the_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu_sizes() == ()
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 143771\necho 81559\n")
+    tool.chmod(0o755)
+    assert gpu_sizes() == (143771 << 20, 81559 << 20)

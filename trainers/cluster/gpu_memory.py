@@ -36,9 +36,9 @@ class GpuMemory:
     engine: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `keys and values`, `workspace`."""
     buckets: int
-    """Bytes of the buffers through which weights are sent."""
+    """Bytes of the buffers from which weights are sent, which the trainer keeps at all times."""
     contexts: int
-    """Bytes that both processes take at all times."""
+    """Bytes that both processes keep at all times for what is not theirs to free."""
     host: Mapping[str, int]
     """Name of a part of the host memory that a train worker needs in addition when the roles take turns -> its
     bytes: `offloaded state`, `cached versions`."""
@@ -53,8 +53,8 @@ class GpuMemory:
         """Bytes at the peak if the sides take turns: in training, in generation, or while weights are handed over, when
         the trainer's state and the engine's weights are on the GPU together."""
         state = sum(self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference"))
-        hand_over = state + self.engine.get("weights", 0) + self.buckets
-        return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.contexts
+        hand_over = state + self.engine.get("weights", 0)
+        return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.buckets + self.contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +119,22 @@ def estimate(config: Config) -> GpuMemory | None:
         return None
     trains = config.trainer.backend != "scripted"
     trainer = {**trained_parts(config, params), **_pass_parts(config, model)} if trains else {}
-    bucket = actor_specs.bucket_mib(config, actor_specs.transport(config, one_host=True), "cuda") << 20
     versions = CACHED_VERSIONS * params * (2 if config.trainer.mixed_precision else 4) if config.sync.cache else 0
     return GpuMemory(
         trainer=trainer,
         engine=engine_parts(config, params),
-        buckets=2 * bucket,
+        buckets=send_buffer_bytes(config, one_host=True),
         contexts=2 * CONTEXT_BYTES,
         host={
             "offloaded state": trained_bytes(config, params) if trains else 0,
             "cached versions": versions,
         },
     )
+
+
+def send_buffer_bytes(config: Config, *, one_host: bool) -> int:
+    """Return the GPU memory of the two buffers from which train rank 0 sends weights."""
+    return 2 * actor_specs.bucket_mib(config, actor_specs.transport(config, one_host=one_host), "cuda") << 20
 
 
 def engine_parts(config: Config, params: int) -> dict[str, int]:

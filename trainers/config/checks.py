@@ -168,6 +168,10 @@ def switch_obstacles(config: Config) -> list[str]:
         obstacles.append(
             "sync.delta=true, expected false, because a sleeping engine keeps no version that a delta could refer to"
         )
+    if config.sync.staging == "full":
+        obstacles.append(
+            "sync.staging='full', expected 'auto', because the engine's second copy would take the trainer's place"
+        )
     if config.run.replay is not None:
         obstacles.append("run.replay set, expected it unset, because a replay has no engine")
     return obstacles

@@ -110,15 +110,24 @@ class TakeTurns:
     """One side at a time holds the GPUs' memory. Begins with engines awake and train workers offloaded."""
 
     def __init__(
-        self, actors: RunActors, weights: WeightSync, stages: Stages, *, timeout_s: float, residual_bytes: int
+        self,
+        actors: RunActors,
+        weights: WeightSync,
+        stages: Stages,
+        *,
+        timeout_s: float,
+        residual_bytes: int,
+        bucket_bytes: int,
     ) -> None:
         """timeout_s: largest number of seconds that an actor may take to sleep, wake, offload or onload.
-        residual_bytes: GPU memory that one process may keep while the other side works, such as its CUDA context."""
+        residual_bytes: GPU memory that one process may keep while the other side works, such as its CUDA context.
+        bucket_bytes: GPU memory that a train worker may keep in addition, for the buffers from which it sends."""
         self._actors = actors
         self._weights = weights
         self._stages = stages
         self._timeout_s = timeout_s
         self._residual_bytes = residual_bytes
+        self._bucket_bytes = bucket_bytes
         self._turn: str | None = "generating"
         """Side that holds the memory, `generating` or `training`; None while it is passed on, or if that failed."""
         self._held: dict[str, int] = {}
@@ -247,7 +256,7 @@ class TakeTurns:
         """Wait until the GPU memory of the train workers has fallen. Raises ActorFailed, naming the worker, if it does
         not within FALL_S seconds."""
         workers = self._actors.workers
-        held, wrong = self._fallen(workers, lambda worker, held: self._residual_bytes)
+        held, wrong = self._fallen(workers, lambda worker, held: self._residual_bytes + self._bucket_bytes)
         for worker, why in wrong.items():
             raise ActorFailed(f"offload: {worker.info} {why}")
         self._note("trainer_gib_offloaded", held)

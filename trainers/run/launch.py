@@ -17,7 +17,7 @@ from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
-from ..cluster.gpu_memory import decide_roles
+from ..cluster.gpu_memory import decide_roles, send_buffer_bytes
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
 from ..cluster.run_actors import RunActors, demand, start_actors
 from ..config.checks import cautions, contradictions
@@ -28,7 +28,7 @@ from ..grpo.checkpoints import Checkpoints
 from ..grpo.controllers import controller
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.loop import open_feed
-from ..grpo.roles import BothResident, TakeTurns
+from ..grpo.roles import BothResident, Roles, TakeTurns
 from ..grpo.rollout_pool import RolloutPool
 from ..grpo.stages import Stages
 from ..grpo.validation import BEST
@@ -357,12 +357,17 @@ def launched(
             in_cache=0 if cached else None,
         )
         stages = Stages(tracer, heartbeat)
-        timeout_s, residual_bytes = config.resources.stage_timeout_s, config.resources.residual_mib << 20
-        roles = (
-            TakeTurns(actors, weights, stages, timeout_s=timeout_s, residual_bytes=residual_bytes)
-            if decision.take_turns
-            else BothResident(weights)
-        )
+        timeout_s = config.resources.stage_timeout_s
+        roles: Roles = BothResident(weights)
+        if decision.take_turns:
+            roles = TakeTurns(
+                actors,
+                weights,
+                stages,
+                timeout_s=timeout_s,
+                residual_bytes=config.resources.residual_mib << 20,
+                bucket_bytes=send_buffer_bytes(config, one_host=one_host),
+            )
         yield grpo.Run(
             config=config,
             client=client,

@@ -249,6 +249,7 @@ class HfEngine:
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
         self._unusable = self._unusable or _ASLEEP
+        await self._incoming.free_spare()
         async with self._exclusive:
             if self._unusable != _ASLEEP:
                 return

@@ -273,6 +273,7 @@ def test_the_data_plane_may_import_the_samplers_that_the_configuration_names(tmp
         ({"algorithm": {"mode": "streaming"}}, "with algorithm.mode='streaming', expected algorithm.mode='sync'"),
         ({"validation": {"background": True}}, "got 'always' with validation.background=true, expected false"),
         ({"sync": {"delta": True}}, "got 'always' with sync.delta=true, expected false"),
+        ({"sync": {"staging": "full"}}, "got 'always' with sync.staging='full', expected 'auto'"),
         ({"run": {"replay": "/a"}, "validation": {"every": 0}}, "got 'always' with run.replay set, expected it unset"),
     ],
 )

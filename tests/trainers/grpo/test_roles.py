@@ -40,7 +40,7 @@ class Turns:
             monkeypatch.setattr(it.trainer, name, self._noted(name, getattr(it.trainer, name)))
         actors: Any = SimpleNamespace(engines=it.pool, workers=[it._worker], rollouts=[])
         self.stages = Stages(Tracer(0), Heartbeat())
-        self.roles = TakeTurns(actors, it.sync, self.stages, timeout_s=5.0, residual_bytes=RESIDUAL)
+        self.roles = TakeTurns(actors, it.sync, self.stages, timeout_s=5.0, residual_bytes=RESIDUAL, bucket_bytes=0)
         it.trainer.offloaded = True
 
     def _spy(self, monkeypatch: pytest.MonkeyPatch, hosted: Any, number: int) -> None:

@@ -12,6 +12,7 @@ from headrace.actors.engines.config import ModelConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.config.config import AlgorithmConfig, Config
+from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.run import dry_run
@@ -101,10 +102,13 @@ def test_async_without_a_correction_is_said_in_one_line() -> None:
 
 def test_the_memory_of_a_shared_gpu_is_shown_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "gpu_sizes", lambda: (80 << 30,))
-    text = describe(Config())
+    chosen = build_config(
+        {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}, "validation": {"every": 0}}
+    )
+    text = describe(chosen)
     [trainer] = [line for line in text.splitlines() if line.startswith("  trainer  ")]
     assert all(part in trainer for part in ("weights", "gradients", "optimizer", "activations", "logits"))
     assert "both resident" in text and "in turns" in text
     assert "share GPUs and both stay in memory, because together they need about" in text
     monkeypatch.setattr(dry_run, "gpu_sizes", lambda: ())
-    assert "both resident" not in describe(Config())
+    assert "both resident" not in describe(chosen)
