@@ -13,6 +13,7 @@ from ..codecs import messages
 from .engines.factory import EngineConfig, build_engine
 from .engines.generate_messages import GenerateCall, GenerateReply
 from .engines.protocol import CommitReport, EngineDied, EngineStats, GenerationEngine, PauseMode, Prepared
+from .memory import ProcessMemory
 from .protocols import ActorInfo
 from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
@@ -114,6 +115,10 @@ class EngineHost(ABC):
     async def wake(self) -> None:
         """Make the engine accept requests again after `sleep`; see `Sleeper.wake`."""
         await self._engine.wake()
+
+    async def memory(self) -> ProcessMemory:
+        """Return the memory that the engine's processes hold now; see `Sleeper.memory`."""
+        return await self._engine.memory()
 
     @property
     def _engine(self) -> GenerationEngine:

@@ -12,6 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 from .engine_actor import EngineActor
 from .engines.generate_messages import GenerateCall
 from .engines.protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, Prepared, SamplingParams
+from .memory import ProcessMemory
 from .remote_methods import decode_result, encode_arguments, submit
 from .weights.transports.protocol import WeightUpdate
 
@@ -140,6 +141,9 @@ class RemoteEngine:
 
     async def wake(self) -> None:
         await self._call(EngineActor.wake)
+
+    async def memory(self) -> ProcessMemory:
+        return await self._call(EngineActor.memory)
 
     async def close(self) -> None:
         """Close this client, but not the actor, which its owner closes. Calls that still wait for a reply raise

@@ -125,6 +125,12 @@ class IncomingWeights(Generic[Ready]):
         if self._inbox is not None:
             self._inbox.drop(version)
 
+    async def free_spare(self) -> None:
+        """Free the memory that is kept for the next version, as soon as none is being received or committed."""
+        async with self._turn:
+            if self._inbox is not None:
+                self._inbox.free_spare()
+
     def close(self) -> None:
         """Abort a transfer in progress and release everything that is staged. Idempotent."""
         self._ready = None

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from ..memory import ProcessMemory
 from ..weights.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -192,6 +193,8 @@ class WeightHost(Protocol):
         """Start serving the prepared `version`: pause, replace all parameters, clear the prefix cache, resume. Every
         token generated from then on carries `version`, including tokens of requests that were in flight and continue.
 
+        A sleeping engine takes back the memory of its weights alone and stays asleep; `wake` does the rest.
+
         Does nothing if `version` is served already. Raises ValueError if `version` is not the prepared one. Without
         staging it may raise WeightTransferError; the engine then holds no complete version, and its requests, including
         those in flight, wait for the next commit.
@@ -222,12 +225,17 @@ class Sleeper(Protocol):
 
     async def sleep(self, level: int = 1) -> None:
         """Free memory and refuse requests until `wake`. Level 1 keeps the weights in host memory. Level 2 drops them,
-        so a version must be committed after `wake`. Engines that cannot free memory only refuse requests.
-        Idempotent."""
+        so a version must be committed before requests are answered again, before or after `wake`. Engines that cannot
+        free memory only refuse requests. Idempotent."""
         ...
 
     async def wake(self) -> None:
         """Undo `sleep`: allocate the memory again and accept requests. Idempotent."""
+        ...
+
+    async def memory(self) -> ProcessMemory:
+        """Return the memory that the engine's processes hold now, asleep or awake. Raises EngineDied if its process is
+        gone."""
         ...
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..memory import ProcessMemory
 from ..weights.transports.protocol import WeightTransferError, WeightUpdate
 from .protocol import (
     SESSION_SEPARATOR,
@@ -306,6 +307,15 @@ class Router:
 
     async def wake(self) -> None:
         await self._each("wake")
+
+    async def memory(self) -> ProcessMemory:
+        """Return the sum of the memory that the engines hold."""
+        held = (await self._each("memory")).values()
+        return ProcessMemory(
+            device_bytes=sum(one.device_bytes for one in held),
+            host_bytes=sum(one.host_bytes for one in held),
+            whole_device=any(one.whole_device for one in held),
+        )
 
     @property
     def version(self) -> int:

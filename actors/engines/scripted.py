@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..memory import ProcessMemory, measure
 from ..weights.transports.protocol import ReceiverConfig, WeightUpdate
 from .incoming_weights import IncomingWeights
 from .protocol import (
@@ -265,11 +267,11 @@ class ScriptedEngine:
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
         froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far."""
+        far. A sleeping engine stays asleep."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
-        if self._unusable:
+        if self._unusable not in ("", _ASLEEP):
             raise RuntimeError(f"weights: the engine is {self._unusable}")
         clock = time.perf_counter()
         was_paused, running = not self._resumed.is_set(), self._num_flowing
@@ -297,17 +299,23 @@ class ScriptedEngine:
         self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
-        """Refuse requests until `wake`. Running requests continue, because there is no memory to free. After level 2,
-        requests are also refused until a version is committed."""
+        """Wait until running requests have ended, and refuse others until `wake`. Level 2 drops `loaded`, the copies of
+        the weights, and requests are then also refused until a version is committed."""
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
         self._unusable = self._unusable or _ASLEEP
+        if not self._clock.frozen:  # frozen requests stay where they are
+            await self._idle.wait()
         if level == 2:
-            self._broken = "its weights were dropped (sleep level 2), commit a version"
+            self.loaded, self._broken = {}, "its weights were dropped (sleep level 2), commit a version"
 
     async def wake(self) -> None:
         if self._unusable == _ASLEEP:
             self._unusable = ""
+
+    async def memory(self) -> ProcessMemory:
+        """Return the host memory of this process, in which the engine lives."""
+        return measure([os.getpid()])
 
     async def close(self) -> None:
         """Abort all requests and refuse new ones. Idempotent."""

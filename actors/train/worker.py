@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -14,6 +15,7 @@ from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
+from ..memory import ProcessMemory, measure
 from ..protocols import (
     ROLLOUT_SCHEMA,
     TRAIN_FIELDS,
@@ -274,6 +276,15 @@ class TrainWorker:
                 pass
         return None
 
+    def cache_weights(self, version: int) -> None:
+        """Gather the weights into rank 0's host memory as `version`, without sending them; `open_cached` can then send
+        them later. The call is collective. Raises ValueError on rank 0 if the run keeps no versions there."""
+        weights = self._backend.weights()
+        if self._publisher is not None:
+            self._publisher.cache(version, self._specs, weights)
+        for _ in weights:
+            pass
+
     @in_thread_of("weights")
     def send_cached(self, update: WeightUpdate) -> SendReport:
         """Send the `update` that `open_cached` opened, from rank 0's host memory. Runs in a thread of its own, while
@@ -344,6 +355,10 @@ class TrainWorker:
             report = self._backend.onload()
             self._offloaded = False
         return replace(report, groups_s=groups_s, device_bytes_before=before)
+
+    def memory(self) -> ProcessMemory:
+        """Return the memory that this process holds now. Without NVML, its GPU memory is what torch has reserved."""
+        return measure([os.getpid()], lambda: torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0)
 
     def close(self) -> None:
         """Close publisher, backend, reader and data-plane client. Idempotent. If closing one of them fails, its error

@@ -217,6 +217,12 @@ class WeightInbox:
         self._end(arriving)
         self._release(staged)
 
+    def free_spare(self) -> None:
+        """Free the memory that is kept for the next version. It is allocated again when that version arrives."""
+        with self._lock:
+            self._spare = None
+        self._views.clear()
+
     def close(self) -> None:
         """Stop receiving and release everything. Idempotent; any thread may call it."""
         with self._lock:

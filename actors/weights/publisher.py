@@ -1,6 +1,7 @@
 """`WeightPublisher` on train rank 0 announces versions of the weights, sends them, and keeps copies to send again.
 
 main thread     open -> publish(weights())             gathers and sends weights; fills the cache, if there is one
+main thread     cache(weights())                       gathers weights and fills the cache only
 any thread      open(cached=True) -> publish_cached    sends from the cache without gathering, while training goes on
 any thread      abort                                  ends the open update
 """
@@ -15,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ...codecs.weights.buckets import BucketPlan, plan_buckets
+from ...codecs.weights.buckets import BucketPlan, plan_buckets, write_piece
 from .cache import BucketCache, CachedVersion
 from .config import SyncConfig
 from .stream import BucketStream, Publication, SendReport
@@ -123,6 +124,28 @@ class WeightPublisher:
                 return stream.report(gather.waited_s)
         finally:
             for _ in gather:
+                self.sent += 1
+
+    def cache(self, version: int, specs: WeightSpecs, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write `weights` into the cache as `version` without sending them, for receivers that come later.
+
+        `weights` is read to its end even after an error, as in `publish`. Raises ValueError if there is no cache or the
+        weights are not as `specs` say.
+        """
+        try:
+            with self._turn(f"cache version {version}"):
+                if self._cache is None:
+                    raise ValueError(f"weights: version {version} is to be cached, but the trainer keeps none")
+                plan = self._plan(specs)
+                with self._cache.writing(version, plan) as draft:
+                    for (planned, entries), (name, tensor) in zip(plan.weights, weights, strict=True):
+                        if name != planned:
+                            raise ValueError(f"weights: version {version}: got weight {name!r}, expected {planned!r}")
+                        for entry in entries:
+                            write_piece(entry, tensor, draft.bucket(entry.bucket))
+                        self.sent += 1
+        finally:
+            for _ in weights:
                 self.sent += 1
 
     def publish_cached(self, update: WeightUpdate) -> SendReport:

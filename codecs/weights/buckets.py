@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import xxhash
 
@@ -243,11 +242,11 @@ def copy_bytes(source: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 |
         if digest is not None:
             digest.update(out.numpy().data)
         return
-    target, given = out.numpy(), source.numpy()
+    target = out.numpy()
     for start in range(0, len(target), CHUNK_BYTES):
-        chunk = target[start : start + CHUNK_BYTES]
-        np.copyto(chunk, given[start : start + CHUNK_BYTES])
-        digest.update(chunk.data)
+        # Not by a numpy view of the source: torch would never again let the trainer free that storage to offload it.
+        out[start : start + CHUNK_BYTES].copy_(source[start : start + CHUNK_BYTES])
+        digest.update(target[start : start + CHUNK_BYTES].data)
 
 
 def _empty(entry: BucketEntry, device: torch.device) -> torch.Tensor:

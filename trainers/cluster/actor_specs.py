@@ -60,6 +60,12 @@ def is_lasting(config: Config, placement: Placement) -> bool:
     return kind in LASTING_KINDS and not (placement.layout != "cpu" and kind == "ipc")
 
 
+def keeps_in_host(config: Config, placement: Placement) -> bool:
+    """Return whether train rank 0 keeps the last versions of the weights in its host memory."""
+    sync = config.sync
+    return sync.delta or (sync.cache and not is_lasting(config, placement))
+
+
 TASK = "train"
 """Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
 SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
@@ -150,6 +156,10 @@ def engine_config(
     if config.run.deterministic:
         # What else is in a batch rounds log-probs in the last bit: alone, a group comes out alike whenever it is made.
         changes["max_batch"] = config.algorithm.group_size
+    sync = config.sync
+    if config.resources.switch_roles == "always" and device != "cpu" and sync.staging == "auto":
+        # A sleeping engine finds much memory free, but a second copy of the weights would stand in the trainer's place.
+        sync = sync.model_copy(update={"staging": "none"})
     return EngineConfig(
         config.rollout.model_copy(update=changes),
         config.model.model_copy(update={"path": model}),
@@ -159,7 +169,7 @@ def engine_config(
         max_model_len=config.engine_length,
         log=engine_log(config, name),
         seed=config.run.seed,
-        receiver=ReceiverConfig(name, config.sync, device, handle, handle.store.key),
+        receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
     )
 
 
@@ -188,23 +198,29 @@ def engine_log(config: Config, name: str) -> str:
     return os.path.join(config.run.dir, "engines", f"engine-{index}.log") if config.run.dir else ""
 
 
-def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
-    """Return the settings from which engine actor `index` builds itself."""
+def engine_setup(
+    config: Config, index: int, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
+) -> EngineSetup:
+    """Return the settings from which engine actor `index` builds itself. shared_gpu: see `engine_config`."""
     name = f"engine {index}"
-    return EngineSetup(name, threads(config), engine_config(config, name, model, handle, device))
+    engine = engine_config(config, name, model, handle, device, shared_gpu=shared_gpu)
+    return EngineSetup(name, threads(config), engine)
 
 
-def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
+def rollout_setup(
+    config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None, *, shared_gpu: bool = False
+) -> RolloutSetup:
     """Return the settings from which rollout actor `index` builds itself.
 
-    device: device of the engine that it embeds; None if engines run in actors of their own.
+    device: device of the engine that it embeds; None if engines run in actors of their own. shared_gpu: see
+    `engine_config`.
     """
     name = f"rollout {index}"
     return RolloutSetup(
         name=name,
         threads=threads(config),
         seed=config.run.seed,
-        engine=None if device is None else engine_config(config, name, model, handle, device),
+        engine=None if device is None else engine_config(config, name, model, handle, device, shared_gpu=shared_gpu),
         rollout=config.rollout,
         tokenizer=model,
         rewards=config.reward.functions,

@@ -73,9 +73,10 @@ class Call(Generic[T_co]):
     pid: int
     """Id of the process that was called; another process may have replaced that one since."""
 
-    def again(self) -> Call[T_co]:
-        """Send the same call once more, to the actor's present process."""
-        return self.actor.send(self.method, self.message, self.actors)
+    def again(self, actor: ActorHandle) -> Call[T_co]:
+        """Send the same call once more, to the present process of `actor`, which is this call's actor or one of the
+        same class."""
+        return actor.send(self.method, self.message, self.actors)
 
 
 class ActorHandle:

@@ -34,8 +34,8 @@ class Engine:
     dead: bool = False
     """True if the actor's process died, or the process of the engine within it."""
     broken: bool = False
-    """True if a failed weight update has left the engine without a complete version; its requests then wait for the
-    next update."""
+    """True if the engine holds no complete version, because a weight update failed, whose requests then wait for the
+    next one, or because it has dropped its weights to sleep."""
     joins: bool | None = None
     """True if the engine received its last update straight into its parameters, without staging it first; None before
     the first update."""

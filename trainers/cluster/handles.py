@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
 from ...actors.engines.protocol import CommitReport, PauseMode, Prepared, SamplingParams
+from ...actors.memory import ProcessMemory
 from ...actors.protocols import ActorInfo, OffloadReport
 from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
@@ -101,6 +102,12 @@ class TrainHandle(ActorHandle):
     def onload(self) -> Call[OffloadReport]:
         return self._call(TrainWorker.onload)
 
+    def memory(self) -> Call[ProcessMemory]:
+        return self._call(TrainWorker.memory)
+
+    def cache_weights(self, version: int) -> Call[None]:
+        return self._call(TrainWorker.cache_weights, version)
+
 
 class EngineHandle(ActorHandle):
     """Handle of an actor with a generation engine. Its calls run concurrently."""
@@ -130,6 +137,15 @@ class EngineHandle(ActorHandle):
 
     def resume(self) -> Call[None]:
         return self._call(EngineHost.resume)
+
+    def sleep(self, level: int) -> Call[None]:
+        return self._call(EngineHost.sleep, level)
+
+    def wake(self) -> Call[None]:
+        return self._call(EngineHost.wake)
+
+    def memory(self) -> Call[ProcessMemory]:
+        return self._call(EngineHost.memory)
 
     def prepare_weights(self, update: WeightUpdate) -> Call[Prepared]:
         return self._call(EngineHost.prepare_weights, update)

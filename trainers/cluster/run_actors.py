@@ -27,7 +27,7 @@ from ..observe.start_times import StartTimes
 from . import actor_specs
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
-from .gpu_bundles import Reservation, check_reports, reserve_places
+from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, TrainHandle
 from .placement import ON_CPUS, Placement, Seat
 from .ray_cluster import Cluster
@@ -174,6 +174,8 @@ class StartingActors:
     def build(self, model: str, plane: DataPlane, times: StartTimes) -> RunActors:
         """Build all actors, side by side. model: a local folder or hub id. times: told when each actor is built.
 
+        With `resources.switch_roles=always`, the train workers come first, and are offloaded when the call returns.
+
         Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and
         ActorFailed when an actor does not start.
         """
@@ -183,7 +185,14 @@ class StartingActors:
         placement = self._starter.placement
         _identify([*generators, *self.workers], "start", timeout_s, placement)
         times.mark("processes")
-        _build(generators, self.workers, timeout_s, times)
+        if config.resources.switch_roles == "always":  # the engines could not take the memory that the workers hold
+            _build([], self.workers, timeout_s, times)
+            if self._starter.keeps_in_host:
+                _started([worker.cache_weights(0) for worker in self.workers], "start", timeout_s)
+            _started([worker.offload() for worker in self.workers], "start", timeout_s)
+            _build(generators, [], timeout_s, times)
+        else:
+            _build(generators, self.workers, timeout_s, times)
         counts = [host.num_workers() for host in self.hosts]
         asked = self.rollouts[0].data_notes()
         embedded = config.rollout.num_actors is None
@@ -197,14 +206,14 @@ class StartingActors:
         )
 
 
-def start_actors(config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack) -> StartingActors:
-    """Place all actors and start their processes, without waiting for them. stack: kills the actors and gives the GPUs
-    back when it is closed.
+def start_actors(
+    config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack, reservation: Reservation
+) -> StartingActors:
+    """Start the processes of all actors, without waiting for them. stack: kills the actors when it is closed.
+    reservation: their places.
 
-    Raises UserError when the actors cannot be placed: GPUs that are not free, or a transport that cannot work there.
+    `resources.switch_roles` must have been decided before: it is not `auto`.
     """
-    reservation = reserve_places(config, config.resources.start_timeout_s, stack)
-    actor_specs.transport(config, reservation.placement)  # refuses one that cannot work before any actor starts
     return StartingActors(config, _ActorStarter(config, cluster, meter, stack, reservation))
 
 
@@ -223,17 +232,21 @@ class _ActorStarter:
         self.placement = reservation.placement
         self._device = "cpu" if self.placement.layout == "cpu" else "cuda:0"
         self._one_host = cluster.num_nodes == 1
+        self.keeps_in_host = actor_specs.keeps_in_host(config, self.placement)
+        """Whether train rank 0 keeps versions of the weights in its host memory."""
+        self._shares = self.placement.shared and config.resources.switch_roles != "always"
+        """Whether engines and train workers are in the memory of a GPU at the same time."""
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
-        spec = partial(actor_specs.engine_setup, self._config, index, device=self._device)
+        spec = partial(actor_specs.engine_setup, self._config, index, device=self._device, shared_gpu=self._shares)
         host = (EngineActor, actor_specs.engine_modules(self._config))
         seat = self.placement.engines[index]
         return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
-        spec = partial(actor_specs.rollout_setup, self._config, index, device=self._device)
+        spec = partial(actor_specs.rollout_setup, self._config, index, device=self._device, shared_gpu=self._shares)
         host = (RolloutActor, actor_specs.engine_modules(self._config))
         return self._start(RolloutHandle, EarlyEngineActor, host, spec, self.placement.engines[index])
 

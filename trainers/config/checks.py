@@ -184,7 +184,37 @@ def meaning_problems(config: Config) -> list[str]:
         problems.append(
             f"reward.functions: got the name {label!r}, which is taken, expected a different `name` for each function"
         )
-    return problems + admission_problems(config) + replay_problems(config) + objective_problems(config)
+    problems += admission_problems(config) + replay_problems(config) + objective_problems(config)
+    if config.resources.switch_roles == "always":
+        problems += [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in switch_obstacles(config)]
+    return problems
+
+
+def switch_obstacles(config: Config) -> list[str]:
+    """Return one clause for each setting with which engines and train workers cannot take turns in the memory of their
+    GPUs: the setting, what it would have to be, and why."""
+    obstacles = []
+    mode = config.algorithm.mode
+    if mode != "sync":
+        obstacles.append(
+            f"algorithm.mode={mode!r}, expected algorithm.mode='sync', because in other modes both roles are busy at "
+            "the same time"
+        )
+    if config.validation.every and config.validation.background:
+        obstacles.append(
+            "validation.background=true, expected false, because the engines would answer while the trainer computes"
+        )
+    if config.sync.delta:
+        obstacles.append(
+            "sync.delta=true, expected false, because a sleeping engine keeps no version that a delta could refer to"
+        )
+    if config.sync.staging == "full":
+        obstacles.append(
+            "sync.staging='full', expected 'auto', because the engine's second copy would take the trainer's place"
+        )
+    if config.run.replay is not None:
+        obstacles.append("run.replay set, expected it unset, because a replay has no engine")
+    return obstacles
 
 
 def metric_problems(config: Config) -> list[str]:

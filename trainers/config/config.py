@@ -211,6 +211,14 @@ class ResourcesConfig(Section):
     collective_timeout_s: Positive = 300.0
     """Seconds after which a collective operation between train workers (NCCL, gloo) fails, as does their rendezvous at
     the start. It bounds how long one train worker may wait for another."""
+    switch_roles: Literal["auto", "always", "never"] = "auto"
+    """Whether engines and train workers that share GPUs take turns in their memory, in `sync` mode. With `always` the
+    engines sleep while the train workers compute, and the train workers keep their state in host memory while the
+    engines generate. With `never` both keep their memory. `auto` takes turns if the GPUs cannot hold both, and says at
+    the start what it has chosen. On a machine without GPUs, `auto` is `never`."""
+    residual_mib: Count = 1536
+    """Largest GPU memory in MiB that a process may keep while the other side works, such as its CUDA context. An engine
+    that keeps more is replaced, and a train worker that keeps more fails."""
     watchdog: bool = True
     """Whether a separate process ends the run, with a report, when a stage takes longer than
     `resources.stage_timeout_s` and a margin."""

@@ -180,6 +180,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "validation.n": (VALIDATES, _above_zero("validation.temperature")),
     "resources.layout": (_unset("resources.trainer_gpus"),),
     "resources.num_cpus": (_unset("resources.ray_address"),),
+    "resources.residual_mib": (_is("resources.switch_roles", "auto", "always"),),
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
     "scripted.latency_s": (_is("rollout.engine", "scripted"),),
     "scripted.latency_sigma": (_is("rollout.engine", "scripted"), _above_zero("scripted.latency_s")),

@@ -15,7 +15,7 @@ from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, Call, gather_each
 from ..config.config import RunConfig
 from ..errors import UserError
-from .steps import Run, State
+from .steps import Run, State, trainer_at_work
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 2
@@ -61,13 +61,21 @@ class Checkpoints:
 
     def save(self, run: Run, state: State) -> None:
         """Start writing a checkpoint of `state`. Returns once the train workers have copied their state, which they
-        then write in the background while training goes on. A kill at any moment leaves the earlier checkpoints intact,
-        and a checkpoint that cannot be written only causes a warning.
+        then write in the background while training goes on. If engines and train workers take turns in memory, returns
+        once the checkpoint is complete. A kill at any moment leaves the earlier checkpoints intact, and a checkpoint
+        that cannot be written only causes a warning.
 
         Collective over the train workers. Raises ActorFailed when a train worker dies or makes no progress, or when a
         rollout actor could not trim its journal.
         """
         self.settle(run)
+        with trainer_at_work(run, state) as is_passed_on:
+            self._begin_save(run, state)
+            if is_passed_on:  # workers cannot offload a state that they are writing
+                self.settle(run)
+
+    def _begin_save(self, run: Run, state: State) -> None:
+        """Have the train workers copy their state and start to write it; see `save`."""
         path = self._path(state.step)
         self._begun_s = time.monotonic()
         with run.stages.timed("checkpoint"):
@@ -137,6 +145,7 @@ class Checkpoints:
         self._whole = self._writing = None
         self._begun_s = time.monotonic()
         if state.step:
+            run.roles.to_training()
             path = str(self._path(state.step))
             with run.stages.timed("load checkpoint"):
                 run.gather_slow([worker.load(path) for worker in run.workers], "resume")

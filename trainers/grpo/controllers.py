@@ -31,6 +31,9 @@ def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
     log-probs   all train workers                        the columns being written back
     train       all train workers                        the optimizer step
     sync        all engines serve the new version        every bucket being verified
+
+    With `resources.switch_roles`, the engines sleep from the claim to the sync, and the train workers are offloaded at
+    all other times (see roles.py).
     """
     steps = Steps(run, state, after_step)
     oversampled = run.config.algorithm.dynamic_sampling.oversample > 1
@@ -41,6 +44,7 @@ def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
             feed.drain()
         tally.rows.append(feed.claim(run.config.algorithm.prompts_per_step))
         feed.give_up_surplus()
+        run.roles.to_training()
         tally.passes += grpo.train_on(run, tally.rows[0], state.step + 1)
         steps.end(tally, feed)
 

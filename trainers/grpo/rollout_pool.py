@@ -10,17 +10,18 @@ from ..cluster.engine_pool import Engine
 from ..cluster.handles import EngineHandle, RolloutHandle
 from ..cluster.progress import ProgressWatch
 from ..cluster.run_actors import RunActors
+from .roles import Roles
 from .stages import Stages
-from .weight_sync import HEALTH_S, WeightSync
+from .weight_sync import HEALTH_S
 
 
 class RolloutPool:
     """The rollout actors and engines of one run, with the means to watch and replace them."""
 
-    def __init__(self, actors: RunActors, weights: WeightSync, stages: Stages, timeout_s: float) -> None:
+    def __init__(self, actors: RunActors, roles: Roles, stages: Stages, timeout_s: float) -> None:
         """timeout_s: seconds within which an actor must make progress (resources.stage_timeout_s)."""
         self._actors = actors
-        self._weights = weights
+        self._roles = roles
         self._stages = stages
         self._timeout_s = timeout_s
         self._watch = ProgressWatch(())
@@ -115,9 +116,8 @@ class RolloutPool:
             self._actors.replace(actor, failure)
             if engine is not None:
                 engine.renew()
-                if version:
-                    self._weights.sync(version, [engine])
-                engines.take_back(engine)
+                if self._roles.bring(engine, version):
+                    engines.take_back(engine)
         self.begin_watch()  # the others have made no progress that anybody has seen meanwhile
 
     def mend(self, version: int) -> None:
@@ -133,7 +133,7 @@ class RolloutPool:
         if any(engine.version > version for engine in broken):
             self.end_rollouts(self._actors.rollouts)
         with self._stages.timed("sync"):
-            self._weights.sync(version, broken)
+            self._roles.sync(version, broken)
 
     def replace_dead(self, version: int) -> bool:
         """Replace the engines that died, as often as run.max_restarts allows. An engine that has not answered for

@@ -18,6 +18,8 @@ class Stages:
         """Heartbeat that tells the watchdog which step and stage the run is in."""
         self.seconds: dict[str, float] = {}
         """Name of each stage of the current step -> the wall-clock seconds it took."""
+        self._apart_s = 0.0
+        """Seconds of all stages so far that count apart from those around them."""
         self._current: tuple[str, float | None] | None = None
         """Name of the stage in progress and the seconds that it may take (see `timed`); None between stages."""
 
@@ -28,10 +30,12 @@ class Stages:
         self.tracer.begin_step(step)
 
     @contextmanager
-    def timed(self, name: str, bound_s: float | None = None) -> Iterator[None]:
+    def timed(self, name: str, bound_s: float | None = None, *, apart: bool = False) -> Iterator[None]:
         """Context manager that times a stage; stages may be nested. bound_s: seconds after which the watchdog considers
-        the stage stuck, unless `gets_on` is called meanwhile; None: the watchdog's default bound."""
+        the stage stuck, unless `gets_on` is called meanwhile; None: the watchdog's default bound. apart: whether the
+        seconds of this stage do not count as seconds of the stages around it, too."""
         outer, self._current = self._current, (name, bound_s)
+        apart_s = self._apart_s
         self.heartbeat.enter(name, bound_s)
         try:
             with self.tracer.span(name) as span:
@@ -42,7 +46,9 @@ class Stages:
             self.heartbeat.leave()
         else:
             self.heartbeat.enter(*outer)
-        self.seconds[name] = self.seconds.get(name, 0.0) + span.dur_s
+        own_s = span.dur_s - (self._apart_s - apart_s)
+        self._apart_s += own_s * apart
+        self.seconds[name] = self.seconds.get(name, 0.0) + own_s
 
     def gets_on(self) -> None:
         """Report progress in the current stage, which restarts the time that the watchdog allows for it."""

@@ -69,6 +69,7 @@ def step_metrics(
         **idle,
         "time/trainer_idle_s": idle["idle/train"] * step_s,
         **sync_metrics(sync, seconds["sync"]),
+        **run.roles.metrics(seconds),
         **data_plane,
         "dataplane/bytes_broadcast": float(sum(report.bytes_broadcast for report in passes)),
         "driver/bytes_per_row": (run.meter.take() + client_bytes) / len(meta),

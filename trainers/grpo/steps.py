@@ -6,8 +6,8 @@ Nothing here touches the content of a row: rollout actors put rows and train wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,7 @@ from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.reward_errors import RewardErrors
+from .roles import Roles
 from .rollout_pool import RolloutPool
 from .stages import Stages
 from .weight_sync import SyncReport, WeightSync
@@ -51,6 +52,10 @@ class Run:
     actors: RunActors
     rollouts: RolloutPool
     weights: WeightSync
+    roles: Roles
+    """Decides who holds the memory of GPUs that engines and train workers share."""
+    roles_note: str
+    """Sentence for the user about whether both sides take turns; "" if there was nothing to decide."""
     stages: Stages
     meter: DriverMeter
     watch: DataPlaneWatch
@@ -207,17 +212,29 @@ def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:
 
 def sync_weights(run: Run, state: State) -> SyncReport:
     """Bring all engines to the weights of `state.version`, except those that serve a later version (see
-    `WeightSync.sync`), and replace engines that died or hang. Raises NoEngineLeft when none is left and none could be
-    replaced."""
+    `WeightSync.sync`), let them generate, and replace engines that died or hang. Raises NoEngineLeft when none is left
+    and none could be replaced."""
     with run.stages.timed("sync"):
         try:
-            report = run.weights.sync(state.version)
+            report = run.roles.sync(state.version)
         except NoEngineLeft:
             if not run.rollouts.replace_dead(state.version):
                 raise
-            return run.weights.sync(state.version)
+            return run.roles.sync(state.version)
         run.rollouts.replace_dead(state.version)
         return report
+
+
+@contextmanager
+def trainer_at_work(run: Run, state: State) -> Iterator[bool]:
+    """Context manager in whose block the train workers can be used, between two steps, for a checkpoint or an export.
+    Yields whether the workers are offloaded at the end of the block, because the engines had the memory before it. The
+    engines then serve `state.version` again, unless the block raises an exception."""
+    training = run.roles.training
+    run.roles.to_training()
+    yield not training
+    if not training:
+        sync_weights(run, state)
 
 
 def export_model(run: Run, path: str) -> None:

@@ -110,7 +110,9 @@ class Validation:
                     if not outcome.died:
                         raise outcome
                     run.rollouts.replace(rollout, call.pid, outcome, self._state.version)
-                    by_call[call.again()] = rollout
+                    if rollout not in run.rollouts.active:  # its new engine waits for the next sync
+                        rollout = run.rollouts.active[0]
+                    by_call[call.again(rollout)] = rollout
                 calls = [(rollout, call) for call, rollout in by_call.items()]
                 if run.rollouts.look(self._state.version):
                     run.stages.gets_on()
@@ -161,7 +163,8 @@ class Validation:
         if self._state.step:
             draft = self._folder / f"{BEST}.new"
             shutil.rmtree(draft, ignore_errors=True)
-            grpo.export_model(self._run, str(draft))
+            with grpo.trainer_at_work(self._run, self._state):
+                grpo.export_model(self._run, str(draft))
             shutil.rmtree(self._folder / BEST, ignore_errors=True)
             draft.rename(self._folder / BEST)
         best = {"metric": self._metric, "value": value, "step": self._state.step, "version": self._state.version}

@@ -79,10 +79,17 @@ class WeightSync:
     """The driver's side of weight updates: brings engines to the train workers' version. Runs one sync at a time."""
 
     def __init__(
-        self, config: SyncConfig, workers: Sequence[TrainHandle], engines: EnginePool, *, lasting: bool
+        self,
+        config: SyncConfig,
+        workers: Sequence[TrainHandle],
+        engines: EnginePool,
+        *,
+        lasting: bool,
+        in_cache: int | None = None,
     ) -> None:
         """lasting: whether the transport keeps the last versions readable after they were sent, so that another attempt
-        needs no train worker."""
+        needs no train worker. in_cache: version that train rank 0 has in host memory from the start; None if it has
+        none."""
         self._config = config
         self._workers = workers
         self._engines = engines
@@ -94,6 +101,8 @@ class WeightSync:
         """Announcement of the version that was gathered last; None when no version can be sent again."""
         self._whole = False
         """Whether the version in `_last` was sent completely, so that a transport that keeps versions still has it."""
+        self._in_cache = in_cache
+        """Newest version that is whole in train rank 0's host memory; None if there is none."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         """Bring `engines` (None: all engines of the run) to `version`, the version of the train workers' current
@@ -143,21 +152,29 @@ class WeightSync:
     def forget(self) -> None:
         """Forget the version that was sent last, because the train workers that sent it were replaced and can no longer
         provide it."""
-        self._last = None
+        self._last = self._in_cache = None
+
+    @property
+    def kept(self) -> int | None:
+        """Newest version that an engine can get while the train workers do something else: from the transport, if that
+        still has it whole, or from train rank 0's host memory (`sync.cache`). None if there is none."""
+        return self._last.version if self._last is not None and self._still_there else self._in_cache
 
     def catch_up(self, engine: Engine) -> None:
-        """Bring one engine, such as a new one or one that was left out, to the newest version that was sent, while the
-        train workers do something else.
+        """Bring one engine, such as a new one or one that was left out, to the version `kept`, while the train workers
+        do something else. The weights are not gathered again.
 
-        The weights come from the transport, if it keeps versions that were sent, or from train rank 0's host memory
-        (`sync.cache`). Raises ActorFailed if that fails; the engine then stays as it was. Raises ValueError if no
-        version was ever sent, or if neither source keeps versions.
+        Raises ActorFailed if that fails; the engine then stays as it was. Raises ValueError if no version is kept,
+        because none was ever sent, the last one was not sent whole, or neither source keeps versions.
         """
-        if self._last is None:
-            raise ValueError("weights: no version was ever sent, nothing to catch up with")
-        if not (self._lasting or self._cached):
-            raise ValueError("sync.cache: got false, expected true for engines that catch up by this transport")
-        failures = self._attempt(self._last.version, [engine], _Tally(), again=True)
+        version = self.kept
+        if version is None:
+            last = "none was sent yet" if self._last is None else f"version {self._last.version} was sent last"
+            raise ValueError(
+                f"weights: no version is kept that {engine.name!r} could catch up with ({last}), expected a version "
+                "that was sent whole by a transport that keeps it, or sync.cache=true"
+            )
+        failures = self._attempt(version, [engine], _Tally(), again=True)
         if failures:
             raise failures[engine.name]
 
@@ -205,6 +222,8 @@ class WeightSync:
                 raise outcome
         reports = [outcome for outcome in sent if isinstance(outcome, SendReport)]
         self._whole |= bool(reports)
+        if sends and (self._config.delta or (self._config.cache and not self._lasting)):
+            self._in_cache = version  # whole there even if an engine has lost it on the way
         tally.sends += reports
         tally.blamed = _blamed(sent)
         self._drop(version, [engine for engine in engines if engine.name in failures])
@@ -239,8 +258,8 @@ class WeightSync:
         attempt, which does not gather the weights again if it can avoid it."""
         receivers = [engine.group for engine in engines]
         tally.announced = True
-        if again and self._lasting and self._whole and self._last is not None and self._last.base is None:
-            return replace(self._last, receivers=tuple(receivers)), []  # it is still there
+        if again and self._last is not None and self._still_there:
+            return replace(self._last, receivers=tuple(receivers)), []
         first = self._workers[0]
         if again and self._cached:
             [update] = gather([first.open_cached(version, receivers)], "open update", self._bound_s)
@@ -251,6 +270,11 @@ class WeightSync:
         tally.gathers += 1
         others = [worker.send_weights(None) for worker in self._workers[1:]]
         return self._last, [first.send_weights(self._last), *others]
+
+    @property
+    def _still_there(self) -> bool:
+        """Whether the transport still offers the whole version in `_last`, which needs no earlier version."""
+        return self._lasting and self._whole and self._last is not None and self._last.base is None
 
     def _base(self, engines: Sequence[Engine]) -> int | None:
         """Return the version that a delta update can be based on, which is the one that was sent last. Returns None if
@@ -266,7 +290,7 @@ class WeightSync:
         calls = [engine.handle.commit_weights(version, self._config.in_flight) for engine in engines]
         outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
         for engine, report in zip(engines, outcomes, strict=True):
-            engine.broken = isinstance(report, ActorFailed) and bool(engine.joins)
+            engine.broken = isinstance(report, ActorFailed) and (engine.broken or bool(engine.joins))
             if isinstance(report, ActorFailed):
                 continue
             report = replace(report, pause_s=report.pause_s + tally.held.get(engine.name, 0.0))

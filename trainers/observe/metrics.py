@@ -1,8 +1,9 @@
 """Writes a run's metrics as JSON lines to metrics.jsonl and as TensorBoard scalars, and reads metrics.jsonl back.
 
 Keys are flat: `reward/`, `val/`, `rollout/`, `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`, `dataplane/`,
-`driver/`, `idle/`, `sync/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is a whole step without the
-validation after it. `time/elapsed_s` counts from the writer's start. `time/rollout_s` is the driver's wait for groups.
+`driver/`, `idle/`, `sync/`, `switch/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is a whole step
+without the validation after it. `time/elapsed_s` counts from the writer's start. `time/rollout_s` is the driver's wait
+for groups.
 `time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`.
 docs/reference/metrics.md explains every key.
 """
@@ -26,6 +27,8 @@ REPLACED = "replaced"
 """Name of the event that reports the replacement of an actor; FINISHED and RESUMED are names of events, too. An event
 is a line of metrics.jsonl that reports something other than a step."""
 ELAPSED = "time/elapsed_s"
+SWITCH = "time/switch_s"
+"""Metric of the seconds in which a run passed the memory of its GPUs between engines and train workers."""
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
 
@@ -33,7 +36,8 @@ Record = dict[str, Any]
 def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
     """Split a step's seconds by stage, so that they add up to `time/step_s`. Empty if the record has no step time.
 
-    The stages are, in order, `rollout`, `data wait`, `log-probs`, `train`, `sync` and `other`.
+    The stages are, in order, `rollout`, `data wait`, `log-probs`, `train`, `sync`, `switch` in runs whose roles take
+    turns, and `other`.
     """
     total = record.get("time/step_s")
     if not total:
@@ -49,6 +53,8 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
         "train": train - (wait - in_logprob),
         "sync": record.get("time/sync_s") or 0.0,
     }
+    if SWITCH in record:
+        split["switch"] = record[SWITCH] or 0.0
     return {**split, "other": max(0.0, total - sum(split.values()))}
 
 

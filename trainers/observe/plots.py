@@ -41,6 +41,7 @@ STAGE_COLOURS = {
     "log-probs": "purple",
     "train": "green",
     "sync": "orange",
+    "switch": "ink",
     "other": "grey",
 }
 
@@ -123,12 +124,12 @@ def _times(records: Sequence[Record]) -> Plot | None:
     figure, axes = _figure()
     legend, base = [], [0.0] * len(bins)
     for stage, colour in STAGE_COLOURS.items():
-        heights = [sum(split[stage] for _, split in part) / len(part) for part in bins]
+        heights = [sum(split.get(stage, 0.0) for _, split in part) / len(part) for part in bins]
         if not any(heights):
             continue
         axes.bar(starts, heights, size * 0.86, base, align="edge", color=_STAND_INS[colour], linewidth=0)
         base = [low + height for low, height in zip(base, heights, strict=True)]
-        share = sum(split[stage] for _, split in timed) / sum(sum(split.values()) for _, split in timed)
+        share = sum(split.get(stage, 0.0) for _, split in timed) / sum(sum(split.values()) for _, split in timed)
         legend.append((f"{stage} {share:.0%}", colour))
     notes = [f"Each bar is the mean of {size} steps."] if size > 1 else []
     # A long first step, which loads and compiles, would make all other bars too flat.

@@ -23,6 +23,7 @@ COLOURS = {
     "log-probs": "magenta",
     "train": "bright_green",
     "sync": "yellow",
+    "switch": "cyan",
     "other": "bright_black",
 }
 """Stage -> colour of its part of the time bar."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from ...actors.engines.config import engine_dtype
+from ...actors.memory import gpu_sizes
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
-from ..base_model.prepare import check_model, model_config
+from ..base_model.prepare import check_model
+from ..cluster.gpu_memory import (
+    decide_roles,
+    engine_bytes,
+    estimate,
+    has_gpus,
+    host_bytes,
+    parameters,
+    trained_bytes,
+)
 from ..config.checks import cautions, step_bytes
 from ..config.config import Config
 from ..errors import UserError
 from .gpu_table import gpu_lines, plan_here
-
-TRAINING_COPIES = 4
-"""Number of float32 values that training keeps for each parameter: weight, gradient and two Adam moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ def describe(config: Config) -> str:
             f"  host memory      {_size(host_bytes(config, params, gpus=False))} in each train worker without GPUs, "
             f"{_size(host_bytes(config, params, gpus=True))} with GPUs"
         ]
+        lines += _memory_lines(config)
     store = config.dataplane.store
     lines += [
         f"  store ({store.kind})".ljust(19)
@@ -123,54 +129,34 @@ def _gpu_lines(config: Config) -> list[str]:
     return gpu_lines(placement)
 
 
-def trained_bytes(config: Config, params: int) -> int:
-    """Return the number of bytes that one train worker holds: float32 weights, gradients, Adam moments and, if the run
-    needs it, reference model.
-
-    The result takes into account how the train backend shards them over ranks.
-    """
-    trainer = config.trainer
-    topology = trainer.topology
-    if trainer.backend == "fsdp":
-        return params * 4 * (TRAINING_COPIES + config.with_reference) // topology.world
-    moments = 2 / (topology.dp * topology.cp if trainer.distributed_optimizer else 1)
-    copies = TRAINING_COPIES - 2 + moments + config.with_reference
-    return int(params * 4 * copies) // (topology.tp * topology.pp)
-
-
-def engine_bytes(config: Config, params: int) -> float:
-    """Return the number of bytes of the weights in one process of an engine."""
-    return params * value_bytes(config) / config.rollout.tp
-
-
-def value_bytes(config: Config) -> int:
-    """Return the number of bytes of one number in the engines on this machine."""
-    return {"float32": 4, "bfloat16": 2}[engine_dtype(config.model, gpu=_has_gpus())]
-
-
-def _has_gpus() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
-    """Return the number of bytes of host memory that one train worker needs for weights, gradients, optimizer state and
-    reference model. No extra memory is needed at the start, because every rank reads only its own shards of the model's
-    files."""
-    trainer, topology = config.trainer, config.trainer.topology
-    if trainer.backend == "scripted":
-        return 0
-    if not gpus or trainer.offload:
-        return trained_bytes(config, params)
-    if not config.with_reference or (trainer.backend == "fsdp" and topology.world == 1):
-        return 0
-    # On GPUs the backends keep the reference in host memory between uses; one FSDP rank keeps it on its GPU.
-    return params * 4 // (topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp)
+def _memory_lines(config: Config) -> list[str]:
+    """Return the estimated memory of a GPU that holds an engine and a train worker, part by part, and what
+    `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if nobody can share a GPU here."""
+    sizes = gpu_sizes()
+    memory = estimate(config, min(sizes, default=None))
+    if memory is None or (not sizes and config.resources.switch_roles != "always"):
+        return []
+    parts: list[tuple[str, Mapping[str, int]]] = [
+        ("trainer", memory.trainer),
+        ("engine", memory.engine),
+        ("shared", {"weight buckets": memory.buckets, "contexts": memory.contexts}),
+        ("host, in turns", memory.host),
+    ]
+    lines = ["memory of a GPU with both roles (an estimate)"]
+    for side, of in parts:
+        listed = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in of.items() if num_bytes)
+        lines += [f"  {side:<16} {listed}"] if listed else []
+    lines += [f"  {'at the peak':<16} {_size(memory.resident)} both resident, {_size(memory.taking_turns)} in turns"]
+    if sizes and (placement := plan_here(config)) is not None:
+        why = decide_roles(config, placement, min(sizes)).why
+        lines += [f"  {why}"] if why else []
+    return lines
 
 
 def check_host_memory(config: Config, params: int, total: int) -> None:
     """Raise UserError if the train workers together need more host memory than `total` bytes. A no-op for a run that
     joins a Ray cluster, and on a machine without GPUs."""
-    if config.resources.ray_address is not None or not _has_gpus():
+    if config.resources.ray_address is not None or not has_gpus():
         return
     world = config.trainer.topology.world
     needed = host_bytes(config, params, gpus=True)
@@ -179,24 +165,6 @@ def check_host_memory(config: Config, params: int, total: int) -> None:
             f"model.path: got {config.model.path!r} with {params:,} parameters, expected at most {_size(total)} of "
             f"host memory, which this machine has, for {world} train worker(s) of {_size(needed)}"
         )
-
-
-def parameters(config: Config) -> int | None:
-    """Return the number of parameters of a dense Llama-like model, computed from the model's config. Returns None if
-    that config is not on this machine or the model is of another kind."""
-    return _dense_parameters(model_config(config))
-
-
-def _dense_parameters(model: dict[str, Any]) -> int | None:
-    if "num_experts" in model or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(model):
-        return None
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    head_dim = model.get("head_dim") or hidden // heads
-    kv_heads = model.get("num_key_value_heads") or heads
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
-    tables = 1 if model.get("tie_word_embeddings") else 2
-    return model["num_hidden_layers"] * layer + tables * model["vocab_size"] * hidden + hidden
 
 
 def _size(num_bytes: float) -> str:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ...actors.memory import gpu_sizes
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
+from ..cluster.gpu_bundles import reserve_places
+from ..cluster.gpu_memory import decide_roles, send_buffer_bytes
 from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import RunActors, start_actors
 from ..config.checks import cautions, contradictions
@@ -26,6 +29,7 @@ from ..grpo.checkpoints import Checkpoints
 from ..grpo.controllers import controller
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.loop import open_feed
+from ..grpo.roles import BothResident, Roles, TakeTurns
 from ..grpo.rollout_pool import RolloutPool
 from ..grpo.stages import Stages
 from ..grpo.validation import BEST
@@ -239,6 +243,8 @@ class _Training:
             if placement.num_gpus:
                 self._progress.message(placement.sentence)
                 folder.metrics.event("placement", state.step, note=placement.sentence)
+            if run.roles_note:
+                self._progress.message(run.roles_note)
             for note in run.actors.data_notes:
                 self._progress.message(note)
                 folder.metrics.event("data", state.step, note=note)
@@ -259,6 +265,7 @@ class _Training:
                     raise cause from error
                 feed = self._restart_workers(run, state, feed, checkpoints, cause)
         self._progress.phase("saving the model")
+        run.roles.to_training()
         checkpoints.finish(run, state)
         draft = folder.path / "model.new"
         shutil.rmtree(draft, ignore_errors=True)
@@ -281,6 +288,8 @@ class _Training:
         )
         try:
             run.gather([worker.abort() for worker in run.workers], "interrupt")
+            run.roles.make_room()
+            run.roles.to_training()
             checkpoints.finish(run, state)
         except (ActorFailed, DataPlaneError) as error:
             self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
@@ -305,6 +314,7 @@ class _Training:
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
+        run.roles.make_room()
         with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):  # its waits in a row
             run.actors.restart_workers()
         run.weights.forget()
@@ -363,7 +373,12 @@ def launched(
         ending_actors = ExitStack()
         stack.callback(ending_actors.close)
         heartbeat.enter("placing the actors", start_s)
-        starting = start_actors(config, cluster, meter, ending_actors)
+        reservation = reserve_places(config, start_s, ending_actors)
+        placement = reservation.placement
+        kind = actor_specs.transport(config, placement)  # refuses one that cannot work before any actor starts
+        decision = decide_roles(config, placement, min(gpu_sizes(), default=None))
+        config = decision.applied_to(config)
+        starting = start_actors(config, cluster, meter, ending_actors, reservation)
         check()
         heartbeat.enter("starting the data plane", start_s)
         plane = stack.enter_context(_opened(config, run_id, one_host=cluster.num_nodes == 1))
@@ -387,19 +402,34 @@ def launched(
         actors.on_replaced.append(tell)
         meter.take()
         stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
+        cached = decision.take_turns and actor_specs.keeps_in_host(config, placement)
         weights = WeightSync(
             config.sync,
             actors.workers,
             actors.engines,
-            lasting=actor_specs.is_lasting(config, actors.placement),
+            lasting=actor_specs.is_lasting(config, placement),
+            in_cache=0 if cached else None,
         )
         stages = Stages(tracer, heartbeat)
+        timeout_s = config.resources.stage_timeout_s
+        roles: Roles = BothResident(weights)
+        if decision.take_turns:
+            roles = TakeTurns(
+                actors,
+                weights,
+                stages,
+                timeout_s=timeout_s,
+                residual_bytes=config.resources.residual_mib << 20,
+                bucket_bytes=send_buffer_bytes(config, kind),
+            )
         yield grpo.Run(
             config=config,
             client=client,
             actors=actors,
-            rollouts=RolloutPool(actors, weights, stages, config.resources.stage_timeout_s),
+            rollouts=RolloutPool(actors, roles, stages, timeout_s),
             weights=weights,
+            roles=roles,
+            roles_note=decision.why,
             stages=stages,
             meter=meter,
             watch=DataPlaneWatch(client),

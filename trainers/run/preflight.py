@@ -24,10 +24,11 @@ from ...dataplane.factory import check_store
 from ...dataplane.security.trusted_network import check_trust
 from ..base_model.prepare import check_model, model_config
 from ..cluster import actor_specs
+from ..cluster.gpu_memory import engine_bytes, parameters, trained_bytes, value_bytes
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
-from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes, value_bytes
+from .dry_run import check_host_memory
 from .extras import check_extras
 from .gpu_table import plan_here
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightUpdate
 from ..incoming_weights import IncomingWeights
 from ..parameters import ParameterSet
@@ -201,11 +203,11 @@ class HfEngine:
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
         froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far."""
+        far. A sleeping engine takes back the memory of its weights and stays asleep."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
-        if self._unusable:
+        if self._unusable not in ("", _ASLEEP):
             raise RuntimeError(f"weights: the engine is {self._unusable}")
         clock = time.perf_counter()
         was_paused, running = self._paused, self._num_running
@@ -229,6 +231,8 @@ class HfEngine:
             if self._serves(version):
                 return  # a commit that began earlier has done it
             async with self._incoming.committing(version) as pairs, self._exclusive:
+                if self._unusable == _ASLEEP:
+                    await self._take_back()
                 await self._in_thread(self._parameters.copy, pairs)
                 self._version = version
                 self._broken = ""
@@ -245,6 +249,7 @@ class HfEngine:
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
         self._unusable = self._unusable or _ASLEEP
+        await self._incoming.free_spare()
         async with self._exclusive:
             if self._unusable != _ASLEEP:
                 return
@@ -257,11 +262,24 @@ class HfEngine:
         async with self._exclusive:
             if self._unusable != _ASLEEP:
                 return
-            await self._in_thread(self._move, self._device)
-            self._parameters.refresh(self._model)
-            self._parameters.allocate()
+            await self._take_back()
             self._unusable = ""
         self._serve_on()
+
+    async def _take_back(self) -> None:
+        """Move the weights to the engine's device again, and allocate memory for those that `sleep` has dropped."""
+        await self._in_thread(self._move, self._device)
+        self._parameters.refresh(self._model)
+        self._parameters.allocate()
+
+    async def memory(self) -> ProcessMemory:
+        """Return the memory of this process, in which the engine lives. Without NVML, its GPU memory is what torch has
+        reserved."""
+
+        def reserved() -> int:
+            return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+        return await asyncio.to_thread(measure, [os.getpid()], reserved)
 
     async def close(self) -> None:
         """Close the engine. Queued requests raise RuntimeError; running requests return the tokens generated so far.

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from ....codecs.host_memory import available_memory
+from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..key_value_memory import check_cache, default_on_cpu, token_bytes
 from ..protocol import (
@@ -395,21 +396,23 @@ class VllmEngine:
         """Wait until requests in flight have ended (requests of a paused engine are aborted), then release device
         memory.
 
-        level: 1 keeps a copy of the weights in host memory, 2 drops them. On a CPU no memory is released. Idempotent.
-        Raises ValueError for another level.
+        level: 1 keeps a copy of the weights in host memory, 2 drops them, so that requests are refused until a version
+        is committed. On a CPU no memory is released. Idempotent. Raises ValueError for another level.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
 
         async def sleep() -> None:
-            if self._asleep:
+            if self._asleep and not self._process.partly_awake:
                 return
+            if self._process.partly_awake:  # a commit has woken the weights, and vLLM releases all or nothing
+                await self._process.wake()
             await self._freeze("abort" if self._frozen else "wait")
             self._asleep = level
             if self._process.can_sleep:
                 await self._process.sleep(level)
-                if level == 2:
-                    self._dropped = "sleep(2) dropped its weights"
+            if level == 2:
+                self._dropped = "sleep(2) dropped its weights"
 
         await self._alone(sleep())
 
@@ -428,6 +431,16 @@ class VllmEngine:
             await self._thaw()
 
         await self._alone(wake())
+
+    async def memory(self) -> ProcessMemory:
+        """Return the memory of vLLM's processes. Where NVML cannot tell them apart, the GPU memory is what all
+        processes hold on the GPUs of this engine's workers."""
+        self._expect_alive("memory")
+        held = await asyncio.to_thread(measure, self.pids)
+        if held.device_bytes or not self._process.can_sleep:
+            return held
+        used = await self._process.call("headrace_used_bytes", returns=int)
+        return ProcessMemory(sum(used), held.host_bytes, whole_device=True)
 
     async def close(self) -> None:
         """Shut down vLLM's processes. Requests in flight return the tokens generated so far. Idempotent."""

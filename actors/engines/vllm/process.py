@@ -169,6 +169,11 @@ class VllmProcess:
         await self._bounded("sleep", self.llm.sleep(level))
         self._asleep = {"weights", "kv_cache"}
 
+    @property
+    def partly_awake(self) -> bool:
+        """Whether vLLM has taken back only a part of the device memory that it released in `sleep`."""
+        return len(self._asleep) == 1
+
     async def wake(self, *tags: str) -> None:
         """Take back device memory that `sleep` released. tags: kinds of memory, `weights` or `kv_cache`; without any,
         all that was released.

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ....codecs import messages
 from ...weights.inbox import WeightInbox
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
@@ -234,6 +235,11 @@ class WeightWorker:
     def headrace_drop(self, version: int) -> None:
         """Forget a prepared version in this worker, or stop receiving it."""
         self.weight_transfer_engine.drop(version)
+
+    def headrace_used_bytes(self) -> bytes:
+        """Return the number of bytes in use on this worker's GPU, by whatever process."""
+        free, total = torch.cuda.mem_get_info()
+        return messages.encode(total - free)
 
     def headrace_close(self) -> None:
         """Close this worker's weight inbox and its connection to the engine."""

@@ -31,15 +31,37 @@ def test_sleep_level_2_drops_the_weights_until_a_commit(model_folder: str, tmp_p
         before = await engine.generate("a", [5], params)
         await engine.sleep(2)
         assert sum(parameter.numel() for parameter in engine._model.parameters()) == 0
-        await engine.prepare_weights(publisher.publish(1, scaled(model_folder, 1.0)))
-        with pytest.raises(RuntimeError, match="asleep"):
-            await engine.commit_weights(1)
         await engine.wake()
         with pytest.raises(EngineBroken, match="its weights were dropped .sleep level 2., commit a version"):
             await engine.generate("a", [5], params)
+        await engine.prepare_weights(publisher.publish(1, scaled(model_folder, 1.0)))
         await engine.commit_weights(1)
         after = await engine.generate("a", [5], params)
         assert [c.token_ids.tolist() for c in after] == [c.token_ids.tolist() for c in before]
+        await engine.close()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+def test_a_sleeping_engine_takes_weights_and_sleeps_on(model_folder: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = HfEngine(model_folder, receiver=receiver())
+        publisher, params = Publisher(tmp_path), SamplingParams(n=2, max_new_tokens=8)
+        before = await engine.generate("a", [5], params)
+        for version in (1, 2):
+            await engine.sleep(2)
+            await serve(engine, publisher, version, scaled(model_folder, 1.0))
+            with pytest.raises(RuntimeError, match="asleep"):
+                await engine.generate("a", [5], params)
+            await engine.sleep(2)
+            assert sum(parameter.untyped_storage().nbytes() for parameter in engine._model.parameters()) == 0
+            assert (await engine.memory()).host_bytes > 0
+            await serve(engine, publisher, version, scaled(model_folder, 1.0))
+            await engine.wake()
+            after = await engine.generate("a", [5], params)
+            assert [c.logprobs.tolist() for c in after] == [c.logprobs.tolist() for c in before]
+            assert {version} == {one for c in after for one in c.versions.tolist()}
         await engine.close()
         publisher.close()
 

@@ -127,6 +127,14 @@ def test_sleep_level_2_asks_for_a_commit(tmp_path: Path) -> None:
         await engine.prepare_weights(publisher.publish(4, {"any": torch.ones(2)}))
         await engine.commit_weights(4)
         assert ((await engine.generate("a", [1], SamplingParams()))[0].versions == 4).all()
+        await engine.sleep(2)
+        assert not engine.loaded
+        await engine.prepare_weights(publisher.publish(5, {"any": torch.ones(2)}))
+        await engine.commit_weights(5)
+        with pytest.raises(RuntimeError, match="asleep"):
+            await engine.generate("a", [1], SamplingParams())
+        await engine.wake()
+        assert ((await engine.generate("a", [1], SamplingParams()))[0].versions == 5).all()
         publisher.close()
 
     asyncio.run(main())

@@ -327,3 +327,30 @@ def test_cuda_weights(device: str) -> None:
         )
         named = change(named, version)
     assert publish_again(target, 5).num_whole == NUM_BUCKETS
+
+
+def test_a_version_that_was_only_cached_is_sent_later() -> None:
+    sender = MemorySender()
+    target = publisher(sender, cache=True)
+    gather = Gather(weights(3))
+    target.cache(3, specs(weights(3)), iter(gather))
+    assert gather.exhausted and 3 not in sender.plans, "nothing was sent"
+    publish_again(target, 3)
+    assert_landed(sender, 3, weights(3))
+    publish(target, 4, weights(4))
+    assert_landed(sender, 4, weights(4))
+    target.close()
+
+
+def test_weights_that_cannot_be_cached_are_read_to_their_end() -> None:
+    """The other ranks take part in gathering them."""
+    uncached, gather = publisher(MemorySender()), Gather(weights())
+    with pytest.raises(ValueError, match="version 1 is to be cached, but the trainer keeps none"):
+        uncached.cache(1, specs(weights()), iter(gather))
+    assert gather.exhausted
+    target, gather = publisher(MemorySender(), cache=True), Gather(dict(reversed(weights().items())))
+    with pytest.raises(ValueError, match="version 1: got weight .*, expected"):
+        target.cache(1, specs(weights()), iter(gather))
+    assert gather.exhausted
+    with pytest.raises(ValueError, match="not in the bucket cache"):
+        publish_again(target, 1)

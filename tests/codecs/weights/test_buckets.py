@@ -117,6 +117,14 @@ def test_pieces_larger_than_a_chunk_are_copied_and_hashed_whole():
     assert all(raw(got[name]) == raw(tensor) for name, tensor in named.items())
 
 
+def test_memory_that_was_copied_into_buckets_can_be_freed_in_place():
+    """As a trainer does to offload: a numpy view of a storage would forbid it for ever."""
+    weight = torch.ones(1000)
+    write(plan_buckets({"w": (weight.dtype, (1000,))}, 4096), {"w": weight})
+    weight.untyped_storage().resize_(0)
+    assert weight.untyped_storage().nbytes() == 0
+
+
 def test_checksum_depends_on_the_weights_alone():
     named = weights([(torch.int8, (5,)), (torch.int8, (6,))])
     plan = plan_buckets(spec(named), 2 * ALIGN)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from headrace.tests.trainers.config.refusals import file_problems
+from headrace.tests.trainers.config.refusals import file_problems, only_problem
 from headrace.trainers.cluster.actor_specs import bucket_mib, data_plane
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
@@ -269,3 +269,20 @@ def test_the_data_plane_may_import_the_samplers_that_the_configuration_names(tmp
     assert data_plane(own).samplers == ("my:first", "my:second")
     both = load(tmp_path, "dataplane: {samplers: ['my:first']}", "algorithm.sampler=my:first")
     assert data_plane(both).samplers == ("my:first",)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"algorithm": {"mode": "async"}}, "got 'always' with algorithm.mode='async', expected algorithm.mode='sync'"),
+        ({"algorithm": {"mode": "streaming"}}, "with algorithm.mode='streaming', expected algorithm.mode='sync'"),
+        ({"validation": {"background": True}}, "got 'always' with validation.background=true, expected false"),
+        ({"sync": {"delta": True}}, "got 'always' with sync.delta=true, expected false"),
+        ({"sync": {"staging": "full"}}, "got 'always' with sync.staging='full', expected 'auto'"),
+        ({"run": {"replay": "/a"}, "validation": {"every": 0}}, "got 'always' with run.replay set, expected it unset"),
+    ],
+)
+def test_turns_in_memory_are_refused_where_both_sides_are_busy(sections: dict, words: str) -> None:
+    always = {"resources": {"switch_roles": "always"}}
+    assert words in only_problem({**sections, **always})
+    build_config({**sections, "resources": {"switch_roles": "auto"}})

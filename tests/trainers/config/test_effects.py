@@ -129,7 +129,12 @@ def test_every_key_of_the_table_is_refused_where_it_has_no_effect() -> None:
             "validation": {"every": 0},
             "sync": {"transport": "disk"},
             "dataplane": {"store": {"kind": "shm"}},
-            "resources": {"ray_address": "auto", "trainer_gpus": [0], "rollout_gpus": [1]},
+            "resources": {
+                "ray_address": "auto",
+                "trainer_gpus": [0],
+                "rollout_gpus": [1],
+                "switch_roles": "never",
+            },
         }
     )
     idle |= {key for key, needs in EFFECTS.items() if not all(need.holds(other) for need in needs)}

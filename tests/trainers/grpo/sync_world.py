@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from headrace.actors.engine_actor import EngineHost
 from headrace.actors.engines.protocol import CommitReport, Completion, PauseMode, Prepared, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.memory import ProcessMemory
 from headrace.actors.protocols import ActorInfo
 from headrace.actors.remote_methods import decode_arguments
 from headrace.actors.train.worker import TrainWorker
@@ -88,9 +89,15 @@ class TrainProcess(Process):
         super().__init__()
         self._publisher = WeightPublisher(IpcSender(run_id, config.timeout_s), config, BUCKET_BYTES)
         self._threads = {name: ThreadPoolExecutor(1) for name in ("main", "weights", "abort")}
+        self._specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()}
         self.scale = 1.0
         self.on_weight: Callable[[str], None] = lambda name: None
         """Called before each weight is sent."""
+        self.gathers = 0
+        """Number of times that the weights were gathered."""
+        self.offloaded = False
+        self.held_bytes = 0
+        """GPU memory that the process says it holds."""
 
     def start(self, method: str, message: bytes) -> Future[bytes]:
         function = getattr(TrainWorker, method, None)
@@ -102,13 +109,32 @@ class TrainProcess(Process):
         return ActorInfo.here("train worker 0")
 
     def open_update(self, version: int, receivers: Sequence[ReceiverGroup], base: int | None) -> WeightUpdate:
-        specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()}
-        return self._publisher.open(version, specs, receivers, base=base)
+        return self._publisher.open(version, self._specs, receivers, base=base)
 
     def send_weights(self, update: WeightUpdate) -> SendReport:
         return self._publisher.publish(update, self._weights())
 
+    def open_cached(self, version: int, receivers: Sequence[ReceiverGroup]) -> WeightUpdate:
+        return self._publisher.open(version, self._specs, receivers, cached=True)
+
+    def send_cached(self, update: WeightUpdate) -> SendReport:
+        return self._publisher.publish_cached(update)
+
+    def cache_weights(self, version: int) -> None:
+        self._publisher.cache(version, self._specs, self._weights())
+
+    def offload(self) -> None:
+        self.offloaded = True
+
+    def onload(self) -> None:
+        self.offloaded = False
+
+    def memory(self) -> ProcessMemory:
+        return ProcessMemory(self.held_bytes, 1)
+
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert not self.offloaded
+        self.gathers += 1
         for name, tensor in WEIGHTS.items():
             self.on_weight(name)
             yield name, tensor * self.scale
@@ -259,6 +285,7 @@ def world(
     """A world of engines of these kinds; `sync` are keys of the section."""
     monkeypatch.setattr(calls.ray, "wait", _wait)
     monkeypatch.setattr(calls.ray, "get", _get)
+    monkeypatch.setattr(calls.ray, "kill", lambda process, no_restart: process.kill())
     made = World(SyncConfig(**{"staging": "none", "timeout_s": 5.0, **sync}), kinds, latency_s)
     try:
         yield made

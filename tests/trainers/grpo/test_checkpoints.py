@@ -16,6 +16,7 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo import checkpoints as module
 from headrace.trainers.grpo.checkpoints import Checkpoints
+from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State
 from headrace.trainers.observe.trace import Tracer
@@ -50,6 +51,7 @@ class Workers:
         )
         self.stages = Stages(Tracer(0), Heartbeat())
         self.workers = [fake_ray.worker(self.answer, rank) for rank in range(2)]
+        self.roles = BothResident(None)  # pyright: ignore[reportArgumentType]
         self.folder = folder
         self.refused: list[str] = []
         """Methods whose next call fails on all workers."""

@@ -13,6 +13,7 @@ from headrace.trainers.cluster import calls, progress, run_actors
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.run_actors import RunActors
+from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer
@@ -39,7 +40,8 @@ class Run:
         self.actors = RunActors(EnginePool(engines, embedded=False), [self.rollout], [], max_replaced, (), BOUND_S)
         self.actors.on_death.append(lambda died: self.events.append(f"died: {died}"))
         stages = Stages(Tracer(0), Heartbeat())
-        self.pool = RolloutPool(self.actors, None, stages, BOUND_S)  # pyright: ignore[reportArgumentType]
+        roles = BothResident(None)  # pyright: ignore[reportArgumentType]
+        self.pool = RolloutPool(self.actors, roles, stages, BOUND_S)
         self.pool.begin_watch()
 
     def answer(self, index: int) -> fake_ray.Answer:

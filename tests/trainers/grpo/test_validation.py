@@ -18,6 +18,7 @@ from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.grpo import validation as subject
+from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State
 from headrace.trainers.observe.trace import Tracer
@@ -69,7 +70,11 @@ class Validations:
         )
         stages = Stages(Tracer(0), Heartbeat())
         self.run: Any = SimpleNamespace(
-            config=config, rollouts=rollouts, stages=stages, validating=actor_specs.validation_sampling(config)
+            config=config,
+            rollouts=rollouts,
+            stages=stages,
+            validating=actor_specs.validation_sampling(config),
+            roles=BothResident(None),  # pyright: ignore[reportArgumentType]
         )
         monkeypatch.setattr(subject, "ended", lambda calls, stage, timeout_s: [(call, call.report) for call in calls])
         monkeypatch.setattr(subject.grpo, "export_model", self._export)

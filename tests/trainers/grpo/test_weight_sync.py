@@ -16,6 +16,7 @@ from headrace.tests.trainers.grpo.sync_world import WEIGHTS, DirectEngine, World
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import NoEngineLeft
 from headrace.trainers.grpo import weight_sync
+from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
 
 
@@ -104,7 +105,7 @@ def test_a_trainer_that_dies_in_a_direct_update_leaves_engines_whose_requests_wa
         assert not late.done() and (in_flight == "wait" or not running.done())
         pool = RolloutPool(
             SimpleNamespace(engines=it.pool, rollouts=[]),  # pyright: ignore[reportArgumentType]
-            it.sync,
+            BothResident(it.sync),
             _Stages(),  # pyright: ignore[reportArgumentType]
             5.0,
         )

@@ -10,10 +10,13 @@ import pytest
 
 from headrace.actors.engines.config import ModelConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
+from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.config.config import AlgorithmConfig, Config
+from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.run.dry_run import check_host_memory, describe, host_bytes, placements, trained_bytes
+from headrace.trainers.run import dry_run
+from headrace.trainers.run.dry_run import check_host_memory, describe, placements
 
 
 def config(**trainer: Any) -> Config:
@@ -95,3 +98,17 @@ def test_async_without_a_correction_is_said_in_one_line() -> None:
         "note: algorithm.mode=async with loss.kind=reinforce trains on rows of up to 2 older policies"
     )
     assert "note:" not in describe(stale)
+
+
+def test_the_memory_of_a_shared_gpu_is_shown_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "gpu_sizes", lambda: (80 << 30,))
+    chosen = build_config(
+        {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}, "validation": {"every": 0}}
+    )
+    text = describe(chosen)
+    [trainer] = [line for line in text.splitlines() if line.startswith("  trainer  ")]
+    assert all(part in trainer for part in ("weights", "gradients", "optimizer", "activations", "logits"))
+    assert "both resident" in text and "in turns" in text
+    assert "share GPUs and both stay in memory, because together they need about" in text
+    monkeypatch.setattr(dry_run, "gpu_sizes", lambda: ())
+    assert "both resident" not in describe(chosen)

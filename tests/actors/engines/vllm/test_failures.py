@@ -129,6 +129,14 @@ def test_sleeping_engines_take_weights_but_no_requests(unstaged: Subject) -> Non
         await engine.wake()
         await engine.wake()
         unstaged.expect_logprobs(PROMPT, await engine.generate("x", PROMPT, SHORT))
+        await engine.sleep(2)
+        assert (await engine.memory()).host_bytes > 0
+        await engine.wake()
+        with pytest.raises(EngineBroken, match="dropped its weights; commit a version"):
+            await engine.generate("y", PROMPT, SHORT)
+        await engine.prepare_weights(unstaged.update())
+        await engine.commit_weights(old + 2)
+        unstaged.expect_logprobs(PROMPT, await engine.generate("y", PROMPT, SHORT))
 
     unstaged.run(main())
 

@@ -1,0 +1,108 @@
+"""Measures the memory that processes hold now, on GPUs (by NVML, else by their own count) and in the host."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+SMI_TIMEOUT_S = 10.0
+"""Seconds that `nvidia-smi` may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Memory that one actor's processes held when they were measured."""
+
+    device_bytes: int
+    """Number of bytes on GPUs, contexts included when NVML measured them; 0 without GPUs."""
+    host_bytes: int
+    """Number of bytes resident in host memory, summed over the processes."""
+    whole_device: bool = False
+    """True if `device_bytes` is what all processes together hold on the GPU, because nobody could tell them apart."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Number of bytes on GPUs or, where the processes hold none there, in host memory."""
+        return self.device_bytes or self.host_bytes
+
+
+def measure(pids: Collection[int], own_bytes: Callable[[], int] = lambda: 0) -> ProcessMemory:
+    """Return the memory that the processes `pids` of this host hold together. A process that is gone holds none.
+
+    own_bytes: function that returns the bytes which the processes' own framework has taken on GPUs. It is called only
+    where NVML is missing or does not list any of the processes, as in a container that has process ids of its own.
+    """
+    on_devices = nvml_bytes(pids)
+    return ProcessMemory(own_bytes() if on_devices is None else on_devices, sum(map(_resident, pids)))
+
+
+def nvml_bytes(pids: Collection[int]) -> int | None:
+    """Return the bytes that NVML says the processes hold on all GPUs of this host. Returns None without NVML
+    (`pip install nvidia-ml-py`) or GPUs, or if NVML lists none of the processes."""
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        found = [
+            process.usedGpuMemory or 0
+            for index in range(nvml.nvmlDeviceGetCount())
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(index))
+            if process.pid in pids
+        ]
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+    return sum(found) if any(found) else None
+
+
+def gpu_sizes() -> tuple[int, ...]:
+    """Return the total memory in bytes of each GPU of this host, as NVML or `nvidia-smi` tells it; () without GPUs."""
+    nvml = _nvml()
+    if nvml is None:
+        return _smi_sizes()
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return tuple(nvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles)
+    except nvml.NVMLError:
+        return ()
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _smi_sizes() -> tuple[int, ...]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ()
+    query = [smi, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S).stdout.split()
+    except subprocess.TimeoutExpired:
+        return ()
+    return tuple(int(mib) << 20 for mib in told if mib.isdigit())
+
+
+def _nvml() -> Any:
+    """Return the module `pynvml`, initialized, or None if it is not installed or finds no driver."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+def _resident(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0

@@ -1,0 +1,101 @@
+"""Whether engine and trainer fit a GPU together: estimates against measured runs, and the decision that follows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.trainers.cluster.gpu_memory import decide_roles, estimate, parameters, share_gpus
+from headrace.trainers.config.config import Config
+from headrace.trainers.config.load import build_config
+
+GIB = 1 << 30
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+"""The shape of Qwen3-0.6B."""
+
+
+def config(folder: Path, switch_roles: str = "auto", model: dict[str, Any] | None = None, **sections: Any) -> Config:
+    (folder / "config.json").write_text(json.dumps(QWEN3 if model is None else model))
+    chosen: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "rollout": {"engine": "vllm", "kv_cache_mib": 32768},
+        "trainer": {"mixed_precision": True, "tokens_per_microbatch": 16384},
+        "resources": {"switch_roles": switch_roles},
+        "validation": {"every": 0},
+    }
+    for name, keys in sections.items():
+        chosen[name] = {**chosen.get(name, {}), **keys}
+    return build_config(chosen)
+
+
+def test_the_estimate_covers_what_was_measured(tmp_path: Path) -> None:
+    """That run had 49 GiB at torch's peak in the trainer and 89 GiB on the GPU, both roles resident."""
+    chosen = config(tmp_path)
+    assert parameters(chosen) == pytest.approx(596e6, rel=0.01)
+    memory = estimate(chosen)
+    assert memory is not None
+    assert 49 <= sum(memory.trainer.values()) / GIB <= 1.25 * 49
+    assert 89 <= memory.resident / GIB <= 1.25 * 89
+    assert memory.taking_turns < memory.resident
+    assert memory.host["offloaded state"] == sum(memory.trainer[part] for part in ("weights", "gradients", "optimizer"))
+
+
+def test_less_is_needed_with_recomputation_and_more_with_a_full_head(tmp_path: Path) -> None:
+    full, lean = config(tmp_path, trainer={"head": "full"}), config(tmp_path, trainer={"recompute": "full"})
+    plain = estimate(config(tmp_path))
+    with_full, with_lean = estimate(full), estimate(lean)
+    assert plain is not None and with_full is not None and with_lean is not None
+    assert with_lean.trainer["activations"] < plain.trainer["activations"] / 10
+    assert with_full.trainer["logits"] > 10 * plain.trainer["logits"]
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "takes_turns", "words"),
+    [
+        (141, False, r"share GPUs and both stay in memory, because together they need about \d+\.\d of 141\.0 GiB"),
+        (80, True, r"share GPUs and take turns in memory, because .* of 80\.0 GiB on a GPU, and \d+\.\d GiB in turns"),
+        (None, True, "take turns in memory, because the memory of the GPUs is not known"),
+    ],
+)
+def test_memory_decides(tmp_path: Path, gpu_gib: int | None, takes_turns: bool, words: str) -> None:
+    decision = decide_roles(config(tmp_path), num_gpus=1, gpu_bytes=None if gpu_gib is None else gpu_gib * GIB)
+    assert decision.take_turns is takes_turns
+    assert re.search(words, decision.why), decision.why
+    applied = decision.applied_to(config(tmp_path)).resources.switch_roles
+    assert applied == ("always" if takes_turns else "never")
+
+
+def test_where_turns_are_impossible_both_stay_and_it_says_why(tmp_path: Path) -> None:
+    decision = decide_roles(config(tmp_path, algorithm={"mode": "async"}), num_gpus=1, gpu_bytes=80 * GIB)
+    assert not decision.take_turns
+    assert "both stay in memory although" in decision.why and "got algorithm.mode='async'" in decision.why
+
+
+def test_a_model_of_unknown_size_takes_turns(tmp_path: Path) -> None:
+    decision = decide_roles(config(tmp_path, model={"num_experts": 4}), num_gpus=1, gpu_bytes=80 * GIB)
+    assert decision.take_turns and "the size of the model is not known" in decision.why
+
+
+def test_nothing_is_decided_where_nothing_is_shared(tmp_path: Path) -> None:
+    auto, always, never = (config(tmp_path, asked) for asked in ("auto", "always", "never"))
+    assert [share_gpus(chosen, 0) for chosen in (auto, always, never)] == [False, True, False]
+    assert share_gpus(auto, 1) and not share_gpus(auto, 2)
+    for chosen, num_gpus in ((auto, 0), (auto, 2), (never, 1)):
+        decision = decide_roles(chosen, num_gpus=num_gpus, gpu_bytes=GIB)
+        assert (decision.take_turns, decision.why) == (False, "")
+    assert decide_roles(always, num_gpus=0, gpu_bytes=None).take_turns
+    useless = decide_roles(always, num_gpus=2, gpu_bytes=GIB)
+    assert not useless.take_turns and "has no effect" in useless.why

@@ -1,0 +1,255 @@
+"""Estimates what engine and train worker hold in the memory of a GPU, part by part, and decides whether both fit.
+
+The estimates come from the configuration and the model's config.json alone, so that they can be shown before anything
+starts. They err on the high side by about a tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...actors.engines.config import engine_dtype, memory_share
+from ...actors.weights.transports.factory import resolve_kind
+from ...codecs.integers import ceil_div
+from ..backends.vocab_logprobs import GPU_LOGIT_ELEMENTS
+from ..base_model.prepare import model_config
+from ..config.checks import switch_obstacles
+from ..config.config import Config
+from . import actor_specs
+from .placement import Placement
+
+CONTEXT_BYTES = 1 << 30
+"""GPU memory of a process for its CUDA context, libraries and fragmentation."""
+ENGINE_WORKSPACE_BYTES = 3 << 30
+"""GPU memory of a vLLM process for activations and CUDA graphs."""
+USABLE = 0.95
+"""Share of a GPU's memory that the estimates may fill."""
+CACHED_VERSIONS = 2
+"""Number of versions of the weights that `sync.cache` keeps in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Estimated bytes of one train worker and of one process of an engine, which share a GPU."""
+
+    trainer: Mapping[str, int]
+    """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `activations`, `logits`."""
+    engine: Mapping[str, int]
+    """Name of a part -> its bytes: `weights`, `keys and values`, `workspace`."""
+    buckets: int
+    """Bytes of the buffers from which weights are sent, which the trainer keeps at all times."""
+    contexts: int
+    """Bytes that both processes keep at all times for what is not theirs to free."""
+    host: Mapping[str, int]
+    """Name of a part of the host memory that a train worker needs in addition when the roles take turns -> its
+    bytes: `offloaded state`, `cached versions`."""
+
+    @property
+    def resident(self) -> int:
+        """Bytes at the peak if both sides keep their memory."""
+        return sum(self.trainer.values()) + sum(self.engine.values()) + self.buckets + self.contexts
+
+    @property
+    def taking_turns(self) -> int:
+        """Bytes at the peak if the sides take turns: in training, in generation, or while weights are handed over, when
+        the trainer's state and the engine's weights are on the GPU together."""
+        state = sum(self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference"))
+        hand_over = state + self.engine.get("weights", 0)
+        return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.buckets + self.contexts
+
+
+@dataclass(frozen=True, slots=True)
+class RolesDecision:
+    """Whether engines and train workers take turns in the memory of their GPUs, and why."""
+
+    take_turns: bool
+    why: str
+    """Sentence for the user; "" if there was nothing to decide."""
+
+    def applied_to(self, config: Config) -> Config:
+        """Return `config` with `resources.switch_roles` as it was decided, `always` or `never`."""
+        chosen = "always" if self.take_turns else "never"
+        resources = config.resources.model_copy(update={"switch_roles": chosen})
+        return config.model_copy(update={"resources": resources})
+
+
+def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) -> RolesDecision:
+    """Decide what `resources.switch_roles` means for this run. gpu_bytes: memory of the smallest GPU; None if it is not
+    known.
+
+    On a machine without GPUs, only `always` makes the roles take turns, in host memory.
+    """
+    asked = config.resources.switch_roles
+    shared = placement.shared or (placement.layout == "cpu" and asked == "always")
+    if asked == "never" or (asked == "auto" and not shared):
+        return RolesDecision(False, "")
+    if not shared:
+        return RolesDecision(False, "resources.switch_roles=always has no effect: no GPU holds an engine and a trainer")
+    if asked == "always":
+        return RolesDecision(True, "engines and train workers take turns in memory (resources.switch_roles=always)")
+    both, obstacles = "engines and train workers share GPUs", switch_obstacles(config)
+    memory = estimate(config, gpu_bytes)
+    if memory is None or gpu_bytes is None:
+        unknown = "the size of the model" if memory is None else "the memory of the GPUs"
+        if obstacles:
+            return RolesDecision(False, f"{both} and both stay in memory: got {obstacles[0]}")
+        return RolesDecision(True, f"{both} and take turns in memory, because {unknown} is not known before the start")
+    need = f"together they need about {_gib(memory.resident)} of {_gib(gpu_bytes)} GiB on a GPU"
+    if memory.resident <= USABLE * gpu_bytes:
+        return RolesDecision(False, f"{both} and both stay in memory, because {need}")
+    if obstacles:
+        return RolesDecision(False, f"{both} and both stay in memory although {need}: got {obstacles[0]}")
+    return RolesDecision(
+        True, f"{both} and take turns in memory, because {need}, and {_gib(memory.taking_turns)} GiB in turns"
+    )
+
+
+def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
+    """Return the estimated GPU memory of a run that has one engine process and one train worker on a GPU of `gpu_bytes`
+    bytes (None: not known). Returns None if the model's size is not known: its config.json is not on this machine, or
+    it is not a dense Llama-like model."""
+    model = model_config(config)
+    params = parameters(config)
+    if params is None:
+        return None
+    trains = config.trainer.backend != "scripted"
+    trainer = {**trained_parts(config, params), **_pass_parts(config, model)} if trains else {}
+    versions = CACHED_VERSIONS * params * (2 if config.trainer.mixed_precision else 4) if config.sync.cache else 0
+    return GpuMemory(
+        trainer=trainer,
+        engine=engine_parts(config, params, gpu_bytes),
+        buckets=send_buffer_bytes(config, resolve_kind(config.sync.transport, one_host=True, shared_gpus=True)),
+        contexts=2 * CONTEXT_BYTES,
+        host={
+            "offloaded state": trained_bytes(config, params) if trains else 0,
+            "cached versions": versions,
+        },
+    )
+
+
+def send_buffer_bytes(config: Config, kind: str) -> int:
+    """Return the GPU memory of the two buffers from which train rank 0 sends weights by transport `kind`."""
+    return 2 * actor_specs.bucket_mib(config, kind, "cuda") << 20
+
+
+def engine_parts(config: Config, params: int, gpu_bytes: int | None) -> dict[str, int]:
+    """Return what one process of an engine holds on a GPU of `gpu_bytes` bytes: name of a part -> bytes.
+
+    With `rollout.kv_cache=auto` the keys and values fill the engine's share of the GPU; their part is 0 if the GPU's
+    memory is not known.
+    """
+    rollout = config.rollout
+    if rollout.engine == "scripted":
+        return {}
+    weights = int(engine_bytes(config, params))
+    if rollout.engine != "vllm":
+        return {"weights": weights}
+    if rollout.kv_cache != "auto":
+        cache = rollout.kv_cache << 20
+    else:
+        share = int(memory_share(rollout, shared=True) * (gpu_bytes or 0))
+        cache = max(0, share - weights - ENGINE_WORKSPACE_BYTES)
+    return {"weights": weights, "keys and values": cache, "workspace": ENGINE_WORKSPACE_BYTES}
+
+
+def _pass_parts(config: Config, model: Mapping[str, Any]) -> dict[str, int]:
+    """Return what the forward and backward pass of one microbatch of the largest size adds to a train worker's memory:
+    name of a part -> bytes.
+
+    A layer keeps, for each token, the inputs and float32 values of its norms, queries, keys and values before and after
+    the rotation, the output of the attention, and four values of the MLP's width.
+    """
+    trainer = config.trainer
+    size = 2 if trainer.mixed_precision else 4
+    hidden, heads, layers = model["hidden_size"], model["num_attention_heads"], model["num_hidden_layers"]
+    head_dim = model.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (model.get("num_key_value_heads") or heads) * head_dim
+    norms = (8 + size) * (2 * hidden + (queries + keys) // trainer.tp)
+    products = size * (2 * hidden + (4 * queries + 4 * keys + 4 * model["intermediate_size"]) // trainer.tp)
+    tokens = ceil_div(trainer.tokens_per_microbatch, trainer.cp)
+    kept = tokens * layers * (norms + products)
+    if trainer.recompute == "full":
+        kept = tokens * (layers * hidden * size + norms + products)
+    logits = tokens * model["vocab_size"] // trainer.tp
+    if trainer.head == "selected":
+        logits = min(logits, GPU_LOGIT_ELEMENTS)
+    return {"activations": kept, "logits": 4 * 4 * logits}  # float32 logits, log-probs, and a gradient of each
+
+
+# ---------------- Sizes that other checks use, too.
+
+
+def trained_parts(config: Config, params: int) -> dict[str, int]:
+    """Return what one train worker holds between two passes, all in float32: name of a part -> bytes.
+
+    The result takes into account how the train backend shards them over ranks.
+    """
+    trainer, topology = config.trainer, config.trainer.topology
+    sharded = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
+    each = params * 4 // sharded
+    moments = 2 * each
+    if trainer.backend != "fsdp" and trainer.distributed_optimizer:
+        moments = 2 * params * 4 // (sharded * topology.dp * topology.cp)
+    parts = {"weights": each, "gradients": each, "optimizer": moments}
+    return {**parts, "reference": each} if config.with_reference else parts
+
+
+def trained_bytes(config: Config, params: int) -> int:
+    """Return the number of bytes that one train worker holds: float32 weights, gradients, Adam moments and, if the run
+    needs it, reference model."""
+    return sum(trained_parts(config, params).values())
+
+
+def engine_bytes(config: Config, params: int) -> float:
+    """Return the number of bytes of the weights in one process of an engine."""
+    return params * value_bytes(config) / config.rollout.tp
+
+
+def value_bytes(config: Config) -> int:
+    """Return the number of bytes of one number in the engines on this machine."""
+    return {"float32": 4, "bfloat16": 2}[engine_dtype(config.model, gpu=has_gpus())]
+
+
+def has_gpus() -> bool:
+    """Return whether this machine has a GPU."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
+    """Return the number of bytes of host memory that one train worker needs for weights, gradients, optimizer state and
+    reference model. No extra memory is needed at the start, because every rank reads only its own shards of the model's
+    files. What a worker needs to offload its state comes on top, see `GpuMemory.host`."""
+    trainer, topology = config.trainer, config.trainer.topology
+    if trainer.backend == "scripted":
+        return 0
+    if not gpus or trainer.offload:
+        return trained_bytes(config, params)
+    if not config.with_reference or (trainer.backend == "fsdp" and topology.world == 1):
+        return 0
+    # On GPUs the backends keep the reference in host memory between uses; one FSDP rank keeps it on its GPU.
+    return trained_parts(config, params)["reference"]
+
+
+def parameters(config: Config) -> int | None:
+    """Return the number of parameters of a dense Llama-like model, computed from the model's config. Returns None if
+    that config is not on this machine or the model is of another kind."""
+    return _dense_parameters(model_config(config))
+
+
+def _dense_parameters(model: Mapping[str, Any]) -> int | None:
+    if "num_experts" in model or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(model):
+        return None
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    head_dim = model.get("head_dim") or hidden // heads
+    kv_heads = model.get("num_key_value_heads") or heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    tables = 1 if model.get("tie_word_embeddings") else 2
+    return model["num_hidden_layers"] * layer + tables * model["vocab_size"] * hidden + hidden
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"

@@ -1,0 +1,311 @@
+"""Decides who holds the memory of GPUs that engines and train workers share: both at once, or one side at a time.
+
+`TakeTurns` is used with `resources.switch_roles`, `BothResident` without:
+
+    engines awake, workers offloaded       rollouts, validation
+        |  to_training     engines sleep and drop weights, keys and values -> their memory has fallen -> workers onload
+        v
+    engines asleep, workers onloaded       log-probs, train, checkpoint, export
+        |  sync            each engine takes back its weights alone and loads the version -> workers offload -> their
+        v                  memory has fallen -> engines take back keys and values
+    engines awake, workers offloaded
+
+stage       waits for                                     unblocked by
+sleep       all engines, then their memory to fall        the last answer; one that holds on to its memory is killed
+onload      all train workers                             their last answer
+offload     all train workers, then their memory to fall  the last answer, or an error that names the worker
+wake        all engines that hold the version             the last answer; one that fails is killed
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from ...actors.memory import ProcessMemory
+from ..cluster.calls import ActorFailed, gather, gather_each
+from ..cluster.engine_pool import Engine, NoEngineLeft
+from ..cluster.handles import EngineHandle, TrainHandle
+from ..cluster.run_actors import RunActors
+from .stages import Stages
+from .weight_sync import HEALTH_S, SyncReport, WeightSync
+
+H = TypeVar("H", EngineHandle, TrainHandle)
+
+_log = logging.getLogger(__name__)
+LEVEL = 2
+"""Level at which engines sleep: they drop their weights, which takes no host memory. The version that they serve next
+comes from the train workers in any case, and faster than from a copy in the host."""
+FALL_S = 10.0
+"""Seconds within which the memory of an engine that sleeps, or of a worker that has offloaded, must have fallen."""
+LOOK_S = 0.05
+"""Seconds between two measurements of memory that has not fallen yet."""
+SWITCH_STAGES = ("sleep", "wake", "offload", "onload")
+"""Stages in which a run passes the memory of its GPUs from one side to the other."""
+
+
+class Roles(Protocol):
+    """The operations on the memory that engines and train workers share."""
+
+    @property
+    def training(self) -> bool:
+        """Whether the train workers can work now."""
+        ...
+
+    def to_training(self) -> None:
+        """Give the train workers the memory that they need. Waits for running requests to end. Idempotent. Raises
+        ActorFailed if a worker fails."""
+        ...
+
+    def make_room(self) -> None:
+        """End all rollouts and put the engines to sleep, so that the train workers can be used, or new ones started, at
+        any moment of a run."""
+        ...
+
+    def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
+        """Bring `engines` (None: all) to the train workers' `version`, and let them generate. Raises as
+        `WeightSync.sync` does; engines that failed are left out."""
+        ...
+
+    def bring(self, engine: Engine, version: int) -> bool:
+        """Bring `engine`, whose process is new, to `version` while other engines may generate. Returns False if it has
+        to wait for the next `sync`. Raises as `WeightSync.sync` does."""
+        ...
+
+    def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step's switches. seconds: name of each stage of the step -> its seconds."""
+        ...
+
+
+class BothResident:
+    """Both sides keep their memory: nothing is switched."""
+
+    training = True
+
+    def __init__(self, weights: WeightSync) -> None:
+        self._weights = weights
+
+    def to_training(self) -> None:
+        """Do nothing: the train workers are always ready."""
+
+    def make_room(self) -> None:
+        """Do nothing: the train workers are always ready."""
+
+    def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
+        return self._weights.sync(version, engines)
+
+    def bring(self, engine: Engine, version: int) -> bool:
+        if version:
+            self._weights.sync(version, [engine])
+        return True
+
+    def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        return {}
+
+
+class TakeTurns:
+    """One side at a time holds the GPUs' memory. Begins with engines awake and train workers offloaded."""
+
+    def __init__(
+        self,
+        actors: RunActors,
+        weights: WeightSync,
+        stages: Stages,
+        *,
+        timeout_s: float,
+        residual_bytes: int,
+        bucket_bytes: int,
+    ) -> None:
+        """timeout_s: largest number of seconds that an actor may take to sleep, wake, offload or onload.
+        residual_bytes: GPU memory that one process may keep while the other side works, such as its CUDA context.
+        bucket_bytes: GPU memory that a train worker may keep in addition, for the buffers from which it sends."""
+        self._actors = actors
+        self._weights = weights
+        self._stages = stages
+        self._timeout_s = timeout_s
+        self._residual_bytes = residual_bytes
+        self._bucket_bytes = bucket_bytes
+        self._turn: str | None = "generating"
+        """Side that holds the memory, `generating` or `training`; None while it is passed on, or if that failed."""
+        self._held: dict[str, int] = {}
+        """Most memory in bytes that an engine or a worker held after its last switch, by name of the metric."""
+        self._awake: dict[str, int] = {}
+        """GPU memory in bytes that each engine held when it was last awake, by engine name."""
+
+    @property
+    def training(self) -> bool:
+        return self._turn == "training"
+
+    def to_training(self) -> None:
+        if self._turn == "training":
+            return
+        self._turn = None
+        with self._timed("sleep"):
+            self._sleep()
+        workers = self._actors.workers
+        with self._timed("onload"):
+            gather([worker.onload() for worker in workers], "onload", self._timeout_s)
+            held = gather([worker.memory() for worker in workers], "onload", self._timeout_s)
+            self._note("trainer_gib_onloaded", held)
+        self._turn = "training"
+
+    def make_room(self) -> None:
+        gather_each([rollout.end_rollouts() for rollout in self._actors.rollouts], "surplus", HEALTH_S)
+        self._turn = None
+        with self._timed("sleep"):
+            self._sleep()
+
+    def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
+        self.to_training()
+        self._turn = None
+        self._find_dead()
+        report, none_left = None, None
+        try:
+            report = self._weights.sync(version, engines)
+        except NoEngineLeft as error:  # the workers must make room before others can be started
+            none_left = error
+        workers = self._actors.workers
+        with self._timed("offload"):
+            gather([worker.offload() for worker in workers], "offload", self._timeout_s)
+            self._expect_offloaded()
+        with self._timed("wake"):
+            self._wake()
+        self._turn = "generating"
+        if report is None:
+            assert none_left is not None
+            raise none_left
+        return report
+
+    def bring(self, engine: Engine, version: int) -> bool:
+        if not version:
+            return True  # it has loaded that from the model's folder
+        if self._weights.kept == version:
+            try:
+                self._weights.catch_up(engine)
+                return True
+            except ActorFailed as error:
+                _log.warning("catch up: %s", error)
+        if any(other is not engine and not other.left_out for other in self._actors.engines.engines):
+            _log.warning("%s waits for the next weight sync, as the others generate meanwhile", engine.handle.info)
+            return False
+        self.to_training()
+        self.sync(version)
+        return not engine.left_out
+
+    def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        figures = {f"switch/{stage}_s": seconds.get(stage, 0.0) for stage in SWITCH_STAGES}
+        held = {f"switch/{name}": num_bytes / 2**30 for name, num_bytes in self._held.items()}
+        return {**figures, **held, "time/switch_s": sum(figures.values())}
+
+    # ------------------------------------------------------------ engines
+
+    def _sleep(self) -> None:
+        """Put all living engines to sleep and wait until their GPU memory has fallen. An engine that fails or does not
+        let go of its memory is killed; another takes its place once the train workers have offloaded."""
+        engines = self._living()
+        outcomes = gather_each([engine.handle.sleep(LEVEL) for engine in engines], "sleep", self._timeout_s)
+        asleep = dict[EngineHandle, Engine]()
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, ActorFailed):
+                self._end(engine, str(outcome))
+            else:
+                engine.broken = True  # it has dropped its weights
+                asleep[engine.handle] = engine
+        held, wrong = self._fallen(list(asleep), lambda handle, held: self._limit(asleep[handle], held))
+        for handle, why in wrong.items():
+            self._end(asleep[handle], f"sleep: {handle.info} {why}")
+        self._note("engine_gib_asleep", held)
+
+    def _wake(self) -> None:
+        """Wake all engines that hold a complete version. One that fails is killed, and others are not held up."""
+        engines = [engine for engine in self._living() if not engine.broken]
+        outcomes = gather_each([engine.handle.wake() for engine in engines], "wake", self._timeout_s)
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, ActorFailed):
+                self._end(engine, str(outcome))
+        handles = [engine.handle for engine in engines if not engine.dead]
+        held = zip(handles, _measured(handles, self._timeout_s), strict=True)
+        found = {handle.info.name: answer for handle, answer in held if not isinstance(answer, ActorFailed)}
+        self._awake = {name: one.device_bytes for name, one in found.items()}
+        self._note("engine_gib_awake", list(found.values()))
+
+    def _living(self) -> list[Engine]:
+        return [engine for engine in self._actors.engines.engines if not engine.dead]
+
+    def _find_dead(self) -> None:
+        """Mark engines that died asleep as dead, so that the weight sync does not wait for them."""
+        engines = self._living()
+        answers = gather_each([engine.handle.ping() for engine in engines], "health", HEALTH_S)
+        for engine, answer in zip(engines, answers, strict=True):
+            if isinstance(answer, ActorFailed) and answer.died:
+                self._end(engine, str(answer))
+
+    def _end(self, engine: Engine, reason: str) -> None:
+        """Kill the process of an engine, which frees its memory for certain, and mark it as dead; see
+        `RolloutPool.replace_dead`."""
+        engine.handle.kill()
+        engine.dead = True
+        self._actors.engines.leave_out(engine, reason)
+
+    # ------------------------------------------------------------ memory
+
+    def _expect_offloaded(self) -> None:
+        """Wait until the GPU memory of the train workers has fallen. Raises ActorFailed, naming the worker, if it does
+        not within FALL_S seconds."""
+        workers = self._actors.workers
+        held, wrong = self._fallen(workers, lambda worker, held: self._residual_bytes + self._bucket_bytes)
+        for worker, why in wrong.items():
+            raise ActorFailed(f"offload: {worker.info} {why}")
+        self._note("trainer_gib_offloaded", held)
+
+    def _limit(self, engine: Engine, held: ProcessMemory) -> int | None:
+        """Return the largest number of bytes that a sleeping engine may hold on its GPUs, as `held` counts them. What
+        other processes hold there is counted, too, where nobody can tell them apart: it must then be less than when the
+        engine was awake. None: nothing is known."""
+        if not held.whole_device:
+            return self._residual_bytes * engine.num_workers
+        awake = self._awake.get(engine.name)
+        return None if awake is None else awake - 1
+
+    def _fallen(
+        self, handles: Sequence[H], limit: Callable[[H, ProcessMemory], int | None]
+    ) -> tuple[list[ProcessMemory], dict[H, str]]:
+        """Measure actors until each is within its limit, for FALL_S seconds at most. Returns what was measured last,
+        and for each actor that is above its limit or could not be measured: handle -> what is wrong, as a clause."""
+        deadline = time.monotonic() + FALL_S
+        found, failed, above = dict[H, ProcessMemory](), dict[H, str](), dict[H, str]()
+        left = list(handles)
+        while left:
+            above = {}
+            for handle, answer in zip(left, _measured(left, self._timeout_s), strict=True):
+                if isinstance(answer, ActorFailed):
+                    failed[handle] = f"could not be measured: {answer}"
+                    continue
+                found[handle] = answer
+                most = limit(handle, answer)
+                if most is not None and answer.device_bytes > most:
+                    above[handle] = (
+                        f"still holds {answer.device_bytes / 2**20:.0f} MiB of GPU memory after {FALL_S:g} s, expected "
+                        f"at most {most / 2**20:.0f} (resources.residual_mib)"
+                    )
+            left = list(above)
+            if time.monotonic() >= deadline:
+                break
+            if left:
+                time.sleep(LOOK_S)
+        return list(found.values()), failed | above
+
+    def _note(self, name: str, held: Sequence[ProcessMemory]) -> None:
+        self._held[name] = max((one.held_bytes for one in held), default=0)
+
+    def _timed(self, stage: str) -> AbstractContextManager[None]:
+        """Time a stage of a switch, which consists of a call to all actors and of measurements."""
+        return self._stages.timed(stage, 2 * self._timeout_s + FALL_S, apart=True)
+
+
+def _measured(handles: Sequence[EngineHandle | TrainHandle], timeout_s: float) -> list[ProcessMemory | ActorFailed]:
+    """Return, in order, the memory that each actor holds now, or its failure."""
+    return gather_each([handle.memory() for handle in handles], "memory", timeout_s)
