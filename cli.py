@@ -319,7 +319,7 @@ def _gpu(arguments: argparse.Namespace) -> int:
 
 def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
     from .bench.gpu.benchmark import GpuOptions, run_gpu
-    from .bench.gpu.report import gpu_table, write_report
+    from .bench.gpu.report import conditions_line, gpu_table, write_report
 
     options = GpuOptions(
         out, arguments.work, layouts=_chosen(arguments.layout, ()), backend=arguments.backend, steps=arguments.steps,
@@ -329,6 +329,7 @@ def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
     with _status("starting") as (console, tell):
         report = run_gpu(options, tell)
     _print_table(console, gpu_table(report))
+    console.print(conditions_line(report), highlight=False, markup=False, soft_wrap=True)
     for line in report.notes:
         console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     path = write_report(report, out, _command_line())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...trainers.errors import UserError
+from .nvml import visible_gpus
 from .train_run import end_process
 from .works import GrpoWork
 
@@ -89,12 +90,16 @@ def run_trl(task: TrlTask, stem: Path, limit_s: float, tell: Callable[[str], Non
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text(json.dumps(asdict(task)))
     deadline = time.monotonic() + limit_s
+    environment = dict(os.environ)
+    if task.vllm:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(1))
     with open(output, "wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "headrace.bench.gpu.trl_steps", str(settings), str(result)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
         )
     try:

@@ -27,10 +27,10 @@ from .accounting import StepFigures, counted, median
 from .baseline import TrlOutcome, TrlTask, best, check_trl, run_trl
 from .layouts import CPU, Layout, parse_layout
 from .model_folder import make_folder
-from .nvml import GpuSampler, open_nvml, sampler_of
+from .nvml import open_nvml, sampler_of
 from .records import train_record, trl_record
 from .train_run import TrainOutcome, TrainTask, run_train
-from .works import EXACT, GRPO_WORKS, HALF
+from .works import EXACT, EXAMPLES, GRPO_WORKS, HALF
 
 FIGURES = {
     "step_s": "seconds",
@@ -99,24 +99,23 @@ def run_gpu(options: GpuOptions, tell: Callable[[str], None]) -> GpuReport:
     bounds = HALF if gpus else EXACT
     versions = {"trl": check_trl()} if options.baseline else {}
     report = GpuReport(options.work, [], [], {}, {})
+    model = (options.model or options.out / "model").resolve()
+    tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]
+    for layout in layouts:  # a mistake in the overrides is told before anything is made
+        load_config(EXAMPLES / work.example, [*layout.overrides(), *options.overrides])
+    report = GpuReport(options.work, [], [], {}, _conditions(options, gpus, bounds, versions))
     with ExitStack() as stack:
-        sampler = stack.enter_context(_samplers(report.notes if gpus else []))
-        model = (options.model or options.out / "model").resolve()
+        nvml = stack.enter_context(_nvml(report.notes)) if gpus else None
+        if options.model is None:
+            stack.callback(shutil.rmtree, model, ignore_errors=True)
         tell("making the model")
         make_folder(model, work.folder_task("bfloat16" if gpus else "float32"), "cuda" if gpus else "cpu")
-        if options.model is None:
-            stack.callback(shutil.rmtree, model)
-        tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]
-        for task in tasks:  # a mistake in the overrides is told before anything runs
-            load_config(task.arguments()[1], task.arguments()[2:])
         _run_trl(options, model, report, tell)
         for task in tasks:
-            report.outcomes.append(run_train(task, bounds, sampler(), tell))
+            sampler = None if nvml is None else sampler_of(nvml, task.layout.gpus)
+            report.outcomes.append(run_train(task, bounds, sampler, tell))
+            _write(options.out, report)  # what was measured stays if a later run is interrupted
         _run_trl(options, model, report, tell)
-    report.complaints += [line for outcome in report.outcomes for line in outcome.complaints]
-    report.complaints += [outcome.problem for outcome in report.baselines if outcome.problem]
-    report.summary = summarise(options.work, report.outcomes, report.baselines)
-    report.conditions = _conditions(options, gpus, bounds, versions)
     _write(options.out, report)
     return report
 
@@ -178,7 +177,9 @@ def _lone_layouts(outcomes: Sequence[TrainOutcome]) -> list[str]:
 def part_shares(steps: Sequence[StepFigures]) -> dict[str, float]:
     """Return the share of the wall time of `steps` that each part took, with `between` for the time between two steps.
     The shares add up to 1."""
-    seconds = {name.replace(" ", "_"): sum(step.parts[name] for step in steps) for name in steps[0].parts}
+    seconds = {
+        name.replace(" ", "_").replace("-", "_"): sum(step.parts[name] for step in steps) for name in steps[0].parts
+    }
     seconds["between"] = sum(step.between_s for step in steps)
     total = sum(seconds.values())
     return {name: value / total for name, value in seconds.items()}
@@ -200,17 +201,15 @@ def _task(options: GpuOptions, layout: Layout, model: Path, number: int) -> Trai
 
 
 @contextmanager
-def _samplers(notes: list[str]) -> Iterator[Callable[[], GpuSampler | None]]:
-    """Context manager that yields a function that returns a new sampler of the GPUs, or None where NVML cannot be used;
-    `notes` then says why."""
+def _nvml(notes: list[str]) -> Iterator[Any]:
+    """Context manager that yields the module `pynvml`, or None where NVML cannot be used; `notes` then says why."""
     with ExitStack() as stack:
+        nvml = None
         try:
             nvml = stack.enter_context(open_nvml())
         except (MissingExtra, RuntimeError) as error:
             notes.append(f"idle shares are left out: {error}")
-            yield lambda: None
-        else:
-            yield lambda: sampler_of(nvml)
+        yield nvml
 
 
 def _run_trl(options: GpuOptions, model: Path, report: GpuReport, tell: Callable[[str], None]) -> None:
@@ -235,6 +234,10 @@ def _conditions(options: GpuOptions, gpus: int, bounds: Any, versions: Mapping[s
 
 
 def _write(out: Path, report: GpuReport) -> None:
+    """Judge the runs so far and write their figures."""
+    report.complaints = [line for outcome in report.outcomes for line in outcome.complaints]
+    report.complaints += [outcome.problem for outcome in report.baselines if outcome.problem]
+    report.summary = summarise(report.work, report.outcomes, report.baselines)
     out.mkdir(parents=True, exist_ok=True)
     records = [train_record(report.work, outcome) for outcome in report.outcomes]
     records += [trl_record(report.work, outcome) for outcome in report.baselines]

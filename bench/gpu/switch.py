@@ -6,8 +6,6 @@ gpu-weights`. A train backend offloads and onloads in processes of its own, one 
 
 from __future__ import annotations
 
-import asyncio
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,8 +20,6 @@ from torch.multiprocessing.spawn import spawn
 from ...trainers.errors import UserError
 from ..conditions import conditions
 from ..transfer.results import write_records, write_summary
-from ..weights.gpu import measure_setup
-from ..weights.gpu_updates import Case, Log, Setup
 from .layouts import parse_layout
 from .model_folder import FolderTask, make_folder
 from .shapes import SHAPES
@@ -58,27 +54,17 @@ class SwitchReport:
     """Sentences about what was wrong; with any of them the command fails."""
 
 
-class KeptLog(Log):
-    """Log of the engine's measurements that keeps its records, and prints none of them."""
-
-    def __init__(self, out: Path) -> None:
-        super().__init__(out)
-        self.records: list[dict[str, Any]] = []
-
-    def tell(self, record: str, /, **found: Any) -> None:
-        self.records.append({"record": record, **found})
-
-
 def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> SwitchReport:
     """Time the switches of engine and trainer, and write results.jsonl and summary.json into `options.out`. Raises
     UserError on a machine without a GPU."""
     gpus = _num_ranks(options)
     engine_size, trainer_size = SWITCH_WORKS[options.work]
     options.out.mkdir(parents=True, exist_ok=True)
-    log = KeptLog(options.out)
+    from .switch_engine import measure_engine  # imports vLLM
+
     with tempfile.TemporaryDirectory(prefix="headrace-switch-") as folder:
         tell("engine: sleep, update and wake")
-        _measure_engine(engine_size, options.cycles, Path(folder), log)
+        log = measure_engine(engine_size, options.cycles, Path(folder))
         tell("trainer: making the model")
         task = FolderTask(SHAPES[trainer_size], "bfloat16", 672, (16, 32), num_prompts=8)
         make_folder(Path(folder, "model"), task, "cuda")
@@ -132,14 +118,6 @@ def switch_table(report: SwitchReport) -> Table:
     for name, value in report.summary.items():
         table.add_row(name.removeprefix(f"gpu.{report.work}."), f"{value:.4g}")
     return table
-
-
-def _measure_engine(size: str, cycles: int, folder: Path, log: KeptLog) -> None:
-    """Measure the engine's cycles with a trainer on the same GPU. Errors are recorded in the log as failures."""
-    # vLLM only accepts functions for its workers, by which every byte is checked, with this setting.
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    setup = Setup(size, "none", (Case("ipc", 0, 512, in_flight=0, updates=1),), colocated=cycles)
-    asyncio.run(measure_setup(setup, "cuda", 0, folder, log))
 
 
 def _num_ranks(options: SwitchOptions) -> int:

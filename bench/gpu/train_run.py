@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from ...trainers.observe.metrics import read_metrics
 from .accounting import StepFigures, complaints, counted, step_figures
 from .layouts import CPU, Layout
 from .model_folder import PROMPTS
-from .nvml import GpuSampler, GpuSamples
+from .nvml import GpuSampler, GpuSamples, visible_gpus
 from .works import EXAMPLES, Bounds, GrpoWork
 
 REWARD = "headrace.bench.gpu.rewards:spread"
@@ -134,6 +135,9 @@ def metrics_start(path: Path) -> float:
 def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
     """Run the process to its end. Returns a sentence about what was wrong, or ""."""
     deadline = time.monotonic() + task.limit_s
+    environment = dict(os.environ)
+    if task.layout.gpus:  # the run sees no other GPU than those of its layout
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(task.layout.gpus))
     # A session of its own: a Ctrl-C ends this process, which then ends the run once.
     with open(output, "wb") as file:
         process = subprocess.Popen(
@@ -141,6 +145,7 @@ def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
         )
     try:

@@ -41,10 +41,15 @@ def store(kind: str) -> tuple[str, ...]:
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """`headrace train examples/quickstart.yaml` in the background, small, in `run_dir`."""
+    return start_command(_arguments(run_dir, overrides), run_dir.parent)
+
+
+def start_command(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """`python -m` with these arguments in the background, in `folder`."""
     # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", *_arguments(run_dir, overrides)]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, env=_environment()
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=_environment()
     )
 
 
