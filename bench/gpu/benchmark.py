@@ -27,10 +27,10 @@ from .accounting import StepFigures, counted, median
 from .baseline import TrlOutcome, TrlTask, best, check_trl, run_trl
 from .layouts import CPU, Layout, parse_layout
 from .model_folder import make_folder
-from .nvml import open_nvml, sampler_of
+from .nvml import gpu_names, open_nvml, sampler_of
 from .records import train_record, trl_record
 from .train_run import TrainOutcome, TrainTask, run_train
-from .works import EXACT, EXAMPLES, GRPO_WORKS, HALF
+from .works import EXACT, EXAMPLES, GRPO_WORKS, HALF, Bounds
 
 FIGURES = {
     "step_s": "seconds",
@@ -81,7 +81,7 @@ class GpuReport:
     outcomes: list[TrainOutcome]
     baselines: list[TrlOutcome]
     summary: dict[str, float]
-    conditions: Mapping[str, Any]
+    conditions: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     """Sentences about figures that are left out, and why."""
     complaints: list[str] = field(default_factory=list)
@@ -103,9 +103,10 @@ def run_gpu(options: GpuOptions, tell: Callable[[str], None]) -> GpuReport:
     tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]
     for layout in layouts:  # a mistake in the overrides is told before anything is made
         load_config(EXAMPLES / work.example, [*layout.overrides(), *options.overrides])
-    report = GpuReport(options.work, [], [], {}, _conditions(options, gpus, bounds, versions))
+    report = GpuReport(options.work, [], [], {}, {})
     with ExitStack() as stack:
         nvml = stack.enter_context(_nvml(report.notes)) if gpus else None
+        report.conditions = _conditions(options, gpu_names(nvml, gpus), bounds, versions)
         if options.model is None:
             stack.callback(shutil.rmtree, model, ignore_errors=True)
         tell("making the model")
@@ -221,10 +222,10 @@ def _run_trl(options: GpuOptions, model: Path, report: GpuReport, tell: Callable
     report.baselines.append(run_trl(task, stem.resolve(), options.limit_s, tell))
 
 
-def _conditions(options: GpuOptions, gpus: int, bounds: Any, versions: Mapping[str, str]) -> dict[str, Any]:
+def _conditions(options: GpuOptions, gpus: list[str], bounds: Bounds, versions: Mapping[str, str]) -> dict[str, Any]:
     work = GRPO_WORKS[options.work]
     facts = conditions(
-        gpus=[torch.cuda.get_device_name(number) for number in range(gpus)],
+        gpus=gpus,
         work=options.work, example=work.example, backend=options.backend, steps=options.steps or work.steps,
         repeat=options.repeat, prompts=work.prompts, prompts_per_gpu=options.weak, group_size=work.group_size,
         prompt_tokens=list(work.prompt_tokens), max_new_tokens=work.max_new_tokens, overrides=list(options.overrides),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
 from .shapes import Shape
 
@@ -138,6 +139,7 @@ def _write_model(folder: Path, task: FolderTask, device: str) -> None:
     config = Qwen3Config(
         **task.shape.options(), pad_token_id=end - 2, bos_token_id=end - 1, eos_token_id=end, dtype=task.dtype
     )
+    disable_progress_bar()
     torch.manual_seed(task.seed)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task.dtype))

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ...codecs.imports import MissingExtra
 
 INTERVAL_S = 0.25
@@ -116,9 +118,20 @@ def visible_gpus(count: int) -> list[str]:
 def sampler_of(nvml: Any, count: int, interval_s: float = INTERVAL_S) -> GpuSampler:
     """Return a sampler of the first `count` GPUs that this process may use. nvml: the module `pynvml`, which is
     initialised."""
-    devices = [
+    return GpuSampler(nvml, _devices(nvml, count), gpu_names(nvml, count), interval_s)
+
+
+def gpu_names(nvml: Any, count: int) -> list[str]:
+    """Return the names of the first `count` GPUs that this process may use. nvml: the module `pynvml`, or None to ask
+    CUDA, which NVML is preferred to because it takes no memory of the GPUs."""
+    if nvml is None:
+        return [torch.cuda.get_device_name(number) for number in range(count)]
+    names = [nvml.nvmlDeviceGetName(device) for device in _devices(nvml, count)]
+    return [name.decode() if isinstance(name, bytes) else name for name in names]
+
+
+def _devices(nvml: Any, count: int) -> list[Any]:
+    return [
         nvml.nvmlDeviceGetHandleByIndex(int(word)) if word.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(word)
         for word in visible_gpus(count)
     ]
-    names = [nvml.nvmlDeviceGetName(device) for device in devices]
-    return GpuSampler(nvml, devices, [name.decode() if isinstance(name, bytes) else name for name in names], interval_s)

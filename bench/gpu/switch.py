@@ -58,10 +58,10 @@ def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> SwitchRep
     """Time the switches of engine and trainer, and write results.jsonl and summary.json into `options.out`. Raises
     UserError on a machine without a GPU."""
     gpus = _num_ranks(options)
+    from .switch_engine import measure_engine  # imports vLLM, which a machine without a GPU need not have
+
     engine_size, trainer_size = SWITCH_WORKS[options.work]
     options.out.mkdir(parents=True, exist_ok=True)
-    from .switch_engine import measure_engine  # imports vLLM
-
     with tempfile.TemporaryDirectory(prefix="headrace-switch-") as folder:
         tell("engine: sleep, update and wake")
         log = measure_engine(engine_size, options.cycles, Path(folder))
@@ -69,7 +69,11 @@ def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> SwitchRep
         task = FolderTask(SHAPES[trainer_size], "bfloat16", 672, (16, 32), num_prompts=8)
         make_folder(Path(folder, "model"), task, "cuda")
         tell("trainer: offload and onload")
-        ranks = _measure_trainer(options.backend, options.cycles, gpus, Path(folder))
+        trainer = SwitchTask(
+            str(Path(folder, "model")), task.shape.tokens, options.backend, gpus, options.cycles, folder
+        )
+        spawn(run_rank, args=(trainer,), nprocs=gpus)
+        ranks = [read_figures(folder, rank) for rank in range(gpus)]
     facts = conditions(
         gpus=[torch.cuda.get_device_name(number) for number in range(gpus)],
         work=options.work, backend=options.backend, cycles=options.cycles,
@@ -87,15 +91,15 @@ def summarise_switch(work: str, records: list[dict[str, Any]], ranks: list[Switc
     trainer's slowest rank. `offload_vs_link` and `onload_vs_link` are its seconds over those of a copy of the same
     bytes."""
     cycles = [record for record in records if record["record"] == "colocated"][1:]
-    figures: dict[str, float] = {}
+    found: dict[str, float] = {}
     if cycles:
-        figures["engine_sleep_s"] = statistics.median(record["sleep_s"] for record in cycles)
-        figures["engine_wake_and_update_s"] = statistics.median(
+        found["engine_sleep_s"] = statistics.median(record["sleep_s"] for record in cycles)
+        found["engine_wake_and_update_s"] = statistics.median(
             record["update_s"] + record["wake_s"] for record in cycles
         )
-    if ranks:
+    if ranks and min(figures.num_bytes for figures in ranks) > 0:
         slowest = max(ranks, key=lambda one: statistics.median(one.offload_s) + statistics.median(one.onload_s))
-        figures |= {
+        found |= {
             "offload_s": statistics.median(slowest.offload_s),
             "first_offload_s": slowest.first_offload_s,
             "onload_s": statistics.median(slowest.onload_s),
@@ -107,7 +111,7 @@ def summarise_switch(work: str, records: list[dict[str, Any]], ranks: list[Switc
             "nccl_teardown_s": slowest.group_teardown_s,
             "nccl_rebuild_s": slowest.group_rebuild_s,
         }
-    return {f"gpu.{work}.{name}": value for name, value in figures.items()}
+    return {f"gpu.{work}.{name}": value for name, value in found.items()}
 
 
 def switch_table(report: SwitchReport) -> Table:
@@ -131,12 +135,3 @@ def _num_ranks(options: SwitchOptions) -> int:
             f"--layout: got {' '.join(options.layouts)}, expected one layout colocated-N for {options.work}"
         )
     return layouts[0].gpus
-
-
-def _measure_trainer(backend: str, cycles: int, gpus: int, folder: Path) -> list[SwitchFigures]:
-    """Measure the ranks of the trainer, one on each GPU, and return their figures in order."""
-    rendezvous = folder / "ranks"
-    rendezvous.mkdir()
-    task = SwitchTask(str(folder / "model"), backend, gpus, cycles, str(rendezvous))
-    spawn(run_rank, args=(task,), nprocs=gpus)
-    return [read_figures(rendezvous, rank) for rank in range(gpus)]

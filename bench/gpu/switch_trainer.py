@@ -50,6 +50,8 @@ class SwitchTask:
 
     model: str
     """Path of the model folder."""
+    vocabulary: int
+    """Number of tokens of which the rows of a step are drawn."""
     backend: str
     """Train backend, `fsdp` or `megatron`."""
     world: int
@@ -107,7 +109,7 @@ def run_rank(rank: int, task: SwitchTask) -> None:
     )
 
     def step() -> float:
-        rows = random_rows(rank, _ROWS, 1000)
+        rows = random_rows(rank, _ROWS, task.vocabulary)
         backend.begin_step()
         backend.accumulate(iter([micro_batch(rows, range(len(_ROWS)))]), 1)
         return backend.finish_step()["train/grad_norm"]
@@ -120,14 +122,14 @@ def run_rank(rank: int, task: SwitchTask) -> None:
         dist.destroy_process_group()
 
 
-def read_figures(folder: Path, rank: int) -> SwitchFigures:
+def read_figures(folder: str, rank: int) -> SwitchFigures:
     """Return the figures that `run_rank` wrote."""
     found = json.loads(_path(folder, rank).read_text())
     offload_s, onload_s = (tuple(found.pop(name)) for name in ("offload_s", "onload_s"))
     return SwitchFigures(**found, offload_s=offload_s, onload_s=onload_s)
 
 
-def _path(folder: str | Path, rank: int) -> Path:
+def _path(folder: str, rank: int) -> Path:
     return Path(folder, f"rank-{rank}.json")
 
 
@@ -216,6 +218,8 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 def wrong(figures: SwitchFigures) -> list[str]:
     """Return a sentence for each figure that shows that switching changed something."""
     found = []
+    if figures.num_bytes <= 0:
+        found.append("the trainer's offload freed no memory of its GPU")
     if not figures.same:
         found.append("the trainer's weights changed while it was offloaded and brought back")
     if figures.growth_bytes > 0.01 * figures.num_bytes:

@@ -85,9 +85,9 @@ def run_train(task: TrainTask, bounds: Bounds, sampler: GpuSampler | None, tell:
     """Run `headrace train` to its end, or until it takes longer than its limit, and return the figures of its steps.
 
     bounds: within them the figures are right. sampler: samples the GPUs meanwhile; None: nobody does. The run's output
-    is in `output.txt` beside the run folder. When this function is interrupted, the run is ended first.
+    is in a text file of the run folder's name, beside it. When this function is interrupted, the run is ended first.
     """
-    output = task.folder.with_suffix(".txt")
+    output = task.folder.with_name(f"{task.folder.name}.txt")
     output.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     samples = GpuSamples([])

@@ -41,9 +41,12 @@ class Place:
     overrides: tuple[str, ...] = FLOAT32
     bounds: tuple[float, float] = EXACT
 
-    def settings(self) -> list[str]:
-        engine = "hf" if self.layout.name == CPU else "vllm"
-        return [f"rollout.engine={engine}", "validation.every=0", *self.layout.overrides(), *self.overrides]
+    def settings(self, *, own_ray: bool = False) -> list[str]:
+        """The overrides of a run. A run on a CPU joins this process's Ray, unless it needs its own."""
+        engine = ["rollout.engine=vllm"]
+        if self.layout.name == CPU:
+            engine = ["rollout.engine=hf"] if own_ray else ["rollout.engine=hf", runs.shared_ray()]
+        return [*engine, "validation.every=0", *self.layout.overrides(), *self.overrides]
 
 
 def colocated(gpus: int) -> Layout:
@@ -141,7 +144,7 @@ def test_figures_go_on_after_the_kill_of_a_role(place: Place, name: str, tmp_pat
 def test_figures_go_on_after_the_kill_of_the_whole_run(place: Place, tmp_path: Path) -> None:
     """Steps that are taken again are the same ones, from the groups that were kept; then new ones follow."""
     run_dir = tmp_path / "run"
-    options = (*place.settings(), "run.checkpoint_every=4")
+    options = (*place.settings(own_ray=True), "run.checkpoint_every=4")
     process = runs.start(run_dir, *options, "algorithm.steps=100000")
     runs.wait_for_step(run_dir, 6, process, timeout_s=400)
     kill_all(process, run_dir)

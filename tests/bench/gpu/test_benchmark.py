@@ -174,7 +174,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     one = task(tmp_path, Layout("cpu", "cpu", 0), limit_s=2.0)
     found = run_train(one, EXACT, None, lambda _: None)
     assert found.figures == [] and found.complaints == [
-        f"cpu: the run was ended after its limit of 2 s; its output is in {one.folder.with_suffix('.txt')}",
+        f"cpu: the run was ended after its limit of 2 s; its output is in {one.folder}.txt",
         "cpu: 0 steps were finished, expected at least 2",
     ]
 

@@ -64,7 +64,10 @@ def test_each_cycle_is_an_offload_and_an_onload(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_link")
 def test_weights_that_come_back_changed_are_found() -> None:
     figures = measure_switches(FakeBackend(forgets=True), lambda: 0.4, CPU, 2, (0.1, 0.2))
-    assert wrong(figures) == ["the trainer's weights changed while it was offloaded and brought back"]
+    assert wrong(figures) == [
+        "the trainer's offload freed no memory of its GPU",
+        "the trainer's weights changed while it was offloaded and brought back",
+    ]
 
 
 def test_what_a_switch_must_not_leave_behind_is_told() -> None:
@@ -99,7 +102,8 @@ def test_the_summary_has_each_figure_once() -> None:
     assert summary["gpu.switch-2g.engine_sleep_s"] == 2.0 and summary["gpu.switch-2g.engine_wake_and_update_s"] == 6.0
     assert summary["gpu.switch-2g.offload_s"] == 5.0 and summary["gpu.switch-2g.offload_vs_link"] == 5.0
     assert summary["gpu.switch-2g.onload_vs_link"] == 2.0 and summary["gpu.switch-2g.nccl_rebuild_s"] == 0.2
-    assert summarise_switch("switch-2g", [], []) == {}
+    nothing_freed = replace(RIGHT, num_bytes=0, to_host_s=0.0, to_device_s=0.0)
+    assert summarise_switch("switch-2g", [], [RIGHT, nothing_freed]) == {}
 
 
 def test_a_machine_without_a_gpu_is_told(tmp_path: Path) -> None:
