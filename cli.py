@@ -51,6 +51,7 @@ _BENCH_EPILOG = """examples:
   headrace bench transfer --stores shm simple --workloads rl-1024 --pattern put get shuffled
   headrace bench step --quick
   headrace bench chaos --minutes 15 --seed 1
+  headrace bench gpu --work grpo-0.6b --layout colocated-1 colocated-2 --baseline trl
   headrace bench gpu-train --backend megatron --gpus 2
 """
 
@@ -302,6 +303,59 @@ def _directory(arguments: argparse.Namespace) -> int:
     return _show(console, directory_table(summary), out)
 
 
+def _gpu(arguments: argparse.Namespace) -> int:
+    from .bench.gpu.works import SWITCH_WORKS, WORKS
+
+    [work] = _known("--work", (arguments.work,), WORKS)
+    out = _folder(arguments, "gpu")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out: {out} is not empty, expected a new folder")
+    for option, number, least in (("--steps", arguments.steps, 2), ("--repeat", arguments.repeat, 1)):
+        if number is not None and number < least:
+            raise UserError(f"{option}: got {number}, expected at least {least}")
+    _stop_on_sigterm()
+    return (_gpu_switch if work in SWITCH_WORKS else _gpu_runs)(arguments, out)
+
+
+def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
+    from .bench.gpu.benchmark import GpuOptions, run_gpu
+    from .bench.gpu.report import conditions_line, gpu_table, write_report
+
+    options = GpuOptions(
+        out, arguments.work, layouts=_chosen(arguments.layout, ()), backend=arguments.backend, steps=arguments.steps,
+        repeat=arguments.repeat, weak=arguments.weak, baseline=arguments.baseline, model=arguments.model,
+        limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
+    )  # fmt: skip
+    with _status("starting") as (console, tell):
+        report = run_gpu(options, tell)
+    _print_table(console, gpu_table(report))
+    console.print(conditions_line(report), highlight=False, markup=False, soft_wrap=True)
+    for line in report.notes:
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+    path = write_report(report, out, _command_line())
+    return _judged(console, report.complaints, path)
+
+
+def _gpu_switch(arguments: argparse.Namespace, out: Path) -> int:
+    from .bench.gpu.switch import SwitchOptions, run_switch, switch_table
+
+    if arguments.overrides:
+        raise UserError(f"{arguments.overrides[0]}: no run is made for --work {arguments.work}, expected no overrides")
+    options = SwitchOptions(out, arguments.work, arguments.backend, layouts=_chosen(arguments.layout, ("colocated-1",)))
+    with _status("starting") as (console, tell):
+        report = run_switch(options, tell)
+    _print_table(console, switch_table(report))
+    return _judged(console, report.complaints, out)
+
+
+def _judged(console: Console, complaints: Sequence[str], results: Path) -> int:
+    """Print what was wrong and where the results are. Returns the exit code."""
+    for line in complaints:
+        console.print(f"failed: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"results: {results}", highlight=False, soft_wrap=True)
+    return FAILED if complaints else DONE
+
+
 def _gpu_train(arguments: argparse.Namespace) -> int:
     from .bench.gpu_train import main as bench_main
 
@@ -400,7 +454,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit(MISTAKE)
     arguments, rest = parser.parse_known_args(argv)
     # argparse treats overrides behind an option as unknown arguments. A malformed one is refused where all are read.
-    if arguments.command in (_train, _simulate):
+    if arguments.command in (_train, _simulate, _gpu):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]
     if arguments.command in (_gpu_train, _gpu_weights):
@@ -474,7 +528,7 @@ def _config_and_overrides(parser: argparse.ArgumentParser) -> None:
 def _add_bench_commands(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure the data plane, weight sync, the modes and train steps on this machine",
+        help="measure the data plane, weight sync, the modes, train steps and whole runs on this machine",
         description="Measure on this machine. Each benchmark prints a table and writes results.jsonl, summary.json and "
         "often a Markdown report with plots.",
         epilog=_BENCH_EPILOG,
@@ -531,12 +585,31 @@ def _add_bench_commands(commands: Any) -> None:
         "--engine", default="scripted", choices=("scripted", "hf"), help="hf: the tiny model, trained on the CPU"
     )
 
-    # The GPU benchmarks parse their own options, which are only known once torch is imported.
+    _add_gpu_command(kinds)
+    # The older GPU benchmarks parse their own options, which are only known once torch is imported.
     for name, command, what in (
         ("gpu-train", _gpu_train, "check and time train steps of a backend on GPUs, without Ray"),
         ("gpu-weights", _gpu_weights, "check and time weight sync into a running vLLM on GPUs, without Ray"),
     ):
         kinds.add_parser(name, help=what, add_help=False).set_defaults(command=command)
+
+
+def _add_gpu_command(kinds: Any) -> None:
+    gpu = _bench(kinds, "gpu", _gpu, "whole training runs on GPUs, every second accounted for, and switches of roles")
+    add: Callable[..., object] = gpu.add_argument
+    add("--work", required=True, metavar="NAME", help="grpo-0.6b grpo-1.7b grpo-4b, grpo-tiny (no GPU), switch-2g")
+    add(
+        "--layout", nargs="+", metavar="NAME",
+        help="colocated separate tensor one-engine, each with -N for N GPUs; default: colocated on all GPUs",
+    )  # fmt: skip
+    add("--backend", default="fsdp", choices=("fsdp", "megatron"), help="train backend; default: fsdp")
+    add("--steps", type=int, metavar="N", help="steps of each run, the first of which is not counted; default: 6")
+    add("--repeat", type=int, default=1, metavar="N", help="runs of each layout; default: 1")
+    add("--weak", action="store_true", help="as many prompts a step for each GPU as there are for one")
+    add("--baseline", choices=("trl",), help="also run TRL twice on one GPU, where it is installed")
+    add("--model", type=Path, metavar="DIR", help="model folder to use again; it is made if it is not there")
+    add("--limit-s", type=float, default=900.0, metavar="S", help="seconds that each run may take; default: 900")
+    add("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key of the runs' config")
 
 
 def _bench(kinds: Any, name: str, command: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:

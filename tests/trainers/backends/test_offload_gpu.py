@@ -1,7 +1,8 @@
 """Tests offload and onload on one and two GPUs: memory that is freed, no growth, bit-equal steps, speed of the copies.
 
 They need no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then
-`PYTHONPATH=.pyright python -m pytest tests/trainers/backends/test_offload_gpu.py -m gpu -s`, which also prints the figures.
+`PYTHONPATH=.pyright python -m pytest tests/trainers/backends/test_offload_gpu.py -m gpu -s`, which also prints the
+figures.
 """
 
 from __future__ import annotations

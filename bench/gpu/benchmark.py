@@ -1,0 +1,247 @@
+"""`headrace bench gpu` runs whole training runs with random weights, and accounts for every second of their steps.
+
+The model folder is made first. Each layout is then run by `headrace train` with a configuration of `examples/`, as
+often as asked for, in turns. TRL's runs come before the first and after the last of them, so that both see the machine
+at different times; the faster one counts. All figures are medians over steps, without the first step of each run.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...codecs.imports import MissingExtra
+from ...trainers.config.load import load_config
+from ...trainers.errors import UserError
+from ..conditions import conditions
+from ..transfer.results import write_records, write_summary
+from .accounting import StepFigures, counted, median
+from .baseline import TrlOutcome, TrlTask, best, check_trl, run_trl
+from .layouts import CPU, Layout, parse_layout
+from .model_folder import make_folder
+from .nvml import gpu_names, open_nvml, sampler_of
+from .records import train_record, trl_record
+from .train_run import TrainOutcome, TrainTask, run_train
+from .works import EXACT, EXAMPLES, GRPO_WORKS, HALF, Bounds
+
+FIGURES = {
+    "step_s": "seconds",
+    "rollout_tokens_per_s": "rollout_tokens_per_s",
+    "train_tokens_per_s": "train_tokens_per_s",
+    "mfu": "mfu",
+    "mismatch_mean": "mismatch_mean",
+    "mismatch_max": "mismatch_max",
+    "grad_norm": "grad_norm",
+    "train_peak_gib": "peak_gib",
+}
+"""Last part of a key of the summary -> the field of StepFigures of which it is the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """Options of `headrace bench gpu` for the works `grpo-*`."""
+
+    out: Path
+    """Folder for the results and the run folders, which is new or empty."""
+    work: str
+    """Name of the work, a key of `works.GRPO_WORKS`."""
+    layouts: tuple[str, ...] = ()
+    """Layouts to run, as `layouts.parse_layout` reads them; () means `colocated` on all GPUs."""
+    backend: str = "fsdp"
+    """Train backend, `fsdp` or `megatron`."""
+    steps: int | None = None
+    """Number of steps of a run; None means the work's own."""
+    repeat: int = 1
+    """Number of runs of each layout."""
+    weak: bool = False
+    """Whether a step has the work's prompts for each GPU, rather than in all."""
+    baseline: str | None = None
+    """`trl` to run TRL, too; None for Headrace alone."""
+    model: Path | None = None
+    """Model folder to use, which is made if it is not there, and kept; None means one that is removed at the end."""
+    limit_s: float = 900.0
+    """Seconds that each run may take."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the runs' configuration, as `key=value`."""
+
+
+@dataclass(slots=True)
+class GpuReport:
+    """Results of `headrace bench gpu`."""
+
+    work: str
+    outcomes: list[TrainOutcome]
+    baselines: list[TrlOutcome]
+    summary: dict[str, float]
+    conditions: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """Sentences about figures that are left out, and why."""
+    complaints: list[str] = field(default_factory=list)
+    """Sentences about what was wrong; with any of them the command fails."""
+
+
+def run_gpu(options: GpuOptions, tell: Callable[[str], None]) -> GpuReport:
+    """Make the model, run all layouts and the baseline, and write results.jsonl and summary.json into `options.out`.
+
+    Raises UserError when the options fit neither each other nor this machine, before anything is started.
+    """
+    work = GRPO_WORKS[options.work]
+    gpus = torch.cuda.device_count()
+    layouts = chosen_layouts(options, gpus)
+    bounds = HALF if gpus else EXACT
+    versions = {"trl": check_trl()} if options.baseline else {}
+    report = GpuReport(options.work, [], [], {}, {})
+    model = (options.model or options.out / "model").resolve()
+    tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]
+    for layout in layouts:  # a mistake in the overrides is told before anything is made
+        load_config(EXAMPLES / work.example, [*layout.overrides(), *options.overrides])
+    report = GpuReport(options.work, [], [], {}, {})
+    with ExitStack() as stack:
+        nvml = stack.enter_context(_nvml(report.notes)) if gpus else None
+        report.conditions = _conditions(options, gpu_names(nvml, gpus), bounds, versions)
+        if options.model is None:
+            stack.callback(shutil.rmtree, model, ignore_errors=True)
+        tell("making the model")
+        make_folder(model, work.folder_task("bfloat16" if gpus else "float32"), "cuda" if gpus else "cpu")
+        _run_trl(options, model, report, tell)
+        for task in tasks:
+            sampler = None if nvml is None else sampler_of(nvml, task.layout.gpus)
+            report.outcomes.append(run_train(task, bounds, sampler, tell))
+            _write(options.out, report)  # what was measured stays if a later run is interrupted
+        _run_trl(options, model, report, tell)
+    _write(options.out, report)
+    return report
+
+
+def chosen_layouts(options: GpuOptions, gpus: int) -> list[Layout]:
+    """Return the layouts to run on a machine with `gpus` GPUs. Raises UserError if one cannot be run, or if TRL, which
+    runs on one GPU, would have nothing to be compared with."""
+    if gpus == 0:
+        if options.work != "grpo-tiny":
+            raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected grpo-tiny")
+        for text in options.layouts:
+            parse_layout(text, gpus)
+        return [Layout(CPU, CPU, 0)]
+    layouts = [parse_layout(text, gpus) for text in options.layouts or ("colocated",)]
+    if options.baseline and not any(one.name == "colocated" and one.gpus == 1 for one in layouts):
+        raise UserError(
+            f"--baseline: TRL runs on one GPU, which no layout of {', '.join(one.label for one in layouts)} does; "
+            "expected colocated-1 among the layouts"
+        )
+    return layouts
+
+
+def summarise(work: str, outcomes: Sequence[TrainOutcome], baselines: Sequence[TrlOutcome]) -> dict[str, float]:
+    """Return the flat summary: `gpu.{work}.{layout}.{figure}`, medians over the counted steps of all runs of a layout,
+    and `gpu.{work}.vs_trl`, our seconds of a step over TRL's, where below 1 means faster.
+
+    A figure that was not measured is left out. `{figure}` is one of FIGURES, `samples_per_s`, `start_s` (from the
+    process's start to the first step), `idle_share.{gpu}`, and `share.{part}` and `share.between` of a step's seconds.
+    """
+    summary: dict[str, float] = {}
+    for label in dict.fromkeys(outcome.task.layout.label for outcome in outcomes):
+        runs = [outcome for outcome in outcomes if outcome.task.layout.label == label and counted(outcome.figures)]
+        steps = [step for outcome in runs for step in counted(outcome.figures)]
+        if not steps:
+            continue
+        found = {name: median(steps, attribute) for name, attribute in FIGURES.items()}
+        found["samples_per_s"] = statistics.median(step.sequences / step.seconds for step in steps)
+        found["start_s"] = statistics.median(outcome.start_s for outcome in runs)
+        found |= {f"share.{name}": value for name, value in part_shares(steps).items()}
+        sampled = [outcome.idle_shares for outcome in runs if outcome.idle_shares]
+        found |= {
+            f"idle_share.{gpu}": statistics.median(values) for gpu, values in enumerate(zip(*sampled, strict=True))
+        }
+        summary |= {f"gpu.{work}.{label}.{name}": value for name, value in found.items() if not math.isnan(value)}
+    trl = best(baselines)
+    lone = [name for name in _lone_layouts(outcomes) if f"gpu.{work}.{name}.step_s" in summary]
+    if trl is not None and lone:
+        summary[f"gpu.{work}.trl.step_s"] = trl.step_s
+        summary[f"gpu.{work}.vs_trl"] = summary[f"gpu.{work}.{lone[0]}.step_s"] / trl.step_s
+    return summary
+
+
+def _lone_layouts(outcomes: Sequence[TrainOutcome]) -> list[str]:
+    """Return the labels of the layouts that TRL is compared with: one GPU, or none."""
+    return [outcome.task.layout.label for outcome in outcomes if outcome.task.layout.name in ("colocated", CPU)
+            and outcome.task.layout.gpus <= 1]  # fmt: skip
+
+
+def part_shares(steps: Sequence[StepFigures]) -> dict[str, float]:
+    """Return the share of the wall time of `steps` that each part took, with `between` for the time between two steps.
+    The shares add up to 1."""
+    seconds = {
+        name.replace(" ", "_").replace("-", "_"): sum(step.parts[name] for step in steps) for name in steps[0].parts
+    }
+    seconds["between"] = sum(step.between_s for step in steps)
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()}
+
+
+def _task(options: GpuOptions, layout: Layout, model: Path, number: int) -> TrainTask:
+    work = GRPO_WORKS[options.work]
+    return TrainTask(
+        work=work,
+        layout=layout,
+        backend=options.backend,
+        model=model,
+        folder=(options.out / (layout.label if options.repeat == 1 else f"{layout.label}.{number + 1}")).resolve(),
+        steps=options.steps or work.steps,
+        prompts=work.prompts * (max(1, layout.gpus) if options.weak else 1),
+        limit_s=options.limit_s,
+        overrides=options.overrides,
+    )
+
+
+@contextmanager
+def _nvml(notes: list[str]) -> Iterator[Any]:
+    """Context manager that yields the module `pynvml`, or None where NVML cannot be used; `notes` then says why."""
+    with ExitStack() as stack:
+        nvml = None
+        try:
+            nvml = stack.enter_context(open_nvml())
+        except (MissingExtra, RuntimeError) as error:
+            notes.append(f"idle shares are left out: {error}")
+        yield nvml
+
+
+def _run_trl(options: GpuOptions, model: Path, report: GpuReport, tell: Callable[[str], None]) -> None:
+    if options.baseline is None:
+        return
+    work = GRPO_WORKS[options.work]
+    task = TrlTask.of(work, model, options.steps or work.steps, gpu=torch.cuda.device_count() > 0)
+    stem = options.out / f"trl.{len(report.baselines) + 1}"
+    report.baselines.append(run_trl(task, stem.resolve(), options.limit_s, tell))
+
+
+def _conditions(options: GpuOptions, gpus: list[str], bounds: Bounds, versions: Mapping[str, str]) -> dict[str, Any]:
+    work = GRPO_WORKS[options.work]
+    facts = conditions(
+        gpus=gpus,
+        work=options.work, example=work.example, backend=options.backend, steps=options.steps or work.steps,
+        repeat=options.repeat, prompts=work.prompts, prompts_per_gpu=options.weak, group_size=work.group_size,
+        prompt_tokens=list(work.prompt_tokens), max_new_tokens=work.max_new_tokens, overrides=list(options.overrides),
+        bounds={name: getattr(bounds, name) for name in ("mismatch_mean", "mismatch_max", "grad_norm")},
+    )  # fmt: skip
+    return facts | {"versions": {**facts["versions"], **versions}}
+
+
+def _write(out: Path, report: GpuReport) -> None:
+    """Judge the runs so far and write their figures."""
+    report.complaints = [line for outcome in report.outcomes for line in outcome.complaints]
+    report.complaints += [outcome.problem for outcome in report.baselines if outcome.problem]
+    report.summary = summarise(report.work, report.outcomes, report.baselines)
+    out.mkdir(parents=True, exist_ok=True)
+    records = [train_record(report.work, outcome) for outcome in report.outcomes]
+    records += [trl_record(report.work, outcome) for outcome in report.baselines]
+    facts = {**report.conditions, "notes": report.notes, "complaints": report.complaints}
+    write_records(out / "results.jsonl", records, facts)
+    write_summary(out / "summary.json", report.summary, facts)

@@ -1,0 +1,137 @@
+"""`headrace bench gpu --work switch-2g` times what a switch of roles costs each side of a GPU that both roles share.
+
+The engine sleeps, wakes and takes new weights over CUDA IPC from a trainer on the same GPU, as in `headrace bench
+gpu-weights`. A train backend offloads and onloads in processes of its own, one for each GPU, when the engine is gone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.multiprocessing.spawn import spawn
+
+from ...trainers.errors import UserError
+from ..conditions import conditions
+from ..transfer.results import write_records, write_summary
+from .layouts import parse_layout
+from .model_folder import FolderTask, make_folder
+from .shapes import SHAPES
+from .switch_trainer import SwitchFigures, SwitchTask, read_figures, run_rank, wrong
+from .works import SWITCH_WORKS
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOptions:
+    """Options of `headrace bench gpu` for the works `switch-*`."""
+
+    out: Path
+    """Folder for the results."""
+    work: str
+    """Name of the work, a key of `works.SWITCH_WORKS`."""
+    backend: str = "fsdp"
+    """Train backend, `fsdp` or `megatron`."""
+    cycles: int = 6
+    """Number of times that each side gives its GPU up and takes it back, at least 2. The first is not counted."""
+    layouts: tuple[str, ...] = ("colocated-1",)
+    """One layout `colocated-N`: N train ranks, each on a GPU of its own. The engine is on the first."""
+
+
+@dataclass(slots=True)
+class SwitchReport:
+    """Results of the works `switch-*`."""
+
+    work: str
+    summary: dict[str, float]
+    conditions: Mapping[str, Any]
+    complaints: list[str] = field(default_factory=list)
+    """Sentences about what was wrong; with any of them the command fails."""
+
+
+def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> SwitchReport:
+    """Time the switches of engine and trainer, and write results.jsonl and summary.json into `options.out`. Raises
+    UserError on a machine without a GPU."""
+    gpus = _num_ranks(options)
+    from .switch_engine import measure_engine  # imports vLLM, which a machine without a GPU need not have
+
+    engine_size, trainer_size = SWITCH_WORKS[options.work]
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="headrace-switch-") as folder:
+        tell("engine: sleep, update and wake")
+        log = measure_engine(engine_size, options.cycles, Path(folder))
+        tell("trainer: making the model")
+        task = FolderTask(SHAPES[trainer_size], "bfloat16", 672, (16, 32), num_prompts=8)
+        make_folder(Path(folder, "model"), task, "cuda")
+        tell("trainer: offload and onload")
+        trainer = SwitchTask(
+            str(Path(folder, "model")), task.shape.tokens, options.backend, gpus, options.cycles, folder
+        )
+        spawn(run_rank, args=(trainer,), nprocs=gpus)
+        ranks = [read_figures(folder, rank) for rank in range(gpus)]
+    facts = conditions(
+        gpus=[torch.cuda.get_device_name(number) for number in range(gpus)],
+        work=options.work, backend=options.backend, cycles=options.cycles,
+    )  # fmt: skip
+    report = SwitchReport(options.work, summarise_switch(options.work, log.records, ranks), facts, list(log.failures))
+    report.complaints += [f"rank {rank}: {line}" for rank, figures in enumerate(ranks) for line in wrong(figures)]
+    records = [*log.records, *({"record": "trainer", **asdict(figures)} for figures in ranks)]
+    write_records(options.out / "results.jsonl", records, facts)
+    write_summary(options.out / "summary.json", report.summary, {**facts, "complaints": report.complaints})
+    return report
+
+
+def summarise_switch(work: str, records: list[dict[str, Any]], ranks: list[SwitchFigures]) -> dict[str, float]:
+    """Return the flat summary, `gpu.{work}.{figure}`: medians of the engine's cycles without the first, and of the
+    trainer's slowest rank. `offload_vs_link` and `onload_vs_link` are its seconds over those of a copy of the same
+    bytes."""
+    cycles = [record for record in records if record["record"] == "colocated"][1:]
+    found: dict[str, float] = {}
+    if cycles:
+        found["engine_sleep_s"] = statistics.median(record["sleep_s"] for record in cycles)
+        found["engine_wake_and_update_s"] = statistics.median(
+            record["update_s"] + record["wake_s"] for record in cycles
+        )
+    if ranks and min(figures.num_bytes for figures in ranks) > 0:
+        slowest = max(ranks, key=lambda one: statistics.median(one.offload_s) + statistics.median(one.onload_s))
+        found |= {
+            "offload_s": statistics.median(slowest.offload_s),
+            "first_offload_s": slowest.first_offload_s,
+            "onload_s": statistics.median(slowest.onload_s),
+            "offload_vs_link": slowest.offload_vs_link,
+            "onload_vs_link": slowest.onload_vs_link,
+            "offloaded_bytes": float(slowest.num_bytes),
+            "link_to_host_gb_per_s": slowest.num_bytes / slowest.to_host_s / 1e9,
+            "link_to_device_gb_per_s": slowest.num_bytes / slowest.to_device_s / 1e9,
+            "nccl_teardown_s": slowest.group_teardown_s,
+            "nccl_rebuild_s": slowest.group_rebuild_s,
+        }
+    return {f"gpu.{work}.{name}": value for name, value in found.items()}
+
+
+def switch_table(report: SwitchReport) -> Table:
+    """Return a table with a row for each figure."""
+    table = Table(title=f"headrace bench gpu: {report.work}", title_justify="left", title_style="bold")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in report.summary.items():
+        table.add_row(name.removeprefix(f"gpu.{report.work}."), f"{value:.4g}")
+    return table
+
+
+def _num_ranks(options: SwitchOptions) -> int:
+    """Return the number of train ranks. Raises UserError if this machine has too few GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected grpo-tiny")
+    layouts = [parse_layout(text, gpus) for text in options.layouts]
+    if [layout.name for layout in layouts] != ["colocated"]:
+        raise UserError(
+            f"--layout: got {' '.join(options.layouts)}, expected one layout colocated-N for {options.work}"
+        )
+    return layouts[0].gpus

@@ -1,0 +1,179 @@
+"""Runs one `headrace train` of `headrace bench gpu` in a process of its own, and reads the figures of its steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...trainers.observe.metrics import read_metrics
+from .accounting import StepFigures, complaints, counted, step_figures
+from .layouts import CPU, Layout
+from .model_folder import PROMPTS
+from .nvml import GpuSampler, GpuSamples, visible_gpus
+from .works import EXAMPLES, Bounds, GrpoWork
+
+REWARD = "headrace.bench.gpu.rewards:spread"
+_LOOK_S = 0.25
+_END_S = 120.0
+"""Seconds in which a run that is told to end must have ended its processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTask:
+    """Settings of one run."""
+
+    work: GrpoWork
+    layout: Layout
+    backend: str
+    """Train backend, `fsdp` or `megatron`."""
+    model: Path
+    """Model folder, with the prompts."""
+    folder: Path
+    """Folder of the run, which does not exist yet."""
+    steps: int
+    prompts: int
+    """Number of prompts of a step."""
+    limit_s: float
+    """Seconds after which the run is ended; the steps that it has made by then still count."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the run's configuration from the command line, which come after all others."""
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `headrace` that start the run."""
+        work = self.work
+        keys = [
+            f"run.dir={self.folder}", "run.checkpoint_minutes=0", f"model.path={self.model}",
+            f"data.train={self.model / PROMPTS}", "data.answer_field=''", "data.chat_template=messages",
+            f"data.max_prompt_tokens={work.prompt_tokens[1]}", f"reward.functions=[{{kind: '{REWARD}'}}]",
+            f"rollout.max_new_tokens={work.max_new_tokens}", f"algorithm.steps={self.steps}",
+            f"algorithm.prompts_per_step={self.prompts}", f"algorithm.group_size={work.group_size}",
+            f"trainer.backend={self.backend}", "validation.every=0", "logging.tensorboard=false",
+        ]  # fmt: skip
+        if self.layout.name == CPU:
+            keys += [
+                "rollout.engine=hf", "model.dtype=float32", "trainer.mixed_precision=false", "resources.threads=1",
+            ]  # fmt: skip
+        config = str(EXAMPLES / work.example)
+        return ["train", config, *keys, *self.layout.overrides(), *self.overrides]
+
+
+@dataclass(slots=True)
+class TrainOutcome:
+    """Figures of one run."""
+
+    task: TrainTask
+    figures: list[StepFigures]
+    """Figures of all steps that the run finished, the first included."""
+    start_s: float
+    """Seconds from the start of the process until the first step began; 0 if there was none."""
+    idle_shares: list[float]
+    """Share of the counted steps' time in which each GPU ran no kernel; empty if NVML was not sampled."""
+    peaks_gib: list[float]
+    """Largest memory in use on each GPU in the whole run, in GiB; empty if NVML was not sampled."""
+    complaints: list[str] = field(default_factory=list)
+    """Sentences about what was wrong with the run or its figures."""
+
+
+def run_train(task: TrainTask, bounds: Bounds, sampler: GpuSampler | None, tell: Callable[[str], None]) -> TrainOutcome:
+    """Run `headrace train` to its end, or until it takes longer than its limit, and return the figures of its steps.
+
+    bounds: within them the figures are right. sampler: samples the GPUs meanwhile; None: nobody does. The run's output
+    is in a text file of the run folder's name, beside it. When this function is interrupted, the run is ended first.
+    """
+    output = task.folder.with_name(f"{task.folder.name}.txt")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    samples = GpuSamples([])
+    if sampler is None:
+        problem = _run(task, output, tell)
+    else:
+        with sampler:
+            problem = _run(task, output, tell)
+        samples = sampler.samples
+    outcome = read_outcome(task, started, samples)
+    shutil.rmtree(task.folder / "model", ignore_errors=True)  # gigabytes of weights that mean nothing
+    if problem:
+        outcome.complaints.append(f"{task.layout.label}: {problem}; its output is in {output}")
+    if samples.failure:
+        outcome.complaints.append(f"{task.layout.label}: {samples.failure}")
+    wrong = complaints(outcome.figures, bounds, rows=task.prompts * task.work.group_size)
+    if not counted(outcome.figures):
+        wrong.append(f"{len(outcome.figures)} steps were finished, expected at least 2")
+    outcome.complaints += [f"{task.layout.label}: {line}" for line in wrong]
+    return outcome
+
+
+def read_outcome(task: TrainTask, started: float, samples: GpuSamples) -> TrainOutcome:
+    """Return the figures of a run that has ended, from its metrics.jsonl. started: Unix time at which its process was
+    started. samples: of the GPUs; those in the time of the counted steps give the idle shares."""
+    path = task.folder / "metrics.jsonl"
+    figures = step_figures(read_metrics(path)[0]) if path.exists() else []
+    if not figures:
+        return TrainOutcome(task, [], 0.0, [], samples.peaks_gib())
+    zero = metrics_start(path)
+    start_s = zero + figures[0].ended_s - figures[0].seconds - started
+    idle: list[float] = []
+    if steps := counted(figures):
+        idle = samples.idle_shares(zero + steps[0].ended_s - steps[0].seconds, zero + steps[-1].ended_s)
+    return TrainOutcome(task, figures, start_s, idle, samples.peaks_gib())
+
+
+def metrics_start(path: Path) -> float:
+    """Return the Unix time from which `time/elapsed_s` in a metrics.jsonl counts: that of the file's last change, less
+    the seconds in its last line. It is right to some milliseconds, because each line is written when it is made."""
+    last = json.loads(path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2])
+    return path.stat().st_mtime - last["time/elapsed_s"]
+
+
+def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
+    """Run the process to its end. Returns a sentence about what was wrong, or ""."""
+    deadline = time.monotonic() + task.limit_s
+    environment = dict(os.environ)
+    if task.layout.gpus:  # the run sees no other GPU than those of its layout
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(task.layout.gpus))
+    # A session of its own: a Ctrl-C ends this process, which then ends the run once.
+    with open(output, "wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.cli", *task.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        while time.monotonic() < deadline:
+            try:
+                code = process.wait(_LOOK_S)
+            except subprocess.TimeoutExpired:
+                tell(f"{task.layout.label}: step {_steps_done(task.folder)} of {task.steps}")
+                continue
+            return "" if code == 0 else f"the run ended with exit code {code}"
+        return f"the run was ended after its limit of {task.limit_s:g} s"
+    finally:
+        end_process(process)
+
+
+def _steps_done(folder: Path) -> int:
+    """Return the number of steps in the run's metrics so far."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b'"time/step_s"') if path.exists() else 0
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process if it still runs: by SIGTERM, at which a run ends its own processes, and by SIGKILL if it takes
+    longer than two minutes."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

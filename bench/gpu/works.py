@@ -1,0 +1,75 @@
+"""Names the works of `headrace bench gpu`: the model, the batch and the bounds within which its figures are right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .model_folder import FolderTask
+from .shapes import SHAPES
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Largest values of the figures that tell whether a step computed the right thing."""
+
+    mismatch_mean: float
+    """Mean difference of the log-probs that engine and trainer give a sampled token, in nats."""
+    mismatch_max: float
+    """Largest such difference of a step, in nats."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+
+
+HALF = Bounds(mismatch_mean=0.02, mismatch_max=0.3, grad_norm=10.0)
+"""Bounds for bfloat16. Correct runs had means of 0.005 to 0.007, a largest difference of 0.06, and norms of 0.40 to
+0.45; weights of another version give means above 1."""
+EXACT = Bounds(mismatch_mean=1e-3, mismatch_max=1e-2, grad_norm=10.0)
+"""Bounds for float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoWork:
+    """A whole GRPO run of some steps."""
+
+    size: str
+    """Size of the model, a key of `shapes.SHAPES`."""
+    example: str
+    """Name of the configuration in `examples/` that is run."""
+    max_new_tokens: int
+    mean_tokens: int
+    """Mean number of tokens of a sample that no limit cuts."""
+    prompt_tokens: tuple[int, int]
+    """Smallest and largest number of tokens of a prompt."""
+    prompts: int = 32
+    """Number of prompts of a step."""
+    group_size: int = 8
+    """Number of samples of each prompt."""
+    steps: int = 6
+    """Number of steps of a run, unless the command line gives another."""
+    trl_micro: int = 16
+    """Number of rows of TRL's microbatches."""
+    trl_memory: float = 0.4
+    """Share of the GPU's memory that TRL's vLLM takes."""
+    trl_recompute: bool = False
+    """Whether TRL recomputes activations (gradient checkpointing), because they do not fit."""
+
+    def folder_task(self, dtype: str) -> FolderTask:
+        """Return the contents of the model folder, with weights of `dtype`."""
+        return FolderTask(SHAPES[self.size], dtype, self.mean_tokens, self.prompt_tokens, num_prompts=2048)
+
+
+_LONG = (1024, 672, (64, 281))
+GRPO_WORKS = {
+    "grpo-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=4, group_size=4, steps=3),
+    "grpo-0.6b": GrpoWork("0.6b", "gpu-0.6b.yaml", *_LONG),
+    "grpo-1.7b": GrpoWork("1.7b", "gpu-1.7b.yaml", *_LONG, trl_micro=8, trl_memory=0.35),
+    "grpo-4b": GrpoWork("4b", "gpu-4b.yaml", *_LONG, trl_micro=4, trl_memory=0.25, trl_recompute=True),
+}
+"""Name of a work -> a run of that work. `grpo-tiny` also runs without a GPU, to try out the command."""
+SWITCH_WORKS = {"switch-2g": ("2B", "2g")}
+"""Name of a work that times switches of roles -> the model's size for the engine, a key of `bench.weights`, and for the
+trainer, a key of `shapes.SHAPES`. Both have the same dimensions."""
+WORKS = (*GRPO_WORKS, *SWITCH_WORKS)
