@@ -23,7 +23,7 @@ from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.plans import Budget
 from ..advantages.factory import build_advantages
-from ..backends.config import BackendConfig
+from ..backends.config import BackendConfig, PrevSource
 from ..backends.factory import build_backend
 from ..base_model.prepare import model_config
 from ..config.config import Config
@@ -46,16 +46,15 @@ def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
 
 TASK = "train"
 """Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
-SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
-"""Sampler that `algorithm.sampler: auto` selects for each `algorithm.mode`, in runs that are not deterministic."""
 
 
 def sampler(config: Config) -> str:
     """Return the name of the run's sampler, which decides in what order groups that are ready are trained on."""
-    algorithm = config.algorithm
-    if algorithm.sampler != "auto":
-        return algorithm.sampler
-    return "in_order" if config.run.deterministic else SAMPLERS[algorithm.mode]
+    if config.algorithm.sampler != "auto":
+        return config.algorithm.sampler
+    if config.run.deterministic or config.overlap.window:
+        return "in_order"
+    return "ready_first" if config.overlap.by_chunk else "oldest_version_first"
 
 
 def data_plane(config: Config) -> DataPlaneConfig:
@@ -160,13 +159,13 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
         engine=None if device is None else engine_config(config, name, model, handle, device),
         rollout=config.rollout,
         tokenizer=model,
-        rewards=config.reward.functions,
+        reward=config.reward,
         tagged_rewards=tagged_rewards(config),
         data=config.data,
         validates=config.validation.every > 0,
         check_prompts=index == 0,
         data_plane=handle,
-        reward_timeout_s=config.reward.timeout_s,
+        mask_truncated=config.algorithm.mask_truncated,
         engine_timeout_s=config.resources.stage_timeout_s,
         journal=journal(config),
     )
@@ -208,6 +207,10 @@ def _fingerprint(config: Config) -> str:
             for term in config.reward.functions
         ],
     }
+    if config.reward.scale != 1.0 or config.reward.clip is not None:  # these came later
+        decisive["reward"] = [config.reward.scale, config.reward.clip]
+    if config.algorithm.mask_truncated:
+        decisive["mask_truncated"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
 
 
@@ -270,9 +273,17 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         loss,
         config.scripted,
         total_steps=config.algorithm.steps,
-        prev="train_pass" if config.algorithm.prev_logprobs == "recompute" else "rollout",
+        updates_per_step=config.algorithm.updates_per_step,
+        prev=_prev_source(config),
         with_reference=config.with_reference,
     )
+
+
+def _prev_source(config: Config) -> PrevSource:
+    """Return where the log-probs of the policy before the step come from, see `BackendConfig.prev`."""
+    if config.algorithm.prev_logprobs == "rollout":
+        return "rollout"
+    return "train_pass" if config.algorithm.updates_per_step == 1 else "fixed"
 
 
 def budget(config: Config) -> Budget:
