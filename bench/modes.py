@@ -1,10 +1,13 @@
-"""`headrace bench step` times the three modes in the real system, with a scripted engine and trainer.
+"""`headrace bench step` times the modes in the real system, with a scripted engine and trainer.
 
 Everything runs as in training: Ray, directory, store, rollout actor, train worker, controllers, weight syncs. Only the
 model is missing. For each group the engine waits for a random latency from a log-normal distribution (sigma 1, all
 groups at once), and the train worker takes a fixed time for each row. The times are chosen so that on average the
 training of a step takes as long as its generation, which ends with the slowest group. `sync` must therefore take twice
 that time, and the other modes show how much they overlap.
+
+Two more runs compare `async` and `async_streaming` with each other: in them, groups are trained on in the order of
+their prompts, and training takes half as long as generation, so that the slowest group of a step is what it waits for.
 
 The seconds per step are the wall time of the counted steps divided by their number, which is what a long run takes. The
 median is reported, too; slow steps have less weight in it. Then `headrace simulate` simulates the same groups. It takes
@@ -23,15 +26,37 @@ import numpy as np
 
 from ..trainers.config.config import Config
 from ..trainers.config.load import build_config
+from ..trainers.config.overlap import Mode
 from ..trainers.observe.metrics import read_metrics
 from ..trainers.run.launch import run_training
 from ..trainers.simulation.config import SimulationConfig
-from ..trainers.simulation.scenario import Mode, build_scenario, measure_run
+from ..trainers.simulation.scenario import build_scenario, measure_run
 from ..trainers.simulation.simulate import simulate
 from .conditions import conditions
 from .transfer.results import write_records, write_summary
 
-MODES: tuple[Mode, ...] = ("sync", "streaming", "async")
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One of the runs that are timed."""
+
+    name: str
+    """Name in the results and of the run folder."""
+    mode: Mode
+    in_order: bool = False
+    """True if groups are trained on in the order of their prompts. Otherwise those that are ready first come first, in
+    the modes that allow it."""
+    train_share: float = 1.0
+    """Seconds that the training of a step takes, as a share of those of its slowest group."""
+
+
+CASES = (
+    Case("sync", "sync"),
+    Case("streaming", "streaming"),
+    Case("async", "async"),
+    Case("async_in_order", "async", in_order=True, train_share=0.5),
+    Case("async_streaming", "async_streaming", in_order=True, train_share=0.5),
+)
 LAST = 2
 """Number of steps at a run's end that are not counted, because no rollouts of later steps run at the same time."""
 TRAIN_STEP_SHARE = 0.05
@@ -51,7 +76,7 @@ class StepOptions:
     """Number of groups (one for each prompt) in a step."""
     group_size: int = 2
     chunk_groups: int = 4
-    """Number of groups that `streaming` trains on together."""
+    """Least number of groups that `streaming` and `async_streaming` train on together."""
     sigma: float = 1.0
     """Sigma of the log-normal distribution that latencies are drawn from."""
     train_s: float = 1.2
@@ -70,9 +95,9 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """Figures of the counted steps of one mode, measured or simulated."""
+    """Figures of the counted steps of one case, measured or simulated."""
 
-    mode: Mode
+    case: str
     seconds: tuple[float, ...]
     """Wall seconds of each step, from the end of the previous step."""
     trainer_busy_s: float
@@ -96,7 +121,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The figures of each mode, measured and simulated, with a summary and the conditions."""
+    """The figures of each case, measured and simulated, with a summary and the conditions."""
 
     measured: tuple[ModeResult, ...]
     simulated: tuple[ModeResult, ...]
@@ -105,7 +130,7 @@ class StepReport:
 
 
 def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
-    """Run and simulate all modes. Writes results.jsonl, summary.json and each run's folder into `options.out`.
+    """Run and simulate all cases. Writes results.jsonl, summary.json and each run's folder into `options.out`.
 
     Raises UserError when one of these folders already has a run.
     """
@@ -114,15 +139,15 @@ def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
         **{name: getattr(options, name) for name in ("warm", "counted", "prompts", "group_size", "chunk_groups")},
         sigma=options.sigma, train_s=options.train_s, seed=options.seed,
     )  # fmt: skip
-    configs = {mode: mode_config(options, mode) for mode in MODES}
+    configs = {case: case_config(options, case) for case in CASES}
     measured = []
-    for mode in MODES:
-        tell(f"{mode}: {options.steps} steps")
-        run_training(configs[mode], resume=False)
-        measured.append(measured_steps(configs[mode], mode, options))
-    overheads = measure_run(options.out / "sync", configs["sync"], SimulationConfig())
+    for case, config in configs.items():
+        tell(f"{case.name}: {options.steps} steps")
+        run_training(config, resume=False)
+        measured.append(measured_steps(config, case, options))
+    overheads = measure_run(options.out / CASES[0].name, configs[CASES[0]], SimulationConfig())
     tell("simulating the same")
-    simulated = [simulated_steps(configs[mode], mode, options, overheads) for mode in MODES]
+    simulated = [simulated_steps(config, case, options, overheads) for case, config in configs.items()]
     summary = summarise(measured, simulated)
     facts |= {"load_average_after": conditions()["load_average"], "overheads": overheads}
     records = [_record("measured", result) for result in measured]
@@ -132,25 +157,29 @@ def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
     return StepReport(tuple(measured), tuple(simulated), summary, facts)
 
 
-def mode_config(options: StepOptions, mode: Mode) -> Config:
-    """Return the configuration of one mode's run. All modes have the same prompts, latencies and rows."""
+def case_config(options: StepOptions, case: Case) -> Config:
+    """Return the configuration of one case's run. All cases have the same prompts, latencies and rows."""
+    mode = case.mode
     algorithm: dict[str, Any] = {
         "mode": mode,
         "steps": options.steps,
         "prompts_per_step": options.prompts,
         "group_size": options.group_size,
     }
-    if mode == "streaming":
+    if mode in ("streaming", "async_streaming"):
         algorithm["chunk_groups"] = options.chunk_groups
-    if mode == "async":
+    if mode in ("async", "async_streaming"):
+        algorithm["max_staleness"] = 1
+    if mode == "async" and not case.in_order:
         # Dropped, as the same prompt would take as long again.
-        algorithm |= {"max_staleness": 1, "sampler": "ready_first", "stale_groups": "drop"}
-    rows_s = (1 - TRAIN_STEP_SHARE) * options.train_s
+        algorithm |= {"sampler": "ready_first", "stale_groups": "drop"}
+    train_s = case.train_share * options.train_s
+    rows_s = (1 - TRAIN_STEP_SHARE) * train_s
     return build_config(
         {
             "run": {
-                "dir": str(options.out / mode),
-                "name": f"bench-step-{mode}",
+                "dir": str(options.out / case.name),
+                "name": f"bench-step-{case.name}",
                 "seed": options.seed,
                 "trace_step": 5,
                 "checkpoint_minutes": 0.0,
@@ -166,7 +195,7 @@ def mode_config(options: StepOptions, mode: Mode) -> Config:
                 "latency_s": median_latency(options),
                 "latency_sigma": options.sigma,
                 "train_row_s": rows_s / (options.prompts * options.group_size),
-                "train_step_s": options.train_s - rows_s,
+                "train_step_s": train_s - rows_s,
             },
         }
     )
@@ -181,7 +210,7 @@ def median_latency(options: StepOptions) -> float:
     return options.train_s / float(slowest[options.warm : -LAST].mean())
 
 
-def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResult:
+def measured_steps(config: Config, case: Case, options: StepOptions) -> ModeResult:
     """Read a finished run's metrics.jsonl and return the figures of its counted steps."""
     assert config.run.dir is not None
     records = read_metrics(Path(config.run.dir) / "metrics.jsonl")[0]
@@ -189,7 +218,7 @@ def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResu
     ends = [by_step[step]["time/elapsed_s"] for step in range(options.warm, options.warm + options.counted + 1)]
     kept = [by_step[step] for step in range(options.warm + 1, options.warm + options.counted + 1)]
     return ModeResult(
-        mode,
+        case.name,
         tuple(np.diff(ends).tolist()),
         trainer_busy_s=sum(record["time/step_s"] - record["time/trainer_idle_s"] for record in kept),
         staleness_mean=float(np.mean([record["staleness/mean"] for record in kept])),
@@ -198,13 +227,13 @@ def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResu
     )
 
 
-def simulated_steps(config: Config, mode: Mode, options: StepOptions, overheads: Mapping[str, float]) -> ModeResult:
+def simulated_steps(config: Config, case: Case, options: StepOptions, overheads: Mapping[str, float]) -> ModeResult:
     """Simulate the same steps and return their figures. overheads: the overheads of the sync run, as `measure_run`
     returns them."""
-    run = simulate(build_scenario(config, SimulationConfig(), overheads), mode)
+    run = simulate(build_scenario(config, SimulationConfig(), overheads), case.mode)
     kept = run.steps[options.warm : options.warm + options.counted]
     return ModeResult(
-        mode,
+        case.name,
         tuple(step.seconds for step in kept),
         trainer_busy_s=sum(step.trainer_busy_s for step in kept),
         staleness_mean=float(np.mean([step.staleness_mean for step in kept])),
@@ -214,17 +243,19 @@ def simulated_steps(config: Config, mode: Mode, options: StepOptions, overheads:
 
 
 def summarise(measured: Sequence[ModeResult], simulated: Sequence[ModeResult]) -> dict[str, float]:
-    """Return the summary by key: `step.{mode}.{seconds | median_seconds | trainer_idle_share | staleness_mean |
-    staleness_max}`, and `step.{mode}_vs_sync`, where a value above 1 means faster than `sync`.
+    """Return the summary by key: `step.{case}.{seconds | median_seconds | trainer_idle_share | staleness_mean |
+    staleness_max}`, `step.{case}_vs_sync` for cases with sync's times, and `step.async_streaming_vs_async`, both in the
+    order of prompts. Ratios above 1 mean faster.
 
-    The same keys exist with the prefix `simulated.`. `simulated.step.{mode}.relative_difference` is the measured
+    The same keys exist with the prefix `simulated.`. `simulated.step.{case}.relative_difference` is the measured
     seconds divided by the simulated ones, minus 1.
     """
+    compared = {case.name for case in CASES[1:] if case.train_share == CASES[0].train_share}
     summary: dict[str, float] = {}
     for prefix, results in (("", measured), ("simulated.", simulated)):
-        sync_s = next(result.step_s for result in results if result.mode == "sync")
+        step_s = {result.case: result.step_s for result in results}
         for result in results:
-            name = f"{prefix}step.{result.mode}"
+            name = f"{prefix}step.{result.case}"
             summary |= {
                 f"{name}.seconds": result.step_s,
                 f"{name}.median_seconds": float(np.median(result.seconds)),
@@ -232,11 +263,12 @@ def summarise(measured: Sequence[ModeResult], simulated: Sequence[ModeResult]) -
                 f"{name}.staleness_mean": result.staleness_mean,
                 f"{name}.staleness_max": result.staleness_max,
             }
-            if result.mode != "sync":
-                summary[f"{name}_vs_sync"] = sync_s / result.step_s
-    for mode in MODES:
-        ratio = summary[f"step.{mode}.seconds"] / summary[f"simulated.step.{mode}.seconds"]
-        summary[f"simulated.step.{mode}.relative_difference"] = ratio - 1
+            if result.case in compared:
+                summary[f"{name}_vs_sync"] = step_s["sync"] / result.step_s
+        summary[f"{prefix}step.async_streaming_vs_async"] = step_s["async_in_order"] / step_s["async_streaming"]
+    for case in CASES:
+        ratio = summary[f"step.{case.name}.seconds"] / summary[f"simulated.step.{case.name}.seconds"]
+        summary[f"simulated.step.{case.name}.relative_difference"] = ratio - 1
     return summary
 
 
@@ -244,7 +276,7 @@ def _record(kind: str, result: ModeResult) -> dict[str, Any]:
     return {
         "op": "step",
         "kind": kind,
-        "mode": result.mode,
+        "case": result.case,
         "runs": len(result.seconds),
         "seconds": result.step_s,
         "median_seconds": float(np.median(result.seconds)),

@@ -9,11 +9,11 @@ import numpy as np
 from rich.table import Table
 
 from .conditions import one_line
-from .modes import LAST, MODES, ModeResult, StepOptions, StepReport
+from .modes import CASES, LAST, ModeResult, StepOptions, StepReport
 from .transfer.plots import COLOURS, Figure
 
 HEADER = (
-    "mode",
+    "run",
     "s a step",
     "median",
     "vs sync",
@@ -59,8 +59,10 @@ def meaning(options: StepOptions) -> str:
         f"time of sigma {options.sigma:g}; the slowest of a step takes {options.train_s:g} s on average, and so does "
         f"its training. Seconds a step: wall time of {options.counted} steps over their number, without the first "
         f"{options.warm} and the last {LAST}. `streaming` trains on {options.chunk_groups} groups at a time, staleness "
-        "0; `async` on those that are ready first, staleness 1, groups that grow too old dropped. Simulated: the same "
-        "groups, with what the sync run's steps took besides; off by: measured over simulated."
+        "0; `async` on those that are ready first, staleness 1, groups that grow too old dropped. `async_in_order` and "
+        "`async_streaming` train half as long, in the order of the prompts; the latter also on "
+        f"{options.chunk_groups} groups at a time or more. Simulated: the same groups, with what the sync run's steps "
+        "took besides; off by: measured over simulated."
     )
 
 
@@ -71,13 +73,14 @@ def _rows(report: StepReport) -> list[tuple[str, ...]]:
 
 
 def _row(report: StepReport, measured: ModeResult, simulated: ModeResult) -> tuple[str, ...]:
-    mode, summary = measured.mode, report.summary
+    case, summary = measured.case, report.summary
 
     def ratio(prefix: str) -> str:
-        return f"{summary[f'{prefix}step.{mode}_vs_sync']:.2f}x" if mode != "sync" else ""
+        versus_sync = summary.get(f"{prefix}step.{case}_vs_sync")
+        return "" if versus_sync is None else f"{versus_sync:.2f}x"
 
     return (
-        mode,
+        case,
         f"{measured.step_s:.3f}",
         f"{np.median(measured.seconds):.3f}",
         ratio(""),
@@ -86,7 +89,7 @@ def _row(report: StepReport, measured: ModeResult, simulated: ModeResult) -> tup
         f"{simulated.step_s:.3f}",
         ratio("simulated."),
         f"{simulated.trainer_idle_share:.1%}",
-        f"{summary[f'simulated.step.{mode}.relative_difference']:+.1%}",
+        f"{summary[f'simulated.step.{case}.relative_difference']:+.1%}",
     )
 
 
@@ -95,15 +98,15 @@ def _draw(report: StepReport, path: Path) -> None:
     figure = Figure(figsize=(13, 4.2))
     figure.suptitle("seconds of each step; dashed: simulated", x=0.01, ha="left", fontsize=10)
     top = 1.05 * max(max(result.seconds) for result in (*report.measured, *report.simulated))
-    for number, mode in enumerate(MODES):
-        axes = figure.add_subplot(1, len(MODES), number + 1)
+    for number, case in enumerate(CASES):
+        axes = figure.add_subplot(1, len(CASES), number + 1)
         for results, line, label in ((report.measured, "-", "measured"), (report.simulated, "--", "simulated")):
             result = results[number]
             axes.plot(range(1, 1 + len(result.seconds)), result.seconds, line, color=COLOURS[number], linewidth=1.2)
             axes.axhline(
                 result.step_s, linestyle=line, color="black", linewidth=0.8, label=f"{label} {result.step_s:.2f}"
             )
-        axes.set_title(mode, loc="left", fontsize=9)
+        axes.set_title(case.name, loc="left", fontsize=9)
         axes.set_ylim(0, top)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)

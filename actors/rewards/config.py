@@ -46,15 +46,26 @@ class RewardFunctionConfig(Section):
 
 class RewardConfig(Section):
     """The rubric, which scores samples with one or more reward functions. A sample's reward is the sum of weight x
-    value over these functions."""
+    value over these functions, scaled by `reward.scale` and clipped to `reward.clip`."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
     """Reward functions of the rubric: a list of sections with the keys below."""
+    scale: Positive = 1.0
+    """Factor by which the sum is multiplied."""
+    clip: tuple[float, float] | None = None
+    """Bounds (low, high) to which a sample's reward is clipped, after it was scaled. Unset: it is not clipped."""
     max_error_share: Share = 0.5
     """Largest share of a step's rows in which a reward function or the episode may fail; above it the run stops. Failed
     rows are counted and not trained on."""
     timeout_s: Positive = 60.0
     """Time limit in seconds for the reward functions of one row. A row that exceeds it counts as failed."""
+
+    @field_validator("clip")
+    @classmethod
+    def _in_order(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and not clip[0] < clip[1]:
+            raise ValueError(f"got {list(clip)}, expected [low, high] with low below high")
+        return clip
 
     @field_validator("functions")
     @classmethod

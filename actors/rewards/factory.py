@@ -10,7 +10,7 @@ from typing import Any, cast
 from ...codecs.imports import import_object
 from ..protocols import Reward
 from .builtin import Format, Overlong, exact_match, per_position
-from .config import RewardFunctionConfig
+from .config import RewardConfig, RewardFunctionConfig
 from .rubric import TOKENS, Rubric, takes_tokens
 
 BUILT_REWARDS: dict[str, Any] = {
@@ -21,15 +21,18 @@ BUILT_REWARDS: dict[str, Any] = {
 }
 
 
-def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[str] = ()) -> Rubric:
-    """Build the rubric from the configured reward functions.
+def build_rubric(config: RewardConfig, tagged: Collection[str] = ()) -> Rubric:
+    """Build the rubric from the section `reward` of the configuration.
 
     tagged: names (`RewardFunctionConfig.label`) of the functions whose unweighted values are stored with each row as
     tags (metadata). Raises ValueError for a path that cannot be imported, or for options that do not fit.
     """
+    functions = config.functions
     return Rubric(
         [(function.label, build_reward(function), function.weight) for function in functions],
         [function.label for function in functions if function.label in tagged],
+        scale=config.scale,
+        clip=config.clip,
     )
 
 

@@ -33,9 +33,17 @@ class Rubric:
     """Scores responses with several reward functions. If one of them raises an exception, the sample becomes invalid
     and the exception is not passed on."""
 
-    def __init__(self, rewards: Sequence[tuple[str, Reward | TokenReward, float]], tagged: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[tuple[str, Reward | TokenReward, float]],
+        tagged: Sequence[str] = (),
+        *,
+        scale: float = 1.0,
+        clip: tuple[float, float] | None = None,
+    ) -> None:
         """rewards: name, function and weight of each reward. tagged: names of the rewards whose unweighted values are
-        stored with each row as tags (metadata).
+        stored with each row as tags (metadata). scale, clip: factor and bounds of the weighted sum (see
+        `RewardConfig`).
 
         Raises ValueError if there are no rewards, if a name is given twice, or if a weight is not finite.
         """
@@ -50,6 +58,8 @@ class Rubric:
         assert set(tagged) <= set(names)
         self._rewards = [(name, reward, weight, takes_tokens(reward)) for name, reward, weight in rewards]
         self.tagged = tuple(tagged)
+        self._scale = scale
+        self._low, self._high = (-math.inf, math.inf) if clip is None else clip
 
     @property
     def names(self) -> list[str]:
@@ -63,8 +73,8 @@ class Rubric:
         response_tokens: int | None = None,
         begin: Callable[[str], None] = lambda name: None,
     ) -> Score:
-        """Return the sample's score: the weighted sum of the rewards and the value of each. The sample is invalid if a
-        reward raises an exception or does not return a finite number.
+        """Return the sample's score: the weighted sum of the rewards, scaled and clipped, and the value of each. The
+        sample is invalid if a reward raises an exception or does not return a finite number.
 
         In that case `components` has the values of the other rewards, and `error` describes the first failure.
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
@@ -85,7 +95,8 @@ class Rubric:
             total += weight * value
         if errors:
             return Score(reward=0.0, components=components, valid=False, error=errors[0])
-        return Score(reward=total, components=components, valid=True)
+        reward = min(max(self._scale * total, self._low), self._high)
+        return Score(reward=reward, components=components, valid=True)
 
 
 def takes_tokens(reward: Any) -> bool:

@@ -23,7 +23,7 @@ from ..engines.router import Router
 from ..engines.tokenizer import load_tokenizer
 from ..environments.factory import build_environment
 from ..remote_engine import RemoteEngine
-from ..rewards.config import RewardFunctionConfig
+from ..rewards.config import RewardConfig
 from ..rewards.factory import build_rubric
 from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
@@ -53,8 +53,8 @@ class RolloutSetup:
     its own copy."""
     tokenizer: str
     """Folder or hub id of the tokenizer."""
-    rewards: tuple[RewardFunctionConfig, ...]
-    """Reward functions that score every sample."""
+    reward: RewardConfig
+    """Section `reward` of the configuration: the rubric that scores every sample."""
     tagged_rewards: frozenset[str]
     """Names (`RewardFunctionConfig.label`) of the reward functions whose unweighted values are stored with each row as
     tags (metadata), for advantages that need more than the total reward."""
@@ -66,8 +66,9 @@ class RolloutSetup:
     """True if this actor checks the training and validation sources for prompts of more than `data.max_prompt_tokens`
     tokens, and raises an error if it finds one (except where `data.overlong_prompts=drop` leaves such prompts out)."""
     data_plane: DataPlaneHandle
-    reward_timeout_s: float = 60.0
-    """Time limit in seconds for the reward functions of one row. A row that exceeds it counts as failed."""
+    mask_truncated: bool = False
+    """True if samples that were cut off at the largest number of new tokens are not trained on
+    (`algorithm.mask_truncated`)."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
     journal: JournalConfig | None = None
@@ -99,7 +100,7 @@ class RolloutActor(EngineHost):
     def _build(self) -> GenerationEngine:
         setup = self._setup
         torch.set_num_threads(setup.threads)
-        rubric = build_rubric(setup.rewards, setup.tagged_rewards)
+        rubric = build_rubric(setup.reward, setup.tagged_rewards)
         tokenizer = load_tokenizer(setup.tokenizer)
         opened = open_prompts(
             setup.data, tokenizer, seed=setup.seed, validates=setup.validates, check_lengths=setup.check_prompts
@@ -123,7 +124,8 @@ class RolloutActor(EngineHost):
             held_out=held_out,
             client=connect_async(setup.data_plane, name=setup.name),
             journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
-            reward_timeout_s=setup.reward_timeout_s,
+            reward_timeout_s=setup.reward.timeout_s,
+            mask_truncated=setup.mask_truncated,
         )
         return engine
 

@@ -13,6 +13,10 @@ from ...codecs.jagged import concat, slice_rows
 from ..protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Sample, Score
 from ..rewards.rubric import reward_tag
 
+TRAINED_TOKENS = "trained_tokens"
+"""Name of the tag with the number of tokens of a row that are trained on. Rows have it only if truncated rows are
+masked; otherwise all response tokens of valid rows are trained on."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutRows:
@@ -52,17 +56,22 @@ def join(parts: Sequence[RolloutRows]) -> RolloutRows:
 
 
 def rollout_rows(
-    samples: Sequence[Sample], scores: Sequence[Score], tagged: Sequence[str] = ()
+    samples: Sequence[Sample], scores: Sequence[Score], tagged: Sequence[str] = (), *, mask_truncated: bool = False
 ) -> tuple[Batch, dict[str, np.ndarray]]:
     """Convert N samples and their scores to rows with the fields ROLLOUT_FIELDS, and to tags, the metadata of the rows
-    (tag name -> float32 `[N]`). Failed rows are masked.
+    (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is trained on.
 
     tagged: names of the rewards whose unweighted values also become tags, named by `reward_tag`, with 0 for failed
-    rows.
+    rows. mask_truncated: whether to mask the rows of samples that were cut off (finish reason `length`), too. They
+    keep their rewards, so that the baselines of their groups contain them. The tag TRAINED_TOKENS then has the number
+    of tokens of each row that are trained on.
     """
     valid = np.array([score.valid for score in scores], dtype=bool)
     lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-    trained = np.repeat(valid, lengths)
+    used = valid
+    if mask_truncated:
+        used = valid & np.array([sample.finish_reason != "length" for sample in samples], dtype=bool)
+    trained = np.repeat(used, lengths)
     columns = {
         "input_ids": np.concatenate([sample.input_ids for sample in samples]),
         "response_mask": np.concatenate([sample.response_mask for sample in samples]) * trained,
@@ -81,6 +90,8 @@ def rollout_rows(
         "valid": valid.astype(np.float32),
         "response_length": np.array([np.count_nonzero(s.response_mask) for s in samples], dtype=np.float32),
     }
+    if mask_truncated:
+        tags[TRAINED_TOKENS] = tags["response_length"] * used
     for name in tagged:
         values = [score.components[name] if score.valid else 0.0 for score in scores]
         tags[reward_tag(name)] = np.array(values, dtype=np.float32)

@@ -54,10 +54,11 @@ class RolloutWorker:
         client: AsyncDataPlaneClient,
         journal: GroupJournal | None = None,
         reward_timeout_s: float = 60.0,
+        mask_truncated: bool = False,
     ) -> None:
         """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups (all rows
         of one prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one
-        row."""
+        row. mask_truncated: see `rollout_rows`."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -74,6 +75,7 @@ class RolloutWorker:
         # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls go on.
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
+        self._mask_truncated = mask_truncated
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -221,7 +223,7 @@ class RolloutWorker:
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples)
-        batch, tags = rollout_rows(samples, scores, self._rubric.tagged)
+        batch, tags = rollout_rows(samples, scores, self._rubric.tagged, mask_truncated=self._mask_truncated)
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [len(group) for group in groups.values()])
         keys = [row_key(sample.prompt.uid, sample.index) for sample in samples]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)

@@ -46,7 +46,8 @@ def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, slots=True)
 class TrainShard:
-    """One rank's share of the plan for a step. The driver sends it once, and every pass of the step uses it."""
+    """One rank's share of a plan: of the rows of a step, or of those that are trained on together. The driver sends it
+    once, and every pass over these rows uses it."""
 
     step: int
     """Number of the step."""
@@ -60,6 +61,8 @@ class TrainShard:
     """Hash of the plan for the step, the same on every rank."""
     traced: bool
     """True if reports of the step carry spans, the timed pieces of work in the trace."""
+    columns: tuple[str, ...] = ()
+    """Columns that earlier shards of the step have written to these rows, and that training needs."""
 
     def ranges(self) -> list[np.ndarray]:
         """Return, for each microbatch, the positions of its rows in `meta`."""

@@ -210,7 +210,7 @@ class TrainWorker:
             if not self._open:
                 self._backend.begin_step(self._setup.temperature)
                 self._open = True
-            fields = (*TRAIN_FIELDS, *work.written)
+            fields = (*TRAIN_FIELDS, *work.shard.columns, *work.written)
             with self._span("forward backward"), closing(self._reader.stream(fields)) as micros:
                 self._backend.accumulate(micros, len(work.shard.sizes))
         except BaseException:

@@ -21,11 +21,27 @@ def figures(line: dict[str, float]) -> list[float]:
 
 def test_streaming_gives_the_gradients_of_sync(tmp_path: Path) -> None:
     shared = (*SHORT, "trainer.dp=2", "loss.kl_coef=0.01")
-    runs.run_each(tmp_path, {mode: [*shared, f"algorithm.mode={mode}"] for mode in ("sync", "streaming")})
-    found = {mode: steps_of(tmp_path / mode) for mode in ("sync", "streaming")}
-    for alone, chunked in zip(found["sync"], found["streaming"], strict=True):
-        assert figures(chunked) == pytest.approx(figures(alone), rel=1e-6, abs=1e-6)
-        assert alone["staleness/max"] == chunked["staleness/max"] == 0
+    modes = {"sync": (), "streaming": (), "async_streaming": ("algorithm.max_staleness=0",)}
+    runs.run_each(tmp_path, {mode: [*shared, f"algorithm.mode={mode}", *more] for mode, more in modes.items()})
+    found = {mode: steps_of(tmp_path / mode) for mode in modes}
+    for alone, *others in zip(*found.values(), strict=True):
+        for chunked in others:
+            assert figures(chunked) == pytest.approx(figures(alone), rel=1e-6, abs=1e-6)
+            assert alone["staleness/max"] == chunked["staleness/max"] == 0
+
+
+def test_minibatches_and_epochs_give_the_same_updates_on_every_mesh(tmp_path: Path) -> None:
+    shared = (
+        *SHORT, "algorithm.minibatches=2", "algorithm.epochs=2", "algorithm.prev_logprobs=recompute",
+        "loss.kl_coef=0.01", "loss.clip_low=0.01", "loss.clip_high=0.01", "trainer.lr=0.01",
+    )  # fmt: skip
+    runs.run_each(tmp_path, {"one": shared, "two": [*shared, "trainer.dp=2"]})
+    one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
+    for alone, together in zip(one, two, strict=True):
+        assert figures(together) == pytest.approx(figures(alone), rel=1e-4, abs=1e-5)
+        assert alone["train/updates"] == together["train/updates"] == 4
+        assert alone["update_1/clip_fraction"] == 0 and alone["update_1/ratio_mean"] == 1
+        assert alone["update_4/approx_kl"] > 0 and alone["train/clip_fraction"] > 0
 
 
 @pytest.mark.parametrize(("staleness", "in_flight"), [(0, "keep"), pytest.param(2, "abort", marks=pytest.mark.slow)])

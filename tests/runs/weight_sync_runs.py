@@ -78,7 +78,7 @@ def step(started: grpo.Run, state: grpo.State) -> Any:
     # Advantages of random answers are mostly 0: give each row one, so that every step moves the weights.
     moving = np.random.default_rng(state.step).normal(size=len(meta)).astype(np.float32)
     grpo.ship_plan(started, meta.with_tags(advantage=moving), state.step + 1)
-    grpo.write_logprobs(started)
+    grpo.write_logprobs(started, ())
     grpo.accumulate(started)
     grpo.finish(started)
     feed.settle()

@@ -13,6 +13,7 @@ from ...dataplane.topology import Topology
 from ..losses.config import LossConfig
 
 Head = Literal["selected", "full"]
+PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
 
 class TrainerConfig(Section):
@@ -51,14 +52,17 @@ class TrainerConfig(Section):
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices. Norms and biases have none."""
-    grad_clip: Positive = 1.0
-    """Largest global norm of the mean gradient. A gradient with a larger norm is scaled down to this norm."""
+    grad_clip: Positive | None = 1.0
+    """Largest global norm of the mean gradient. A gradient with a larger norm is scaled down to this norm. `null` never
+    scales gradients down."""
     warmup_steps: CountOrZero = 0
-    """Number of steps over which the learning rate rises to `trainer.lr`. In a run with fewer steps it rises until the
-    end."""
+    """Number of steps over which the learning rate rises to `trainer.lr`, a little with each optimizer update of a
+    step. In a run with fewer steps it rises until the end."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the warm-up. `constant` keeps it; `cosine` and `linear` lower it to 0 by the
-    end of the run."""
+    """Course of the learning rate after the warm-up. `constant` keeps it; `cosine` and `linear` lower it to
+    `trainer.min_lr` by the end of the run, a little with each optimizer update of a step."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at which the schedules `cosine` and `linear` end; at most `trainer.lr`."""
     packing: Literal["none", "packed", "dynamic"] = "none"
     """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
     puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
@@ -98,12 +102,17 @@ class BackendConfig:
     loss: LossConfig = LossConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     total_steps: int = 0
-    """Number of steps after which the schedules `cosine` and `linear` reach 0; `constant` does not need it."""
-    prev: Literal["rollout", "recompute", "train_pass"] = "rollout"
+    """Number of steps after which the schedules `cosine` and `linear` reach `trainer.min_lr`; `constant` does not need
+    it."""
+    updates_per_step: int = 1
+    """Number of optimizer updates of each step: epochs x mini-batches."""
+    prev: PrevSource = "rollout"
     """Source of the log-probs in the denominator of the probability ratio. `rollout` takes those of the engine.
     `recompute` takes the column `prev_logprobs`, which is written before the step. `train_pass` takes those of the
-    training forward pass itself, which equal the recomputed ones as long as each row is used in only one optimizer
-    step."""
+    training forward pass itself, which equal the recomputed ones as long as each step has only one optimizer update.
+    `fixed`, for steps with several updates, takes the column `prev_logprobs` of microbatches that have it, and those of
+    the forward pass of microbatches that do not: the driver leaves the column out only where the pass is that of the
+    step's first update."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
 

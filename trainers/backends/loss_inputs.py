@@ -37,8 +37,8 @@ def loss_inputs(
 
     loss = config.loss
     rollout = column("rollout_logprobs", "every step")
-    if config.prev == "recompute":
-        prev = column("prev_logprobs", "prev = 'recompute'")
+    if config.prev == "recompute" or config.prev == "fixed" and "prev_logprobs" in micro.batch:
+        prev = column("prev_logprobs", f"prev = {config.prev!r}")
     else:
         prev = rollout if config.prev == "rollout" else logprobs.detach()
     groups = None

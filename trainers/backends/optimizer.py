@@ -41,21 +41,22 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     return optimizer
 
 
-def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
+def learning_rate(config: TrainerConfig, update: int, total_steps: int, updates_per_step: int = 1) -> float:
+    """Return the learning rate of the optimizer update `update`, counted from 0 over the whole run.
 
-    It rises linearly to `lr` in the warm-up. Then it is constant, or falls to 0 at `total_steps` along a half cosine or
-    a line.
+    It rises linearly to `lr` in the warm-up. Then it is constant, or falls to `min_lr` along a half cosine or a line,
+    which it reaches after `total_steps` steps of `updates_per_step` updates each.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    warmup, total = config.warmup_steps * updates_per_step, total_steps * updates_per_step
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
+    progress = min(1.0, (update - warmup) / (total - warmup))
     if config.schedule == "cosine":
-        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+        return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "linear":
-        return config.lr * (1 - progress)
+        return config.min_lr + (config.lr - config.min_lr) * (1 - progress)
     raise ValueError(f"trainer.schedule: got {config.schedule!r}, which is no schedule here")
 
 
@@ -82,7 +83,9 @@ def scale_(grads: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """Return the factor that reduces a gradient of norm `norm` to norm `max_norm`; 1 if the norm is not above
-    `max_norm`."""
+    `max_norm`, or if `max_norm` is None."""
+    if max_norm is None:
+        return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPS))

@@ -59,11 +59,11 @@ class StepTotals:
     ) -> dict[str, float]:
         """Step the optimizer if the step has a usable gradient, and return the step's metrics.
 
-        `steps`, the number of optimizer steps taken so far (int64 scalar), is incremented in place when the optimizer
-        is stepped. `update(factor, rate)` must multiply the summed gradients by `factor`, which combines division by
-        the denominator and clipping, and step the optimizer at learning rate `rate`.
+        `steps`, the number of optimizer updates of the run so far (int64 scalar), is incremented in place when the
+        optimizer is stepped. `update(factor, rate)` must multiply the summed gradients by `factor`, which combines
+        division by the denominator and clipping, and step the optimizer at learning rate `rate`.
         """
-        rate = learning_rate(config.trainer, int(steps), config.total_steps)
+        rate = learning_rate(config.trainer, int(steps), config.total_steps, config.updates_per_step)
         if self.applies:
             update(clip_coefficient(self.grad_norm, config.trainer.grad_clip) / self.denominator, rate)
             steps += 1

@@ -24,7 +24,7 @@ from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.plans import Budget
 from ..advantages.factory import build_advantages
-from ..backends.config import BackendConfig
+from ..backends.config import BackendConfig, PrevSource
 from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend
 from ..base_model.prepare import model_config
@@ -68,16 +68,15 @@ def keeps_in_host(config: Config, placement: Placement) -> bool:
 
 TASK = "train"
 """Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
-SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
-"""Sampler that `algorithm.sampler: auto` selects for each `algorithm.mode`, in runs that are not deterministic."""
 
 
 def sampler(config: Config) -> str:
     """Return the name of the run's sampler, which decides in what order groups that are ready are trained on."""
-    algorithm = config.algorithm
-    if algorithm.sampler != "auto":
-        return algorithm.sampler
-    return "in_order" if config.run.deterministic else SAMPLERS[algorithm.mode]
+    if config.algorithm.sampler != "auto":
+        return config.algorithm.sampler
+    if config.run.deterministic or config.overlap.window:
+        return "in_order"
+    return "ready_first" if config.overlap.by_chunk else "oldest_version_first"
 
 
 def data_plane(config: Config) -> DataPlaneConfig:
@@ -223,13 +222,13 @@ def rollout_setup(
         engine=None if device is None else engine_config(config, name, model, handle, device, shared_gpu=shared_gpu),
         rollout=config.rollout,
         tokenizer=model,
-        rewards=config.reward.functions,
+        reward=config.reward,
         tagged_rewards=tagged_rewards(config),
         data=config.data,
         validates=config.validation.every > 0,
         check_prompts=index == 0,
         data_plane=handle,
-        reward_timeout_s=config.reward.timeout_s,
+        mask_truncated=config.algorithm.mask_truncated,
         engine_timeout_s=config.resources.stage_timeout_s,
         journal=journal(config),
     )
@@ -274,6 +273,10 @@ def _fingerprint(config: Config) -> str:
             for term in config.reward.functions
         ],
     }
+    if config.reward.scale != 1.0 or config.reward.clip is not None:  # these came later
+        decisive["reward"] = [config.reward.scale, config.reward.clip]
+    if config.algorithm.mask_truncated:
+        decisive["mask_truncated"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
 
 
@@ -340,9 +343,17 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         loss,
         config.scripted,
         total_steps=config.algorithm.steps,
-        prev="train_pass" if config.algorithm.prev_logprobs == "recompute" else "rollout",
+        updates_per_step=config.algorithm.updates_per_step,
+        prev=_prev_source(config),
         with_reference=config.with_reference,
     )
+
+
+def _prev_source(config: Config) -> PrevSource:
+    """Return where the log-probs of the policy before the step come from, see `BackendConfig.prev`."""
+    if config.algorithm.prev_logprobs == "rollout":
+        return "rollout"
+    return "train_pass" if config.algorithm.updates_per_step == 1 else "fixed"
 
 
 def budget(config: Config) -> Budget:

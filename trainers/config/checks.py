@@ -18,8 +18,8 @@ WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
 ROLLOUT_ROW_BYTES = 64
 """Number of bytes assumed for a row's version_spans: a few pairs (first token, version) of int32."""
 LOGPROB_BYTES = 4
-"""Number of bytes per token of the column that the train workers write back: the reference model's log-probs in
-float32."""
+"""Number of bytes per token of each column that the train workers write back: log-probs in float32 of the reference
+model, and of the policy before a step with several updates."""
 
 
 def contradictions(config: Config) -> list[str]:
@@ -35,29 +35,38 @@ def contradictions(config: Config) -> list[str]:
 
 def cautions(config: Config) -> list[str]:
     """Return one line for each setting that is allowed but makes training differ from what the user may expect."""
-    algorithm, loss = config.algorithm, config.loss
-    stale = algorithm.mode == "async" and algorithm.max_staleness > 0 and config.trainer.backend != "scripted"
-    if stale and loss.kind == "reinforce" and loss.correction == "none":
-        return [
-            f"algorithm.mode=async with loss.kind=reinforce trains on rows of up to {algorithm.max_staleness} older "
+    algorithm, loss, window = config.algorithm, config.loss, config.overlap.window
+    if config.trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
+        return []
+    lines = []
+    if window:
+        lines.append(
+            f"algorithm.mode={algorithm.mode} with loss.kind=reinforce trains on rows of up to {window} older "
             "policies without correcting for it; algorithm.prev_logprobs=recompute with loss.correction=tis does"
-        ]
-    return []
+        )
+    if algorithm.updates_per_step > 1:
+        lines.append(
+            f"loss.kind=reinforce has no ratio, so it does not see that the {algorithm.updates_per_step} updates of a "
+            "step move the policy away from its rows; loss.kind=ppo_clip does"
+        )
+    return lines
 
 
 def step_bytes(config: Config) -> int:
     """Return the number of bytes that the rows of one step take in the data plane's store if every row has the maximum
     length."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * config.with_reference) + ROLLOUT_ROW_BYTES
+    algorithm = config.algorithm
+    columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
+    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns) + ROLLOUT_ROW_BYTES
     return config.rows_per_step * row
 
 
 def steps_in_store(config: Config) -> float:
     """Return the number of steps whose rows may be in the data plane's store at the same time. It is above 1 if
     rollouts run ahead or oversample, and may be a fraction."""
-    algorithm = config.algorithm
-    return 1 + algorithm.max_staleness if algorithm.mode == "async" else algorithm.dynamic_sampling.oversample
+    window = config.overlap.window
+    return 1 + window if window else config.algorithm.dynamic_sampling.oversample
 
 
 def capacity_problems(config: Config) -> list[str]:
@@ -153,6 +162,10 @@ def meaning_problems(config: Config) -> list[str]:
             f"because data.train={data.train!r} has no held-out part of its own"
         )
     problems += metric_problems(config)
+    if config.trainer.min_lr > config.trainer.lr:
+        problems.append(
+            f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
+        )
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":
         problems.append(
             f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected "
@@ -174,11 +187,12 @@ def meaning_problems(config: Config) -> list[str]:
             "sync.delta: got true with sync.staging='none', expected false, because an engine applies a delta to a "
             "copy of the last version"
         )
-    if config.algorithm.mode == "streaming" and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
+    if config.overlap.by_chunk and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
         problems.append(
-            f"algorithm.mode: got 'streaming' with advantage.kind={config.advantage.kind!r}, expected 'sync' or "
-            "'async', because this estimator normalises over all rows of a step"
+            f"algorithm.mode: got {config.algorithm.mode!r} with advantage.kind={config.advantage.kind!r}, expected "
+            "'sync' or 'async', because this estimator normalises over all rows of a step"
         )
+    problems += update_problems(config)
     labels = [function.label for function in config.reward.functions]
     for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):
         problems.append(
@@ -215,6 +229,29 @@ def switch_obstacles(config: Config) -> list[str]:
     if config.run.replay is not None:
         obstacles.append("run.replay set, expected it unset, because a replay has no engine")
     return obstacles
+
+
+def update_problems(config: Config) -> list[str]:
+    """Return one sentence for each setting of mini-batches and epochs that does not fit the mode or the mesh."""
+    problems = []
+    algorithm, dp = config.algorithm, config.trainer.dp
+    if algorithm.minibatches > 1 and algorithm.prompts_per_step % (algorithm.minibatches * dp):
+        problems.append(
+            f"algorithm.minibatches: got {algorithm.minibatches}, expected a number whose product with "
+            f"trainer.dp={dp} divides algorithm.prompts_per_step={algorithm.prompts_per_step}, because every replica "
+            "trains on the same number of whole groups of each mini-batch"
+        )
+    if not config.overlap.by_chunk:
+        return problems
+    why = f"because algorithm.mode={algorithm.mode!r} trains on groups as they become ready"
+    if algorithm.epochs > 1:
+        problems.append(f"algorithm.epochs: got {algorithm.epochs}, expected 1 (or mode 'sync' or 'async'), {why}")
+    if algorithm.minibatches > 1 and algorithm.prev_logprobs == "recompute":
+        problems.append(
+            f"algorithm.prev_logprobs: got 'recompute' with algorithm.minibatches={algorithm.minibatches}, expected "
+            f"'rollout' (or mode 'sync' or 'async'), {why}, when earlier updates have changed the policy"
+        )
+    return problems
 
 
 def metric_problems(config: Config) -> list[str]:
@@ -271,7 +308,7 @@ def replay_problems(config: Config) -> list[str]:
             f"algorithm.dynamic_sampling.oversample: got {algorithm.dynamic_sampling.oversample:g} with run.replay "
             "set, expected 1, because a step has the groups that it had in the recorded run"
         )
-    if algorithm.mode == "async" and algorithm.sampler not in ("auto", "in_order"):
+    if config.overlap.window and algorithm.sampler not in ("auto", "in_order"):
         problems.append(
             f"algorithm.sampler: got {algorithm.sampler!r} with run.replay set, expected 'in_order', because a step "
             "has the groups that it had in the recorded run"

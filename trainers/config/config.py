@@ -19,6 +19,7 @@ from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Sect
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
+from .overlap import Mode, Overlap, StaleGroups, overlap_of
 
 
 class DynamicSamplingConfig(Section):
@@ -40,41 +41,56 @@ class AlgorithmConfig(Section):
     """The size and number of steps, the order in which groups are trained on, and how far rollouts may run ahead of
     training."""
 
-    mode: Literal["sync", "async", "streaming"] = "sync"
+    mode: Mode = "sync"
     """Overlap of rollouts and training. In `sync` mode rollout, training and weight sync take turns. In `async` mode
     rollouts run ahead of training by up to `algorithm.max_staleness` versions. `streaming` takes turns as `sync` does,
-    but trains on groups as they become ready."""
+    but trains on groups as they become ready. `async_streaming` does both: rollouts run ahead as in `async`, and groups
+    are trained on as they become ready."""
     max_staleness: CountOrZero = 1
     """Largest number of versions between the policy that generated a row's first token and the policy that is trained
     on the row."""
-    stale_groups: Literal["requeue", "drop"] = "requeue"
+    stale_groups: StaleGroups = "requeue"
     """Treatment of groups that have become too old for `algorithm.max_staleness`. `requeue` generates them again;
     `drop` generates other prompts in their place. With the sampler `in_order` no group ever becomes too old."""
     sampler: str = "auto"
     """Order in which ready groups are trained on. `in_order` keeps the order of their prompts. `windowed` takes any
     ready group from the next few prompts. `ready_first` takes groups in the order in which they became ready.
     `oldest_version_first` takes those of the oldest policy first. Your own sampler is given as
-    `package.module:factory`. `auto` is `in_order` in `async` mode and in deterministic runs, else `ready_first` in
-    `streaming` mode and `oldest_version_first` in `sync` mode."""
+    `package.module:factory`. `auto` is `in_order` in modes whose rollouts run ahead and in deterministic runs, else
+    `ready_first` in `streaming` mode and `oldest_version_first` in `sync` mode."""
     sampler_options: dict[str, Any] = {}
     """Options of the sampler. `windowed` takes `{window: number of groups}`; your own sampler takes keyword
     arguments."""
     chunk_groups: Count | None = None
-    """Number of groups in a chunk, the groups that `streaming` mode trains on together. Unset: a quarter of
-    `algorithm.prompts_per_step`, but at least `trainer.dp`."""
+    """Least number of ready groups that the modes `streaming` and `async_streaming` train on together, as a chunk.
+    Unset: a quarter of `algorithm.prompts_per_step`, but at least `trainer.dp`."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups whose rewards are all equal."""
     steps: Count = 100
-    """Number of optimizer steps of the run."""
+    """Number of steps of the run. A step trains on one batch of groups, and ends with one weight sync."""
     prompts_per_step: Count = 32
     """Number of groups that a step trains on."""
+    minibatches: Count = 1
+    """Number of mini-batches into which a step's groups are dealt. Each is one update of the optimizer. The ratio of
+    probabilities then moves away from 1 within a step, so that the bounds of `loss.kind` have something to clip."""
+    epochs: Count = 1
+    """Number of times that a step trains on its rows; each epoch deals the mini-batches anew. Needs a mode that trains
+    on a step as a whole."""
     group_size: int = 8
     """Number of samples of each prompt, which form a group. At least 2."""
+    mask_truncated: bool = False
+    """If true, samples that were cut off at `rollout.max_new_tokens` are not trained on (overlong filtering, DAPO,
+    arXiv:2503.14476). Their rewards still count in the baselines of their groups."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Source of the old policy's log-probs in the probability ratio. `rollout` takes those that the engine reported, so
     that the ratio also reflects how the policy has changed since. `recompute` takes the trainer's own from before the
-    step. Because a step updates the policy only once, the ratio is then 1 at every token and nothing is clipped, and
-    rows that an older policy sampled need a `loss.correction`."""
+    step's first update. In that update the ratio is then 1 at every token and nothing is clipped. Rows that an older
+    policy sampled need a `loss.correction`."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of updates of the optimizer in each step."""
+        return self.minibatches * self.epochs
 
     @field_validator("group_size")
     @classmethod
@@ -261,6 +277,19 @@ class Config(Section):
     simulation: dict[str, Any] = {}
     """Settings of `headrace simulate`, which checks them against `SimulationConfig`. A training run reads none of
     them."""
+
+    @property
+    def overlap(self) -> Overlap:
+        """How far rollouts and training overlap, as numbers: what `algorithm.mode` names."""
+        algorithm = self.algorithm
+        chunk = algorithm.chunk_groups or max(self.trainer.dp, algorithm.prompts_per_step // 4)
+        return overlap_of(
+            algorithm.mode,
+            max_staleness=algorithm.max_staleness,
+            groups=algorithm.prompts_per_step,
+            chunk=chunk,
+            stale=algorithm.stale_groups,
+        )
 
     @property
     def rows_per_step(self) -> int:

@@ -5,12 +5,14 @@ A key that is not in `EFFECTS` has an effect in every run.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...actors.rollout.prompt_files import JSONL_SUFFIXES
 from .config import Config
+from .overlap import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,19 @@ def _overtakes(config: Config) -> bool:
     return sampler != "in_order" and not (sampler == "auto" or config.run.deterministic)
 
 
-ASYNC = _is("algorithm.mode", "async")
+AHEAD = _is("algorithm.mode", "async", "async_streaming")
+BY_CHUNK = _is("algorithm.mode", "streaming", "async_streaming")
 VLLM = _is("rollout.engine", "vllm")
 MODEL_ENGINES = _is("rollout.engine", "hf", "vllm")
 TOOL_USE = _is("rollout.environment", "tool_use")
 MEGATRON = _is("trainer.backend", "megatron")
 MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
 CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
-MOVING_RATIO = _is("algorithm.prev_logprobs", "rollout")
+MOVING_RATIO = Need(
+    "algorithm.prev_logprobs",
+    "algorithm.prev_logprobs=rollout or several updates a step (algorithm.minibatches, algorithm.epochs)",
+    lambda config: config.algorithm.prev_logprobs == "rollout" or config.algorithm.updates_per_step > 1,
+)
 WITH_KL = _above_zero("loss.kl_coef")
 VALIDATES = _above_zero("validation.every")
 WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
@@ -138,10 +145,10 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "rollout.stop": (MODEL_ENGINES,),
     "rollout.tools": (TOOL_USE,),
     "rollout.max_turns": (TOOL_USE,),
-    "algorithm.max_staleness": (ASYNC,),
-    "algorithm.stale_groups": (ASYNC, OVERTAKING),
+    "algorithm.max_staleness": (AHEAD,),
+    "algorithm.stale_groups": (AHEAD, OVERTAKING),
     "algorithm.sampler_options": (OWN_OPTIONS,),
-    "algorithm.chunk_groups": (_is("algorithm.mode", "streaming"),),
+    "algorithm.chunk_groups": (BY_CHUNK,),
     "algorithm.dynamic_sampling.max_factor": (_is("algorithm.dynamic_sampling.enabled", True),),
     "algorithm.dynamic_sampling.oversample": (_is("algorithm.mode", "sync", "streaming"),),
     "advantage.normalize_std": (_is("advantage.kind", "grpo"),),
@@ -167,6 +174,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
             "entropy_metric",
         )
     },
+    "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
     "sync.dir": (_is("sync.transport", "disk"),),
     "dataplane.trusted_network": (_is("dataplane.store.kind", "simple", "mooncake"),),
@@ -234,12 +242,12 @@ def _doubtful(config: Config, overridden: Collection[str]) -> list[str]:
             "loss.kl_kind: got 'k1' with loss.kl_in='loss', expected 'k2' or 'k3' (or loss.kl_in='reward'), because "
             "the gradient of k1 is 0 on average"
         )
-    stale = algorithm.mode == "async" and algorithm.max_staleness > 0 and trainer.backend != "scripted"
+    stale = config.overlap.window > 0 and trainer.backend != "scripted"
     if stale and algorithm.prev_logprobs == "recompute" and loss.correction == "none":
         problems.append(
-            "loss.correction: got 'none' with algorithm.mode='async' and algorithm.prev_logprobs='recompute', expected "
-            "'tis' or another correction, because rows of older policies would be trained on as if the newest had "
-            "sampled them"
+            f"loss.correction: got 'none' with algorithm.mode={algorithm.mode!r} and "
+            "algorithm.prev_logprobs='recompute', expected 'tis' or another correction, because rows of older policies "
+            "would be trained on as if the newest had sampled them"
         )
     return problems
 
@@ -252,7 +260,7 @@ def _among(key: str, overridden: Collection[str]) -> bool:
 
 # ---------------- The table for readers.
 
-COLUMNS = {"algorithm.mode": ("sync", "async", "streaming"), "trainer.backend": ("fsdp", "megatron", "scripted")}
+COLUMNS = {"algorithm.mode": typing.get_args(Mode), "trainer.backend": ("fsdp", "megatron", "scripted")}
 """Columns of the table of effects: config key -> its values, with one column for each value."""
 
 

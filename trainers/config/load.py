@@ -278,6 +278,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "loss_agg_mode": ("loss.aggregation",),
     "loss_type": ("loss.kind",),
     "lr_scheduler_type": ("trainer.schedule",),
+    "mask_truncated_completions": ("algorithm.mask_truncated",),
     "max_completion_length": ("rollout.max_new_tokens",),
     "max_grad_norm": ("trainer.grad_clip",),
     "max_prompt_length": ("data.max_prompt_tokens",),
@@ -285,19 +286,21 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "max_steps": ("algorithm.steps",),
     "max_tokens": ("rollout.max_new_tokens",),
     "micro_batch_size": ("trainer.tokens_per_microbatch",),
+    "min_lr_rate": ("trainer.min_lr",),
+    "min_lr_ratio": ("trainer.min_lr",),
     "model_name_or_path": ("model.path",),
     "n": ("algorithm.group_size",),
     "num_generations": ("algorithm.group_size",),
-    "num_iterations": (),
+    "num_iterations": ("algorithm.epochs",),
     "num_train_epochs": ("algorithm.steps",),
     "optim": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
     "optimizer": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
     "output_dir": ("run.dir",),
     "per_device_train_batch_size": ("trainer.tokens_per_microbatch",),
-    "ppo_epochs": (),
+    "ppo_epochs": ("algorithm.epochs",),
     "ppo_micro_batch_size": ("trainer.tokens_per_microbatch",),
     "ppo_micro_batch_size_per_gpu": ("trainer.tokens_per_microbatch",),
-    "ppo_mini_batch_size": (),
+    "ppo_mini_batch_size": ("algorithm.minibatches",),
     "prompt_key": ("data.prompt_field",),
     "save_freq": ("run.checkpoint_every",),
     "save_steps": ("run.checkpoint_every",),
@@ -311,7 +314,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "val_files": ("data.validation",),
     "warmup_ratio": ("trainer.warmup_steps",),
 }
-"""Name of a setting in TRL or verl -> the config keys that do the same; () if there is none."""
+"""Name of a setting in TRL or verl -> the config keys that do the same."""
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
@@ -328,8 +331,6 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     meant = OTHER_NAMES.get(name)
     if meant:
         return f"did you mean {' or '.join(meant)}?"
-    if meant == ():
-        return "nothing here does that, a step takes all its rows in one optimizer step"
     elsewhere = [dotted for dotted, last in known.items() if last == name]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere[:3])}?"

@@ -207,8 +207,8 @@ class Feed:
         self._claimed: set[int] = set()
         """Positions in the prompt stream of the groups that the current step has claimed."""
         self._issues: list[_Issue] = []
-        self._staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
-        self._overtaking = algorithm.mode == "async" and actor_specs.sampler(config) != "in_order"
+        self._overlap = config.overlap
+        self._overtaking = self._overlap.window > 0 and actor_specs.sampler(config) != "in_order"
         """Whether a group can grow too old because later groups are trained on first. False with the sampler
         `in_order`, where it is enough that prompts are not issued too early."""
         self._components = actor_specs.signal_terms(config)
@@ -218,8 +218,8 @@ class Feed:
     # ---------------------------------------------------------------- out
 
     def top_up(self) -> None:
-        """Issue all prompts that may be in flight now: those of the current step and, in `async` mode, those of up to
-        `max_staleness` later steps, times the oversampling factor. A group is then at most `max_staleness` versions
+        """Issue all prompts that may be in flight now: those of the current step and those of the later steps in the
+        window, times the oversampling factor. A group is then at most as many versions as the window has
         older than the policy that trains on it, unless the sampler trains on later groups first; a group that grows too
         old in this way is cleared."""
         self._look_after(0.0)  # an actor whose call has ended has nothing to do
@@ -268,10 +268,12 @@ class Feed:
 
     # ---------------------------------------------------------------- in
 
-    def claim(self, count: int) -> KVBatchMeta:
-        """Claim `count` complete groups for the current step, which leases their rows to the driver. Returns a receipt
-        for the rows (their keys and locations, without their content), in the order of their prompts, so that a step
-        does not depend on which actor finished first.
+    def claim(self, count: int, at_least: int | None = None) -> KVBatchMeta:
+        """Claim up to `count` complete groups for the current step, which leases their rows to the driver. Returns a
+        receipt for the rows (their keys and locations, without their content), in the order of their prompts, so that a
+        step does not depend on which actor finished first.
+
+        at_least: number of groups for which the claim waits; None waits for `count`.
 
         With dynamic sampling, groups without a training signal are cleared and other prompts issued in their place, as
         far as `max_factor` allows. Waits for as long as rollout actors make progress, or up to
@@ -279,9 +281,9 @@ class Feed:
         and TooManyFailedRows as `drain` does, and LeaseLost if it receives rows that the current step has claimed
         before.
         """
-        parts, wanted = [], count
-        while wanted:
-            meta = self._claim(wanted)
+        parts, wanted, needed = [], count, count if at_least is None else at_least
+        while needed > 0:
+            meta = self._claim(wanted, needed)
             self._refuse_held(meta)
             useful = self._useful(meta)
             if not useful.all():
@@ -290,6 +292,7 @@ class Feed:
             if len(meta):
                 parts.append(meta)
                 wanted -= len(meta) // self._group_size
+                needed -= len(meta) // self._group_size
                 self._take(meta)
             self._fill(self._admitted)
         meta = parts[0].concat(*parts[1:])
@@ -312,14 +315,22 @@ class Feed:
     @property
     def _oldest(self) -> int:
         """Oldest policy version whose rows may be trained on now."""
-        return self._state.version - self._staleness
+        return self._state.version - self._overlap.window
 
     @property
     def _admitted(self) -> int:
         """Largest number of groups that may be claimed or in flight now: those of the current step and of the later
-        steps that `max_staleness` allows."""
-        algorithm = self._config.algorithm
-        return min(1 + self._staleness, algorithm.steps - self._state.step) * algorithm.prompts_per_step
+        steps in the window.
+
+        With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
+        then makes room for as many new prompts, so that prompts begin one after the other, and not a whole step's
+        together after a weight sync; these would meet the step before in the engine, and every second step would wait.
+        """
+        overlap, steps_left = self._overlap, self._config.algorithm.steps - self._state.step
+        admitted = min(1 + overlap.window, steps_left) * overlap.groups
+        if overlap.window and overlap.by_chunk:
+            return min(admitted, len(self._claimed) + (1 + overlap.window) * overlap.groups - overlap.chunk)
+        return admitted
 
     @property
     def _group_size(self) -> int:
@@ -462,7 +473,8 @@ class Feed:
 
     # ---------------------------------------------------------------- claim
 
-    def _claim(self, count: int) -> KVBatchMeta:
+    def _claim(self, count: int, at_least: int) -> KVBatchMeta:
+        """Claim between `at_least` and `count` groups, waiting as `claim` says."""
         deadline = time.monotonic() + self._timeout_s
         with self._stages.timed("claim"):
             self._rollouts.begin_watch()
@@ -475,7 +487,8 @@ class Feed:
                 wait_s = LOOK_AFTER_S if self._issues else min(left_s, LOOK_AFTER_S)
                 try:
                     return self._client.claim(
-                        self._partition, TASK, TRAIN_FIELDS, count * self._group_size, whole_groups=True,
+                        self._partition, TASK, TRAIN_FIELDS, count * self._group_size,
+                        at_least=at_least * self._group_size, whole_groups=True,
                         min_version=self._oldest if self._overtaking else None, timeout_s=wait_s,
                     )  # fmt: skip
                 except ClaimTimeout:
@@ -496,7 +509,7 @@ class Feed:
         for position in positions:
             del self._in_flight[position]
         self._tally.stale += len(positions)
-        if self._config.algorithm.stale_groups == "requeue":
+        if self._overlap.stale == "requeue":
             self._again.extend((position, True) for position in positions)
 
     def _useful(self, meta: KVBatchMeta) -> np.ndarray:

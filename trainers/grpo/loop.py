@@ -89,8 +89,7 @@ class Steps:
         sync = grpo.sync_weights(run, state)
         for engine, spans in sync.spans:
             run.stages.tracer.add(engine, spans)
-        for rows in tally.rows:
-            grpo.retire(run, rows)
+        grpo.retire(run, meta)
         fed = feed.settle()
         for report in fed.reports:
             run.reward_errors.note(state.step, report.failed, report.rows, report.first_error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def step_metrics(
     """
     end_s = time.monotonic()
     rollouts, seconds = fed.reports, run.stages.seconds
-    trained = next((report.metrics for report in reversed(passes) if report.metrics), {})
+    trained = update_metrics([report.metrics for report in passes if report.metrics])
     for report in (*rollouts, *passes):
         run.watch.add(report.traffic)
     data_plane, client_bytes = run.watch.end_step(run.config.algorithm.group_size)
@@ -46,8 +46,6 @@ def step_metrics(
     wait_s = max(sum(report.data_wait_s for report in passes[rank::world]) for rank in range(world))
     generating_s = mean_covered_s(fed.generated, len(run.actors.rollouts), end_s - step_s, end_s)
     idle = idle_shares(generating_s, seconds, wait_s, step_s)
-    algorithm = run.config.algorithm
-    bound = algorithm.max_staleness if algorithm.mode == "async" else 0
     return {
         **row_metrics(meta),
         **(rollout_metrics(fed) if rollouts else {}),
@@ -56,7 +54,7 @@ def step_metrics(
         "rollout/groups_surplus": float(fed.surplus),
         "rollout/groups_reissued": float(fed.reissued),
         "rollout/actors_replaced": float(run.actors.replaced),
-        **staleness_metrics(state.version - 1 - meta.versions, bound),
+        **staleness_metrics(state.version - 1 - meta.versions, run.config.overlap.window),
         **trained,
         "policy/version": float(state.version),
         "time/step_s": step_s,
@@ -74,6 +72,31 @@ def step_metrics(
         "dataplane/bytes_broadcast": float(sum(report.bytes_broadcast for report in passes)),
         "driver/bytes_per_row": (run.meter.take() + client_bytes) / len(meta),
     }
+
+
+BY_UPDATE = ("ratio_mean", "clip_fraction", "approx_kl", "reference_kl", "grad_norm")
+"""Metrics that a step with several optimizer updates also reports for each of them, without their prefix `train/`."""
+SUMMED = ("train/tokens", "train/sequences")
+"""Metrics of which a step reports the sum over its updates."""
+
+
+def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge the metrics of a step's optimizer updates, in order, to the metrics of the step; {} if there was none.
+
+    Metrics are means over the updates, except that SUMMED are sums. `logprob/` compares the policy before the step with
+    the engine's, so it is that of the first update. `train/lr` is that of the last. `train/skipped` is 1 only if every
+    update was skipped. A step with several updates also reports `train/updates`, and for each update the metrics
+    BY_UPDATE as `update_{number}/{name}`, counted from 1.
+    """
+    if len(updates) <= 1:
+        return dict(updates[0]) if updates else {}
+    merged = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
+    merged |= {name: sum(update[name] for update in updates) for name in SUMMED}
+    merged |= {name: value for name, value in updates[0].items() if name.startswith("logprob/")}
+    merged |= {"train/lr": updates[-1]["train/lr"], "train/skipped": min(u["train/skipped"] for u in updates)}
+    for number, update in enumerate(updates, start=1):
+        merged |= {f"update_{number}/{n}": update[f"train/{n}"] for n in BY_UPDATE if f"train/{n}" in update}
+    return {**merged, "train/updates": float(len(updates))}
 
 
 def row_metrics(meta: KVBatchMeta) -> dict[str, float]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...actors.engines.protocol import SamplingParams
 from ...actors.rewards.rubric import reward_tag
+from ...actors.rollout.rows import TRAINED_TOKENS
 from ...actors.train.reader import holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import REF, WorkerReport
@@ -128,19 +129,22 @@ def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchM
     return meta.with_tags(advantage=advantage)
 
 
-def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> None:
+def ship_plan(run: Run, meta: KVBatchMeta, step: int, columns: tuple[str, ...] = ()) -> None:
     """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard of the
-    plan."""
+    plan. columns: log-prob columns that the workers have written to these rows before."""
     with run.stages.timed("plan"):
-        shards = plan_step(run.config, run.budget, meta, step, traced=run.stages.tracer.recording)
+        shards = plan_step(run.config, run.budget, meta, step, traced=run.stages.tracer.recording, columns=columns)
         run.gather([worker.begin(shard) for worker, shard in zip(run.workers, shards, strict=True)], "plan")
 
 
-def plan_step(config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, traced: bool) -> list[TrainShard]:
+def plan_step(
+    config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, traced: bool, columns: tuple[str, ...] = ()
+) -> list[TrainShard]:
     """Assign rows to data-parallel replicas and microbatches; returns one shard for each rank.
 
     Only ranks that read or write rows get a receipt (the keys and locations of the rows) in their shard; the other
     ranks learn of their rows from the leader of their replica. traced: whether the workers record spans for the trace.
+    columns: log-prob columns that the workers have written to these rows before.
     """
     trainer = config.trainer
     topology = trainer.topology
@@ -155,29 +159,33 @@ def plan_step(config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, t
     for rank in range(topology.world):
         dp = topology.place(rank).dp
         receipt = receipts[dp] if holds_receipt(topology, trainer.fetch, rank) else None
-        shards.append(TrainShard(step, receipt, parts[dp][1], plan.digest, traced))
+        shards.append(TrainShard(step, receipt, parts[dp][1], plan.digest, traced, columns))
     return shards
 
 
 def group_tokens(meta: KVBatchMeta) -> np.ndarray:
-    """Return, for each row, the number of response tokens that its whole group trains on, float32 `[N]`. Failed rows
-    contribute no tokens."""
+    """Return, for each row, the number of response tokens that its whole group trains on, float32 `[N]`. Failed and
+    masked rows contribute no tokens."""
     _, group = np.unique(meta.groups, return_inverse=True)
-    trained = meta.tags["response_length"] * (meta.tags["valid"] > 0)
+    trained = meta.tags.get(TRAINED_TOKENS)
+    if trained is None:
+        trained = meta.tags["response_length"] * (meta.tags["valid"] > 0)
     return np.bincount(group, weights=trained)[group].astype(np.float32)
 
 
-def write_logprobs(run: Run) -> list[WorkerReport]:
-    """Have the train workers compute the reference model's log-probs and write them back as a column. Returns their
-    reports, or [] when loss.kl_coef is 0, which needs no reference.
+def reference_columns(config: Config) -> tuple[str, ...]:
+    """Return the name of the column with the reference model's log-probs, or () when loss.kl_coef is 0, which needs
+    none."""
+    return (REF,) if config.loss.kl_coef else ()
 
-    The policy's own log-probs need no separate pass: a step takes one optimizer step, so the training pass itself
-    computes them with the weights from before the update.
-    """
-    if not run.config.loss.kl_coef:
-        return []
-    with run.stages.timed("logprob"):
-        reports = run.gather([worker.write_logprobs(REF) for worker in run.workers], REF)
+
+def write_logprobs(run: Run, columns: Sequence[str]) -> list[WorkerReport]:
+    """Have the train workers compute log-probs of the rows of the last plan and write them back: for each of `columns`,
+    `prev_logprobs` of the current policy or `ref_logprobs` of the reference model. Returns their reports."""
+    reports = []
+    for column in columns:
+        with run.stages.timed("logprob"):
+            reports += run.gather([worker.write_logprobs(column) for worker in run.workers], column)
     return _traced(run, reports)
 
 
@@ -190,23 +198,24 @@ def accumulate(run: Run) -> list[WorkerReport]:
 
 
 def finish(run: Run) -> list[WorkerReport]:
-    """Have the train workers take the optimizer step with all gradients accumulated so far. Returns their reports."""
+    """Have the train workers take the optimizer update with all gradients accumulated so far. Returns their
+    reports."""
     with run.stages.timed("train"):
         reports = run.gather([worker.finish() for worker in run.workers], "train")
     return _traced(run, reports)
 
 
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
-    """Do the work of `step` up to its optimizer step on some or all of its rows: compute advantages, plan, compute
-    log-probs, accumulate gradients. Returns the train workers' reports."""
+    """Do the work of an optimizer update of `step`, up to the update itself, on some of its rows: compute advantages,
+    plan, compute the reference's log-probs, accumulate gradients. Returns the train workers' reports."""
     ship_plan(run, with_advantages(run.estimate, meta), step)
-    return write_logprobs(run) + accumulate(run)
+    return write_logprobs(run, reference_columns(run.config)) + accumulate(run)
 
 
 def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:
-    """Add the spans of the reports, which are in rank order, to the trace; returns the reports."""
-    for worker, report in zip(run.workers, reports, strict=True):
-        run.stages.tracer.add(worker.info.name, report.spans.to_spans())
+    """Add the spans of the reports of one pass or several, each in rank order, to the trace; returns the reports."""
+    for number, report in enumerate(reports):
+        run.stages.tracer.add(run.workers[number % len(run.workers)].info.name, report.spans.to_spans())
     return reports
 
 

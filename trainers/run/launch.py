@@ -26,7 +26,7 @@ from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
 from ..grpo import steps as grpo
 from ..grpo.checkpoints import Checkpoints
-from ..grpo.controllers import controller
+from ..grpo.controllers import run_steps
 from ..grpo.feed import PARTITION, Feed
 from ..grpo.loop import open_feed
 from ..grpo.roles import BothResident, Roles, TakeTurns
@@ -252,7 +252,7 @@ class _Training:
         feed = open_feed(run, state, PARTITION)
         while True:
             try:
-                controller(config)(run, state, feed, after_step)
+                run_steps(run, state, feed, after_step)
                 break
             except KeyboardInterrupt:
                 self._save_interrupted(run, state, checkpoints)

@@ -16,8 +16,8 @@ class SimulationConfig(Section):
     steps: Count | None = None
     """Number of steps to simulate. Unset: `algorithm.steps`, but at most 100."""
     async_staleness: Count = 1
-    """Largest allowed staleness in the mode `async`: the number of weight versions between the start of a rollout and
-    the step that trains on it."""
+    """Largest allowed staleness in the modes `async` and `async_streaming`: the number of weight versions between the
+    start of a rollout and the step that trains on it."""
     streaming_staleness: CountOrZero = 0
     """Largest allowed staleness in the mode `streaming`: the number of weight versions between the start of a rollout
     and the step that trains on it. 0 is strictly on-policy."""

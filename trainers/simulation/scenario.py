@@ -13,14 +13,16 @@ import numpy as np
 
 from ...actors.engines.config import engine_batch
 from ..config.config import Config
+from ..config.overlap import Mode
 from ..errors import UserError
 from ..observe.metrics import read_metrics
 from .config import SimulationConfig
 
-Mode = Literal["sync", "async", "streaming"]
-MODES: tuple[Mode, ...] = ("sync", "async", "streaming")
+MODES: tuple[Mode, ...] = get_args(Mode)
 Sampler = Literal["in_order", "windowed", "ready_first", "oldest_version_first"]
-DEFAULT_SAMPLERS: Mapping[Mode, Sampler] = {"sync": "in_order", "async": "in_order", "streaming": "ready_first"}
+DEFAULT_SAMPLERS: Mapping[Mode, Sampler] = {
+    "sync": "in_order", "async": "in_order", "streaming": "ready_first", "async_streaming": "in_order",
+}  # fmt: skip
 MAX_STEPS = 100
 GIB = float(1 << 30)
 ANY_NUMBER = 1 << 40
@@ -174,7 +176,11 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         steps=section.steps or min(algorithm.steps, MAX_STEPS),
         prompts_per_step=prompts,
         group_size=algorithm.group_size,
-        staleness={"sync": 0, "async": section.async_staleness, "streaming": section.streaming_staleness},
+        staleness={
+            "sync": 0,
+            "streaming": section.streaming_staleness,
+            **dict.fromkeys(("async", "async_streaming"), section.async_staleness),
+        },
         sampler={mode: _sampler(config, section, mode) for mode in MODES},
         window=section.window or algorithm.sampler_options.get("window") or prompts,
         in_flight=config.sync.in_flight,

@@ -3,8 +3,9 @@
     prompt allowed -> admitted by an engine -> last token -> put -> ready -> claimed, trained -> sync -> next version
 
 Prompts begin in the order of the prompt stream, each at most `staleness` weight versions before the step that would
-train on it. The modes `sync` and `async` train on all groups of a step at once. The mode `streaming` trains on groups
-as they become ready and steps the optimizer once per step.
+train on it. The modes `sync` and `async` train on all groups of a step at once. The modes `streaming` and
+`async_streaming` train on groups as they become ready and step the optimizer once per step; in `async_streaming` each
+chunk that is trained on makes room for as many new prompts.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...dataplane.directory.samplers import StreamProgress
+from ..config.overlap import Mode
 from .engine import SimulatedEngine
-from .scenario import Mode, Scenario
+from .scenario import Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, mode: Mode) -> None:
         self._scenario = scenario
-        self._streaming = mode == "streaming"
+        self._streaming = mode in ("streaming", "async_streaming")
+        self._paced = mode == "async_streaming"
+        """True if prompts begin as the trainer takes chunks, and not a whole step's together after a weight sync."""
         self._staleness = scenario.staleness[mode]
         self._engines = [
             SimulatedEngine(scenario.engine_rows, scenario.decode_s, scenario.decode_row_s)
@@ -117,8 +121,12 @@ class Simulation:
     def _waiting(self) -> int:
         """Number of prompts that may begin now but have not begun. It is 0 during the times when engines admit no new
         groups."""
-        allowed = (self._version + self._staleness + 1) * self._scenario.prompts_per_step + self.run.dropped
-        return allowed + self._doomed - self.run.started if self._open else 0
+        prompts = self._scenario.prompts_per_step
+        allowed = (self._version + self._staleness + 1) * prompts
+        if self._paced:
+            taken = self.run.trained + len(self._training)
+            allowed = min(allowed, taken + (self._staleness + 1) * prompts - self._scenario.chunk_groups)
+        return allowed + self.run.dropped + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:
         """Start waiting prompts, each on the engine with the fewest running rows, until no engine has room for another
@@ -252,7 +260,8 @@ class Simulation:
         wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
         if self._training or not missing or len(self._granted) < wanted:
             return
-        groups = self._training = [heapq.heappop(self._granted)[2] for _ in range(wanted)]
+        taken = min(missing, len(self._granted)) if self._paced else wanted
+        groups = self._training = [heapq.heappop(self._granted)[2] for _ in range(taken)]
         self.run.ready -= len(groups)
         self._note_depth()
         self._step_staleness += [self._version - self._begun.pop(group) for group in groups]
@@ -264,6 +273,8 @@ class Simulation:
             wait_s += scenario.controller_s
         self._step_busy_s += compute_s
         self._at(self._now + wait_s + compute_s, self._trained)
+        if self._paced:
+            self._admit()
 
     def _trained(self) -> None:
         self._step_groups += len(self._training)

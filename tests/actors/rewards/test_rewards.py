@@ -14,7 +14,7 @@ import torch
 
 from headrace.actors.protocols import Prompt
 from headrace.actors.rewards.builtin import Format, Overlong, exact_match, per_position
-from headrace.actors.rewards.config import RewardFunctionConfig
+from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.factory import build_reward, build_rubric
 from headrace.actors.rewards.rubric import Rubric
 
@@ -81,14 +81,12 @@ def test_overlong_is_equation_13_of_dapo() -> None:
 
 
 def test_rewards_that_ask_for_the_number_of_tokens_get_it(user_module: str) -> None:
-    rubric = build_rubric(
-        [
-            term("overlong", 2.0, {"max_length": 10, "cache": 4}),
-            term(f"{user_module}:tokens_over", 1.0, {"limit": 3}),
-            term("exact_match"),
-        ],
-        tagged={"tokens_over", "exact_match"},
+    functions = (
+        term("overlong", 2.0, {"max_length": 10, "cache": 4}),
+        term(f"{user_module}:tokens_over", 1.0, {"limit": 3}),
+        term("exact_match"),
     )
+    rubric = build_rubric(RewardConfig(functions=functions), tagged={"tokens_over", "exact_match"})
     score = rubric.score(prompt("x"), "x", "stop", response_tokens=8)
     assert score.components == {"overlong": -0.5, "tokens_over": 5.0, "exact_match": 1.0} and score.reward == 5.0
     assert rubric.tagged == ("tokens_over", "exact_match")
@@ -142,14 +140,13 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_rewards_of_the_user(user_module: str) -> None:
-    rubric = build_rubric(
-        [
-            term("exact_match", 0.5),
-            term("format", 0.1, {"pattern": r"\d+"}),
-            term(f"{user_module}:shorter", 1.0, {"limit": 5}),
-            term(f"{user_module}:Constant", 1.0, {"value": 2.0}, name="constant"),
-        ]
+    functions = (
+        term("exact_match", 0.5),
+        term("format", 0.1, {"pattern": r"\d+"}),
+        term(f"{user_module}:shorter", 1.0, {"limit": 5}),
+        term(f"{user_module}:Constant", 1.0, {"value": 2.0}, name="constant"),
     )
+    rubric = build_rubric(RewardConfig(functions=functions))
     assert rubric.names == ["exact_match", "format", "shorter", "constant"]
     assert rubric.score(prompt("1234"), "1234", "stop").reward == pytest.approx(3.6)
 

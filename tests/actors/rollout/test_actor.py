@@ -18,7 +18,7 @@ from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedC
 from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
-from headrace.actors.rewards.config import RewardFunctionConfig
+from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rollout.actor import RolloutActor, RolloutSetup
 from headrace.actors.rollout.config import DataConfig
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
@@ -45,9 +45,11 @@ def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
         engine=EngineConfig(RolloutConfig(), ModelConfig(path=model_folder), receiver=receiver()),
         rollout=RolloutConfig(),
         tokenizer=model_folder,
-        rewards=(
-            RewardFunctionConfig(kind="exact_match"),
-            RewardFunctionConfig(kind="format", weight=0.1, options={"pattern": r"\d+"}),
+        reward=RewardConfig(
+            functions=(
+                RewardFunctionConfig(kind="exact_match"),
+                RewardFunctionConfig(kind="format", weight=0.1, options={"pattern": r"\d+"}),
+            )
         ),
         tagged_rewards=frozenset(),
         data=DataConfig(max_prompt_tokens=16),

@@ -47,6 +47,17 @@ def test_rows_are_tagged_with_the_rewards_that_are_asked_for() -> None:
     assert none["reward/length"].tolist() == [0.0], "every put has the same tags, or the directory refuses it"
 
 
+def test_truncated_rows_are_masked_and_keep_their_reward_if_asked_for() -> None:
+    samples = [sample(0, 5), sample(1, 3, "length")]
+    scores = [Score(1.0, {}, True), Score(0.5, {}, True)]
+    batch, tags = rollout_rows(samples, scores, mask_truncated=True)
+    assert tags["trained_tokens"].tolist() == [5.0, 0.0] and tags["response_length"].tolist() == [5.0, 3.0]
+    assert tags["reward"].tolist() == [1.0, 0.5] and tags["valid"].tolist() == [1.0, 1.0]
+    assert batch.jagged("response_mask").values.tolist() == [0, 0, 1, 1, 1, 1, 1] + [0] * 5
+    plain, _ = rollout_rows(samples, scores)
+    assert int(plain.jagged("response_mask").values.sum()) == 8
+
+
 class Receipt:
     """As much of a KVBatchMeta as `with_advantages` looks at."""
 

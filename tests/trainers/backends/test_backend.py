@@ -138,6 +138,40 @@ def test_the_train_pass_gives_prev_without_a_column(model: str) -> None:
     assert (taken["train/ratio_mean"], taken["train/clip_fraction"], taken["train/approx_kl"]) == (1.0, 0.0, 0.0)
 
 
+def test_later_updates_of_a_step_keep_the_log_probs_from_before_it(model: str) -> None:
+    """Two mini-batches: the second is trained on after the first has moved the policy, by the formula."""
+    first, second = random_rows(5, 5), random_rows(5, 6)
+    loss = LossConfig(kind="ppo_clip", clip_low=0.1, clip_high=0.1)
+    config = backend_config(model, prev="fixed", loss=loss, with_reference=False)
+    backend = FsdpBackend(replace(config, trainer=config.trainer.model_copy(update={"lr": 0.01})), 0, 1)
+
+    def logprobs() -> list[np.ndarray]:
+        return [logprobs_of(backend, micro_batch([row]), temperature=TEMPERATURE).numpy() for row in second]
+
+    def update(rows: list[Row], *columns: str) -> dict[str, float]:
+        backend.begin_step(TEMPERATURE)
+        backend.accumulate([micro_batch(rows, ("rollout_logprobs", *columns))], 1)
+        return backend.finish_step()
+
+    before = logprobs()
+    metrics = update(first)
+    assert (metrics["train/ratio_mean"], metrics["train/clip_fraction"]) == (1.0, 0.0)
+    now = logprobs()
+    given = [
+        replace(row, columns={**row.columns, "prev_logprobs": own}) for row, own in zip(second, before, strict=True)
+    ]
+    metrics = update(given, "prev_logprobs")
+    losses, ratios = [], []
+    for row, old, new in zip(second, before, now, strict=True):
+        chosen = row.mask.astype(bool)
+        ratio = np.exp(new[chosen].astype(np.float64) - old[chosen])
+        losses.append(-np.minimum(ratio * row.advantage, ratio.clip(0.9, 1.1) * row.advantage))
+        ratios.append(ratio)
+    assert metrics["train/ratio_mean"] == pytest.approx(np.concatenate(ratios).mean(), rel=1e-5)
+    assert metrics["train/loss"] == pytest.approx(np.concatenate(losses).mean(), rel=1e-4, abs=1e-6)
+    assert 0 < metrics["train/clip_fraction"] < 1
+
+
 def test_the_mismatch_is_of_the_policy_that_the_step_starts_from(model: str) -> None:
     plain, rows = ReferenceTrainer(model), random_rows(6, 11)
     with torch.no_grad():

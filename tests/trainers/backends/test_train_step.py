@@ -120,8 +120,16 @@ def test_learning_rate_schedules() -> None:
     assert [learning_rate(line, step, 6) for step in (0, 2, 3, 6, 9)] == [0.5, 1.0, 0.75, 0.0, 0.0]
     cosine = TrainerConfig(lr=2.0, schedule="cosine")
     assert [learning_rate(cosine, step, 4) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
+    floor = TrainerConfig(lr=2.0, min_lr=1.0, schedule="cosine")
+    assert [learning_rate(floor, step, 4) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.5, 1.0, 1.0])
+
+
+def test_a_schedule_moves_with_each_update_of_a_step() -> None:
+    line = TrainerConfig(lr=1.0, min_lr=0.5, warmup_steps=2, schedule="linear")
+    rates = [learning_rate(line, update, 6, updates_per_step=2) for update in (0, 1, 3, 4, 8, 12, 20)]
+    assert rates == [0.25, 0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
 
 
 def test_clipping_only_shrinks() -> None:
-    assert clip_coefficient(0.5, 1.0) == 1.0
+    assert clip_coefficient(0.5, 1.0) == 1.0 and clip_coefficient(1e9, None) == 1.0
     assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25, rel=1e-5)

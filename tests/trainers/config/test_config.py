@@ -69,7 +69,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("rollout.n=8", "rollout.n: unknown key; did you mean algorithm.group_size?"),
         ("loss.beta=0", "loss.beta: unknown key; did you mean loss.kl_coef?"),
         ("trainer.micro_batch_size=1", "did you mean trainer.tokens_per_microbatch?"),
-        ("trainer.ppo_epochs=2", "nothing here does that, a step takes all its rows in one optimizer step"),
+        ("trainer.ppo_epochs=2", "did you mean algorithm.epochs?"),
         ("sync.xyz=1", "sync.xyz: unknown key; sync has transport, bucket_mib, in_flight,"),
         (
             "dataplane.store.kind=shmm",

@@ -48,15 +48,17 @@ def train(world: World, steps: int, kills: float = 0.0) -> dict[int, list[int]]:
     checkpoint = saved(state)
     feed = world.begin(state)
     trained: dict[int, list[int]] = {}
-    staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
+    overlap = world.config.overlap
     while state.step < steps:
         feed.top_up()
-        claimed = [feed.claim(1) for _ in range(PROMPTS)] if algorithm.mode == "streaming" else [feed.claim(PROMPTS)]
-        if algorithm.mode != "async":
+        claimed = []
+        while (left := PROMPTS - sum(len(part) for part in claimed) // algorithm.group_size) > 0:
+            claimed.append(feed.claim(left, min(left, overlap.chunk)))
+        if not overlap.window:
             feed.give_up_surplus()
         meta = claimed[0].concat(*claimed[1:])
         assert len(meta) == PROMPTS * algorithm.group_size
-        assert (state.version - meta.versions <= staleness).all(), "staleness"
+        assert (state.version - meta.versions <= overlap.window).all(), "staleness"
         if world.dice.random() < kills:
             world.num_lost += 1
             state.go_back(grpo.State(**json.loads(checkpoint)))
@@ -103,6 +105,10 @@ CASES = {
     "async windowed": {"mode": "async", "max_staleness": 2, "sampler": "windowed", "sampler_options": {"window": 4}},
     "async ready first, dynamic": {
         "mode": "async", "max_staleness": 3, "sampler": "ready_first", "dynamic_sampling": {"enabled": True},
+    },
+    "async streaming in order": {"mode": "async_streaming", "max_staleness": 1, "chunk_groups": 1},
+    "async streaming ready first": {
+        "mode": "async_streaming", "max_staleness": 2, "chunk_groups": 2, "sampler": "ready_first",
     },
     "async in order, dynamic": {"mode": "async", "max_staleness": 1, "dynamic_sampling": {"enabled": True}},
 }  # fmt: skip

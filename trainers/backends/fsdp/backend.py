@@ -87,7 +87,7 @@ class FsdpBackend:
             build_loss(config.loss),
             self._device,
             group,
-            recomputed=config.prev == "recompute",
+            recomputed=config.prev in ("recompute", "fixed"),
             with_entropy=self._entropy != "off",
         )
         self._meter = StepMeter(flops, self._device, world, group, half=self._half)

@@ -95,7 +95,7 @@ class MegatronBackend:
             build_loss(config.loss),
             self._device,
             group,
-            recomputed=config.prev == "recompute",
+            recomputed=config.prev in ("recompute", "fixed"),
             with_entropy=reported,
             counts_rows=first,
         )
