@@ -48,7 +48,9 @@ def _wait_until(process: subprocess.Popen[str], run_dir: Path, moment: str) -> p
     """Wait for a moment of the start, and return the driver's process."""
     deadline = time.monotonic() + 240
     while True:
-        assert process.poll() is None and time.monotonic() < deadline, f"not reached: {moment}"
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"not reached: {moment}:\n{process.communicate()[0]}")
         below = psutil.Process(process.pid).children(recursive=True)
         names = [_name(child) for child in below]
         reached = {
