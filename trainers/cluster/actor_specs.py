@@ -154,23 +154,30 @@ def engine_log(config: Config, name: str) -> str:
     return os.path.join(config.run.dir, "engines", f"engine-{index}.log") if config.run.dir else ""
 
 
-def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
-    """Return the settings from which engine actor `index` builds itself."""
+def engine_setup(
+    config: Config, index: int, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
+) -> EngineSetup:
+    """Return the settings from which engine actor `index` builds itself. shared_gpu: see `engine_config`."""
     name = f"engine {index}"
-    return EngineSetup(name, threads(config), engine_config(config, name, model, handle, device))
+    engine = engine_config(config, name, model, handle, device, shared_gpu=shared_gpu)
+    return EngineSetup(name, threads(config), engine)
 
 
-def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
+def rollout_setup(
+    config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None, *, shared_gpu: bool = False
+) -> RolloutSetup:
     """Return the settings from which rollout actor `index` builds itself.
 
-    device: device of the engine that it embeds; None if engines run in actors of their own.
+    device: device of the engine that it embeds; None if engines run in actors of their own. shared_gpu: see
+    `engine_config`.
     """
     name = f"rollout {index}"
+    engine = None if device is None else engine_config(config, name, model, handle, device, shared_gpu=shared_gpu)
     return RolloutSetup(
         name=name,
         threads=threads(config),
         seed=config.run.seed,
-        engine=None if device is None else engine_config(config, name, model, handle, device),
+        engine=engine,
         rollout=config.rollout,
         tokenizer=model,
         rewards=config.reward.functions,

@@ -188,6 +188,7 @@ class _ActorStarter:
         needed = config.rollout.num_engines * config.rollout.tp + config.trainer.topology.world
         self._gpus = min(1.0, cluster.num_gpus / needed)
         self._device = "cuda:0" if self._gpus else "cpu"
+        self._shared_gpu = 0 < self._gpus < 1
         self._one_host = cluster.num_nodes == 1
         self.host = host_address(cluster)
         """Address at which the run's processes reach this host."""
@@ -195,13 +196,17 @@ class _ActorStarter:
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
         tp = self._config.rollout.tp
-        setup = actor_specs.engine_setup(self._config, index, self._model, self._data_plane, self._device)
+        setup = actor_specs.engine_setup(
+            self._config, index, self._model, self._data_plane, self._device, shared_gpu=self._shared_gpu
+        )
         return self._start(EngineHandle, EngineActor, setup, tp, self._gpus * tp, max_concurrency=CONCURRENCY)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
         tp = self._config.rollout.tp
-        setup = actor_specs.rollout_setup(self._config, index, self._model, self._data_plane, self._device)
+        setup = actor_specs.rollout_setup(
+            self._config, index, self._model, self._data_plane, self._device, shared_gpu=self._shared_gpu
+        )
         return self._start(RolloutHandle, RolloutActor, setup, tp, self._gpus * tp)
 
     def rollout(self, index: int) -> RolloutHandle:
