@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from headrace.actors.engines.config import ModelConfig, RolloutConfig, engine_batch, engine_dtype, memory_share
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.cluster import actor_specs
@@ -49,3 +52,16 @@ def test_a_setup_tells_the_engine_where_it_runs_and_where_its_log_is() -> None:
     assert actor_specs.engine_log(config, "rollout 3") == actor_specs.engine_log(config, "engine 3")
     assert actor_specs.engine_log(config, "engine 3") == "/r/engines/engine-3.log"
     assert actor_specs.engine_log(build_config({}), "engine 3") == ""
+
+
+def test_an_actor_s_engine_is_told_its_length_its_place_and_its_log() -> None:
+    sections = {"run": {"dir": "/r"}, "rollout": {"engine": "vllm"}, "data": {"max_prompt_tokens": 100}}
+    config = build_config(sections)
+    handle: Any = SimpleNamespace(store=SimpleNamespace(key="k"))
+    rollout = actor_specs.rollout_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True)
+    for engine in (rollout.engine, actor_specs.engine_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True).engine):
+        assert engine is not None and engine.on_gpu and engine.shared_gpu
+        assert (engine.max_model_len, engine.log) == (356, "/r/engines/engine-1.log")
+    alone = actor_specs.engine_setup(config, 0, "m", handle, "cpu").engine
+    assert not alone.on_gpu and not alone.shared_gpu
+    assert actor_specs.rollout_setup(config, 1, "m", handle, None).engine is None
