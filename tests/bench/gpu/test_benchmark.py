@@ -170,11 +170,16 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    one = task(tmp_path, Layout("cpu", "cpu", 0), limit_s=2.0)
+@pytest.mark.parametrize(
+    ("limit_s", "expected"),
+    [(0.0, "the run was ended after its limit of 0 s"), (200.0, "the run ended with exit code 2")],
+)
+def test_a_run_that_takes_too_long_or_fails_is_told_of(tmp_path: Path, limit_s: float, expected: str) -> None:
+    """There is no model: a run that is given the time says so, and exits with 2."""
+    one = task(tmp_path, Layout("cpu", "cpu", 0), limit_s=limit_s)
     found = run_train(one, EXACT, None, lambda _: None)
     assert found.figures == [] and found.complaints == [
-        f"cpu: the run was ended after its limit of 2 s; its output is in {one.folder}.txt",
+        f"cpu: {expected}; its output is in {one.folder}.txt",
         "cpu: 0 steps were finished, expected at least 2",
     ]
 
