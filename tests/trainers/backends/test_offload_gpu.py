@@ -22,7 +22,7 @@ from headrace.actors.train.process_groups import ProcessGroups
 from headrace.dataplane.topology import Topology
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.trainers.backends.backend_ranks import TINY, weights_of
-from headrace.tests.trainers.backends.offload_ranks import CYCLES, OffloadCase, assert_bit_equal, step
+from headrace.tests.trainers.backends.offload_ranks import CYCLES, OffloadCase, assert_bit_equal, destroy_groups, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -94,13 +94,15 @@ def _measured_cycle(backend: Any, groups: ProcessGroups | None, context: int) ->
     torch.cuda.empty_cache()  # what is only cached is not held
     before = device_bytes_in_use()
     off = backend.offload()
-    destroy_s = groups.destroy(backend.group_holders()) if groups is not None else 0.0
+    with_groups = device_bytes_in_use()
+    destroy_s = destroy_groups(backend, groups) if groups is not None else 0.0
     after = device_bytes_in_use()
     form_s = groups.form_again(backend.group_holders()) if groups is not None else 0.0
     on = backend.onload()
     return {
         "held": before - context,
         "freed": before - after,
+        "freed with the groups": with_groups - after,
         "bytes": off.bytes_moved,
         "offload_s": off.copy_s,
         "onload_s": on.copy_s,
