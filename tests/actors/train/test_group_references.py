@@ -38,9 +38,9 @@ def closure(group: Any) -> Any:
 
 
 def test_every_kind_of_place() -> None:
-    inner = nn.Linear(2, 2)
+    inner: Any = nn.Linear(2, 2)
     module = nn.Sequential(inner)
-    inner.group = OLD  # pyright: ignore[reportArgumentType]
+    inner.group = OLD
     inner.forward = functools.partial(inner.forward, OLD, key=OLD)
     kept = functools.partial(print, 1)
     call = closure(OLD)
@@ -72,7 +72,7 @@ def test_a_shared_object_stays_shared() -> None:
     shared = (OLD,)
     holder = [shared, [shared]]
     replace_groups([holder], {id(OLD): NEW})
-    assert holder[0] is holder[1][0] and holder[0] == (NEW,)  # type: ignore[index]
+    assert holder[0] is holder[1][0] and holder[0] == (NEW,)
 
 
 def test_a_frozen_dataclass() -> None:

@@ -31,8 +31,8 @@ class Holder:
     def __init__(self, rank: int) -> None:
         # Groups of one rank each: a rank makes the other's too, but is not in it.
         alone = [dist.new_group([0]), dist.new_group([1])]
-        self.alone = alone[rank]
-        self.both = dist.new_group([1, 0], timeout=LONG, backend="gloo", group_desc="for a test")
+        self.alone: Any = alone[rank]
+        self.both: Any = dist.new_group([1, 0], timeout=LONG, backend="gloo", group_desc="for a test")
         self.links = ReplicaLinks(Topology(1, tp=2), rank, name="t", timeout_s=9, device=torch.device("cpu"))
         self.mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
@@ -74,7 +74,8 @@ def three_cycles(rank: int, groups: ProcessGroups) -> dict[str, Any]:
         found["sums"].append(total(holder, rank))
     found["both"] = distributed_c10d._world.pg_group_ranks[holder.both], holder.both.group_desc
     found["timeout"] = holder.both._get_backend(torch.device("cpu")).options._timeout
-    found["new"] = dist.new_group([0, 1]).group_name not in [holder.both.group_name, holder.alone.group_name]
+    new: Any = dist.new_group([0, 1])
+    found["new"] = new.group_name not in [holder.both.group_name, holder.alone.group_name]
     return found
 
 
@@ -109,7 +110,7 @@ def fails(rank: int, groups: ProcessGroups, failures: int) -> tuple[str, bool]:
         if rank == 1 and len(calls) <= failures * len(groups._groups) and len(calls) % len(groups._groups) == 0:
             raise OSError("no route")
 
-    groups._make = broken
+    groups._make = broken  # pyright: ignore[reportAttributeAccessIssue]
     try:
         groups.form_again([vars(holder)])
     except RuntimeError as error:

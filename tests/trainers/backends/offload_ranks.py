@@ -61,16 +61,22 @@ def logprobs(case: OffloadCase, backend: TrainBackend, rank: int, *, reference: 
 
 
 def cycle(backend: TrainBackend, groups: ProcessGroups | None) -> tuple[OffloadReport, OffloadReport]:
-    """Offload the backend and destroy the groups, check that nothing refers to them any more, and undo both."""
-    known = {name: weakref.ref(group) for group, name in distributed_c10d._world.pg_names.items()}
+    """Offload the backend and destroy the groups, and undo both."""
     report = backend.offload()
     if groups is not None:
-        groups.destroy(backend.group_holders())
-        gc.collect()
-        alive = {name: gc.get_referrers(ref()) for name, ref in known.items() if ref() is not None}
-        assert not alive, f"old groups are still referred to: {alive}"
+        destroy_groups(backend, groups)
         groups.form_again(backend.group_holders())
     return report, backend.onload()
+
+
+def destroy_groups(backend: TrainBackend, groups: ProcessGroups) -> float:
+    """Destroy the groups, check that nothing refers to them any more, and return the seconds of the destruction."""
+    known = {name: weakref.ref(group) for group, name in distributed_c10d._world.pg_names.items()}
+    seconds = groups.destroy(backend.group_holders())
+    gc.collect()
+    alive = {name: gc.get_referrers(ref()) for name, ref in known.items() if ref() is not None}
+    assert not alive, f"old groups are still referred to: {alive}"
+    return seconds
 
 
 def storage_bytes() -> int:

@@ -1,13 +1,13 @@
 """Tests offload and onload on one and two GPUs: memory that is freed, no growth, bit-equal steps, speed of the copies.
 
-They need no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then
-`PYTHONPATH=.pyright python -m pytest tests/trainers/backends/test_offload_gpu.py -m gpu -s`, which also prints the
-figures.
+They need no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then, with `-s` to see the figures,
+`PYTHONPATH=.pyright python -m pytest tests/trainers/backends/test_offload_gpu.py -m gpu -s`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ from headrace.actors.train.process_groups import ProcessGroups
 from headrace.dataplane.topology import Topology
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.trainers.backends.backend_ranks import TINY, weights_of
-from headrace.tests.trainers.backends.offload_ranks import CYCLES, OffloadCase, assert_bit_equal, step
+from headrace.tests.trainers.backends.offload_ranks import CYCLES, OffloadCase, assert_bit_equal, destroy_groups, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -71,8 +71,7 @@ def on_gpu(rank: int, groups: ProcessGroups | None, case: OffloadCase, folder: P
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it, matrix products may differ between two runs
     torch.use_deterministic_algorithms(True, warn_only=True)
     found: dict[str, Any] = {"link": host_link(), "cycles": []}
-    torch.cuda.empty_cache()
-    context = device_bytes_in_use()
+    context = 0
     for name in ("plain", "cycled"):
         with contextlib.closing(case.build(rank, folder)) as backend:
             metrics = []
@@ -82,10 +81,12 @@ def on_gpu(rank: int, groups: ProcessGroups | None, case: OffloadCase, folder: P
                     found["cycles"].append(_measured_cycle(backend, groups, context))
             found[name] = {"steps": metrics, "logprobs": [], "weights": weights_of(backend)}
         del backend
+        gc.collect()
         if groups is not None:
             groups.close()
             groups.form()
         torch.cuda.empty_cache()
+        context = device_bytes_in_use()  # with all kernels loaded, which stay
     return found
 
 
@@ -93,13 +94,15 @@ def _measured_cycle(backend: Any, groups: ProcessGroups | None, context: int) ->
     torch.cuda.empty_cache()  # what is only cached is not held
     before = device_bytes_in_use()
     off = backend.offload()
-    destroy_s = groups.destroy(backend.group_holders()) if groups is not None else 0.0
+    with_groups = device_bytes_in_use()
+    destroy_s = destroy_groups(backend, groups) if groups is not None else 0.0
     after = device_bytes_in_use()
     form_s = groups.form_again(backend.group_holders()) if groups is not None else 0.0
     on = backend.onload()
     return {
         "held": before - context,
         "freed": before - after,
+        "freed with the groups": with_groups - after,
         "bytes": off.bytes_moved,
         "offload_s": off.copy_s,
         "onload_s": on.copy_s,
