@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ...codecs.integers import ALIGN
+
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -18,6 +20,8 @@ class ParameterSet:
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
         self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
         parameters = {id(tensor) for tensor in model.parameters()}
+        self._remainders = {name: tensor.data_ptr() % ALIGN for name, tensor in self._tensors.items()}
+        """Address of each tensor modulo ALIGN, on which the last bit of a matrix product can depend on a CPU."""
         self._names_of: dict[int, list[str]] = {}
         """Names of each parameter, by the `id` of its tensor. An update must contain every parameter; it may leave out
         buffers."""
@@ -75,11 +79,16 @@ class ParameterSet:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def allocate(self) -> None:
-        """Allocate memory, filled with zeros, for the parameters that `drop` freed."""
+        """Allocate memory, filled with zeros, for the parameters that `drop` freed. It is aligned as theirs was, so
+        that the same weights give the same bits."""
         for tensor in self._parameters():
-            _, shape = self._specs[self._names_of[id(tensor)][0]]
+            name = self._names_of[id(tensor)][0]
+            _, shape = self._specs[name]
             if tensor.shape != shape:
-                tensor.data = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+                nbytes = shape.numel() * tensor.element_size()
+                memory = torch.zeros(nbytes + ALIGN, dtype=torch.uint8, device=tensor.device)
+                start = (self._remainders[name] - memory.data_ptr()) % ALIGN
+                tensor.data = memory[start : start + nbytes].view(tensor.dtype).view(shape)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [self._tensors[names[0]] for names in self._names_of.values()]

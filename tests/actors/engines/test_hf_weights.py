@@ -49,6 +49,7 @@ def test_a_sleeping_engine_takes_weights_and_sleeps_on(model_folder: str, tmp_pa
         engine = HfEngine(model_folder, receiver=receiver())
         publisher, params = Publisher(tmp_path), SamplingParams(n=2, max_new_tokens=8)
         before = await engine.generate("a", [5], params)
+        places = [parameter.data_ptr() % 64 for parameter in engine._model.parameters()]
         for version in (1, 2):
             await engine.sleep(2)
             await serve(engine, publisher, version, scaled(model_folder, 1.0))
@@ -59,6 +60,7 @@ def test_a_sleeping_engine_takes_weights_and_sleeps_on(model_folder: str, tmp_pa
             assert (await engine.memory()).host_bytes > 0
             await serve(engine, publisher, version, scaled(model_folder, 1.0))
             await engine.wake()
+            assert [parameter.data_ptr() % 64 for parameter in engine._model.parameters()] == places
             after = await engine.generate("a", [5], params)
             assert [c.logprobs.tolist() for c in after] == [c.logprobs.tolist() for c in before]
             assert {version} == {one for c in after for one in c.versions.tolist()}
