@@ -16,12 +16,14 @@ from headrace.actors.protocols import ActorInfo
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import open_data_plane
 from headrace.tests import process_pool
-from headrace.trainers.cluster import gpu_bundles, run_actors
+from headrace.trainers.cluster import actor_specs, gpu_bundles, run_actors
 from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMeter, gather
+from headrace.trainers.cluster.gpu_bundles import reserve_places
 from headrace.trainers.cluster.placement import Placement
 from headrace.trainers.cluster.ray_cluster import any_agent_port
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
+from headrace.trainers.observe.start_times import StartTimes
 
 pytestmark = pytest.mark.processes
 START_S = 120.0
@@ -84,7 +86,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, ExitStack], Seen
     handles: list[Any] = []
     placements: list[Placement] = []
 
-    def stop(host: str, generators: list[Any], workers: list[Any], timeout_s: float) -> None:
+    def stop(generators: list[Any], workers: list[Any], *_: Any) -> None:
         handles[:] = [*generators, *workers]
         raise Identified
 
@@ -100,8 +102,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, ExitStack], Seen
     def begin(config: Config, stack: ExitStack) -> Seen:
         plane = stack.enter_context(open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}})))
         cluster: Any = type("OneHost", (), {"num_nodes": 1})
+        reservation = reserve_places(config, START_S, stack)
+        actor_specs.transport(config, reservation.placement)
+        starting = run_actors.start_actors(config, cluster, DriverMeter(), stack, reservation)
         with pytest.raises(Identified):
-            run_actors.start_actors(config, "", plane, cluster, DriverMeter(), stack)
+            starting.build("", plane, StartTimes())
         return Seen(list(handles), placements[-1])
 
     return begin

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.trainers.cluster.gpu_memory import decide_roles, estimate, parameters, share_gpus
+from headrace.trainers.cluster.gpu_memory import decide_roles, estimate, parameters
+from headrace.trainers.cluster.placement import Host, Placement, plan_placement
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 
@@ -31,7 +32,7 @@ def config(folder: Path, switch_roles: str = "auto", model: dict[str, Any] | Non
     (folder / "config.json").write_text(json.dumps(QWEN3 if model is None else model))
     chosen: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": "bfloat16"},
-        "rollout": {"engine": "vllm", "kv_cache_mib": 32768},
+        "rollout": {"engine": "vllm", "kv_cache": 32768},
         "trainer": {"mixed_precision": True, "tokens_per_microbatch": 16384},
         "resources": {"switch_roles": switch_roles},
         "validation": {"every": 0},
@@ -39,6 +40,11 @@ def config(folder: Path, switch_roles: str = "auto", model: dict[str, Any] | Non
     for name, keys in sections.items():
         chosen[name] = {**chosen.get(name, {}), **keys}
     return build_config(chosen)
+
+
+def placed(chosen: Config, num_gpus: int) -> Placement:
+    """Where a run stands on one host with so many GPUs."""
+    return plan_placement(chosen, [Host("host", num_gpus, tuple(range(num_gpus)), 64)])
 
 
 def test_the_estimate_covers_what_was_measured(tmp_path: Path) -> None:
@@ -71,7 +77,8 @@ def test_less_is_needed_with_recomputation_and_more_with_a_full_head(tmp_path: P
     ],
 )
 def test_memory_decides(tmp_path: Path, gpu_gib: int | None, takes_turns: bool, words: str) -> None:
-    decision = decide_roles(config(tmp_path), num_gpus=1, gpu_bytes=None if gpu_gib is None else gpu_gib * GIB)
+    chosen = config(tmp_path)
+    decision = decide_roles(chosen, placed(chosen, 1), None if gpu_gib is None else gpu_gib * GIB)
     assert decision.take_turns is takes_turns
     assert re.search(words, decision.why), decision.why
     applied = decision.applied_to(config(tmp_path)).resources.switch_roles
@@ -79,23 +86,31 @@ def test_memory_decides(tmp_path: Path, gpu_gib: int | None, takes_turns: bool, 
 
 
 def test_where_turns_are_impossible_both_stay_and_it_says_why(tmp_path: Path) -> None:
-    decision = decide_roles(config(tmp_path, algorithm={"mode": "async"}), num_gpus=1, gpu_bytes=80 * GIB)
+    chosen = config(tmp_path, algorithm={"mode": "async"})
+    decision = decide_roles(chosen, placed(chosen, 1), 80 * GIB)
     assert not decision.take_turns
     assert "both stay in memory although" in decision.why and "got algorithm.mode='async'" in decision.why
 
 
 def test_a_model_of_unknown_size_takes_turns(tmp_path: Path) -> None:
-    decision = decide_roles(config(tmp_path, model={"num_experts": 4}), num_gpus=1, gpu_bytes=80 * GIB)
+    chosen = config(tmp_path, model={"num_experts": 4})
+    decision = decide_roles(chosen, placed(chosen, 1), 80 * GIB)
     assert decision.take_turns and "the size of the model is not known" in decision.why
 
 
 def test_nothing_is_decided_where_nothing_is_shared(tmp_path: Path) -> None:
     auto, always, never = (config(tmp_path, asked) for asked in ("auto", "always", "never"))
-    assert [share_gpus(chosen, 0) for chosen in (auto, always, never)] == [False, True, False]
-    assert share_gpus(auto, 1) and not share_gpus(auto, 2)
     for chosen, num_gpus in ((auto, 0), (auto, 2), (never, 1)):
-        decision = decide_roles(chosen, num_gpus=num_gpus, gpu_bytes=GIB)
+        decision = decide_roles(chosen, placed(chosen, num_gpus), GIB)
         assert (decision.take_turns, decision.why) == (False, "")
-    assert decide_roles(always, num_gpus=0, gpu_bytes=None).take_turns
-    useless = decide_roles(always, num_gpus=2, gpu_bytes=GIB)
+    assert decide_roles(always, placed(always, 0), None).take_turns
+    useless = decide_roles(always, placed(always, 2), GIB)
     assert not useless.take_turns and "has no effect" in useless.why
+
+
+def test_keys_and_values_fill_the_engines_share_of_a_gpu(tmp_path: Path) -> None:
+    auto = config(tmp_path, rollout={"kv_cache": "auto"})
+    memory = estimate(auto, 80 * GIB)
+    assert memory is not None and sum(memory.engine.values()) == pytest.approx(0.45 * 80 * GIB, rel=1e-6)
+    unknown = estimate(auto)
+    assert unknown is not None and unknown.engine["keys and values"] == 0
