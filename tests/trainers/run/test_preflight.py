@@ -17,6 +17,8 @@ from headrace.cli import main
 from headrace.dataplane.stores import shm_folder
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.base_model.warmup import make_tokenizer
+from headrace.trainers.cluster.gpu_bundles import Reservation
+from headrace.trainers.cluster.placement import ON_CPUS
 from headrace.trainers.config.config import Config, with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
@@ -201,6 +203,7 @@ def fake_clusters(monkeypatch: pytest.MonkeyPatch) -> list[FakeCluster]:
         return opened[-1]
 
     monkeypatch.setattr(early_ray, "open_cluster", open_cluster)
+    monkeypatch.setattr(launch, "reserve_places", lambda *_: Reservation(ON_CPUS))
     monkeypatch.setattr(launch, "start_actors", lambda *_: None)
     return opened
 
