@@ -165,7 +165,7 @@ def start_actors(
     are not free), and ActorFailed when an actor does not start or is not where it was placed.
     """
     timeout_s = config.resources.start_timeout_s
-    reservation = reserve_places(config, timeout_s, stack)
+    reservation = reserve_places(config, timeout_s)
     placement = reservation.placement
     actor_specs.transport(config, placement)  # refuses one that cannot work before any actor starts
     starter = _ActorStarter(config, model, plane, cluster, meter, stack, reservation)
