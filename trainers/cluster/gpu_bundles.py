@@ -10,8 +10,8 @@ fraction of one bundle's GPU, so that an engine and a train worker can share it,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,22 +62,24 @@ class Reservation:
         return seat.devices if self.placement.num_gpus else None
 
 
-def reserve_places(config: Config, timeout_s: float, stack: ExitStack) -> Reservation:
-    """Place all actors on the GPUs that are free in Ray, and reserve these. stack: gives them back when it is closed.
+def reserve_places(config: Config, timeout_s: float) -> Reservation:
+    """Place all actors on the GPUs that are free in Ray, and reserve these until this process leaves Ray.
 
-    Raises UserError if the run cannot be placed or Ray does not give the GPUs within `timeout_s` seconds.
+    Ray then gives them back by itself, also after a crash. Nothing does it earlier, because a call to a Ray that is
+    gone would not return. Raises UserError if the run cannot be placed or Ray does not give the GPUs within `timeout_s`
+    seconds.
     """
     deadline = time.monotonic() + timeout_s
     placement = _plan(config, deadline)
     if placement.layout == "cpu":
         return Reservation(placement)
-    reservation = _reserve(placement, deadline, stack, exact=config.resources.trainer_gpus is not None)
+    reservation = _reserve(placement, deadline, exact=config.resources.trainer_gpus is not None)
     if reservation is not None:
         return reservation
     # Ray gave other GPUs than the map names: it is left none but these.
     with ExitStack() as blocked:
         _block_others(placement, deadline, blocked)
-        reservation = _reserve(placement, deadline, stack, exact=True)
+        reservation = _reserve(placement, deadline, exact=True)
     if reservation is None:
         raise UserError(
             "resources.trainer_gpus: another job took some of these GPUs, or of resources.rollout_gpus, during the "
@@ -183,8 +185,8 @@ class _Bundle:
     """What it reserves, by Ray's names."""
 
 
-def _reserve(placement: Placement, deadline: float, stack: ExitStack, *, exact: bool) -> Reservation | None:
-    """Reserve the places of all actors in one placement group. stack: removes the group when it is closed.
+def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservation | None:
+    """Reserve the places of all actors in one placement group.
 
     exact: whether it must be the GPUs that the placement names; if Ray gives others, they are given back, and None is
     returned. Otherwise, the actors take those that Ray gives.
@@ -198,7 +200,7 @@ def _reserve(placement: Placement, deadline: float, stack: ExitStack, *, exact: 
     bundles = [_Bundle(host, {"GPU": 1, "CPU": cpus[host, gpu]}) for host, gpu in places]
     bundles += [_Bundle(seat.host or 0, {"CPU": seat.cpus}) for seat in placement.rollouts]
     with ExitStack() as kept:
-        group = kept.enter_context(_group(placement.hosts, bundles, deadline))
+        group = _create_group(placement.hosts, bundles, deadline, kept)
         told = _tell_gpus([(group, index) for index in range(len(places))], deadline)
         given: dict[int, dict[int, str]] = {host: {} for host in used}
         index_of: dict[tuple[int, int], int] = {}
@@ -211,7 +213,7 @@ def _reserve(placement: Placement, deadline: float, stack: ExitStack, *, exact: 
         seats = {seat.name: seat for seat in (*placed.engines, *placed.ranks)}
         found = {name: index_of[seat.host, seat.gpus[0]] for name, seat in seats.items() if seat.host is not None}
         found |= {seat.name: len(places) + index for index, seat in enumerate(placed.rollouts)}
-        stack.enter_context(kept.pop_all())
+        kept.pop_all()  # the group stays
         return Reservation(placed, group, found)
 
 
@@ -229,7 +231,7 @@ def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> No
         for host in used_gpus(placement):
             for _ in range(free.get(placement.hosts[host].node, 0)):
                 kept = stack.enter_context(ExitStack())
-                group = kept.enter_context(_group(placement.hosts, [_Bundle(host, {"GPU": 1})], deadline))
+                group = _create_group(placement.hosts, [_Bundle(host, {"GPU": 1})], deadline, kept)
                 taken.append((host, kept, group))
         told = _tell_gpus([(group, 0) for _, _, group in taken], deadline)
         given |= {(host, number): kept for (host, kept, _), (number, _) in zip(taken, told, strict=True)}
@@ -244,29 +246,30 @@ def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> No
         given[place].close()
 
 
-@contextmanager
-def _group(hosts: Sequence[Host], bundles: Sequence[_Bundle], deadline: float) -> Iterator[PlacementGroup]:
-    """Context manager that creates a placement group, each bundle on its host, waits until Ray has reserved it, and
-    removes it at the end. Raises UserError at the deadline."""
+def _create_group(
+    hosts: Sequence[Host], bundles: Sequence[_Bundle], deadline: float, stack: ExitStack
+) -> PlacementGroup:
+    """Create a placement group, each bundle on its host, and wait until Ray has reserved it. stack: removes the group
+    when it is closed; Ray also does when this process leaves it.
+
+    Raises UserError at the deadline.
+    """
     began = time.monotonic()
     group = placement_group(
         [{name: amount for name, amount in bundle.resources.items() if amount} for bundle in bundles],
         strategy="PACK",
         bundle_label_selector=[{NODE_LABEL: hosts[bundle.host].node} for bundle in bundles],
     )
-    try:
-        while not group.wait(1):  # in pieces, because Ray lets no signal through meanwhile
-            if time.monotonic() > deadline:
-                count = sum(bundle.resources.get("GPU", 0) for bundle in bundles)
-                raise UserError(
-                    f"resources.layout: Ray did not give {count:g} whole GPU(s) with their logical CPUs within "
-                    f"{time.monotonic() - began:.0f} s ({BY_START_TIMEOUT}), expected them to be free; "
-                    "`ray status` shows who holds them"
-                )
-        yield group
-    finally:
-        with suppress(RayError):  # a Ray that is gone holds nothing, and Ray removes the group with its driver
-            remove_placement_group(group)
+    stack.callback(remove_placement_group, group)
+    while not group.wait(1):  # in pieces, because Ray lets no signal through meanwhile
+        if time.monotonic() > deadline:
+            count = sum(bundle.resources.get("GPU", 0) for bundle in bundles)
+            raise UserError(
+                f"resources.layout: Ray did not give {count:g} whole GPU(s) with their logical CPUs within "
+                f"{time.monotonic() - began:.0f} s ({BY_START_TIMEOUT}), expected them to be free; "
+                "`ray status` shows who holds them"
+            )
+    return group
 
 
 def _tell_gpus(bundles: Sequence[tuple[PlacementGroup, int]], deadline: float) -> list[tuple[int, str]]:

@@ -54,27 +54,33 @@ def _where(_: object) -> tuple[str, str | None]:
     return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+
+
 @contextmanager
-def nodes(*gpus: int) -> Iterator[None]:
-    """A Ray whose nodes have so many logical GPUs; the first is the driver's."""
+def nodes(*gpus: int) -> Iterator[str]:
+    """A Ray whose nodes have so many logical GPUs; the first is the driver's. Yields its address."""
     process_pool.end_ray()
     process_pool.fork_ray_workers()
     small: dict[str, Any] = {"num_cpus": 8, "object_store_memory": 80 << 20}
-    head = {**small, "num_gpus": gpus[0], "include_dashboard": False}
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    cluster = None
-    try:
-        with any_agent_port():
-            if len(gpus) > 1:
-                cluster = RayNodes(initialize_head=True, head_node_args=head)
-                for count in gpus[1:]:
-                    cluster.add_node(num_gpus=count, **small)
-            ray.init(**(head if cluster is None else {"address": cluster.address}), **quiet)
-        yield
-    finally:
-        ray.shutdown()
-        if cluster is not None:
+    with any_agent_port():
+        cluster = RayNodes(
+            initialize_head=True, head_node_args={**small, "num_gpus": gpus[0], "include_dashboard": False}
+        )
+        try:
+            for count in gpus[1:]:
+                cluster.add_node(num_gpus=count, **small)
+            ray.init(address=cluster.address, **QUIET)
+            yield str(cluster.address)
+        finally:
+            ray.shutdown()
             cluster.shutdown()
+
+
+def leave(address: str) -> None:
+    """End the driver's connection to Ray, as the end of a run does, and join it as another driver."""
+    ray.shutdown()
+    ray.init(address=address, **QUIET)
 
 
 @pytest.fixture
@@ -102,7 +108,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, ExitStack], Seen
     def begin(config: Config, stack: ExitStack) -> Seen:
         plane = stack.enter_context(open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}})))
         cluster: Any = type("OneHost", (), {"num_nodes": 1})
-        reservation = reserve_places(config, START_S, stack)
+        reservation = reserve_places(config, START_S)
         actor_specs.transport(config, reservation.placement)
         starting = run_actors.start_actors(config, cluster, DriverMeter(), stack, reservation)
         with pytest.raises(Identified):
@@ -118,11 +124,8 @@ def config(engines: int, dp: int, tp: int = 1, *, actors: int | None = None, **m
     return Config.model_validate({"rollout": rollout, "trainer": {"dp": dp}, "resources": resources, **more})
 
 
-def given_back() -> bool:
-    """Whether Ray has all GPUs again and no placement group is left."""
-    return ray.available_resources().get("GPU") == ray.cluster_resources()["GPU"] and all(
-        group["state"] == "REMOVED" for group in placement_group_table().values()
-    )
+def free_gpus() -> float:
+    return ray.available_resources().get("GPU", 0)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -135,7 +138,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 def test_two_engines_and_two_ranks_in_pairs_and_a_replaced_one_where_it_was(
     start: Callable[[Config, ExitStack], Seen],
 ) -> None:
-    with nodes(2):
+    with nodes(2) as address:
         with ExitStack() as stack:
             seen = start(config(2, 2), stack)
             pairs = {f"{name} {index}": (0, str(index)) for name in ("rollout", "train worker") for index in (0, 1)}
@@ -151,7 +154,9 @@ def test_two_engines_and_two_ranks_in_pairs_and_a_replaced_one_where_it_was(
             misplaced = ActorInfo("rollout 1", 7, after.host, ("0",))
             with pytest.raises(ActorFailed, match=r"rollout 1 .pid 7 .* reports the GPUs \['0'\] .* expected \['1'\]"):
                 gpu_bundles.check_reports(seen.placement, [misplaced])
-        wait_until(given_back)
+        leave(address)
+        wait_until(lambda: free_gpus() == 2)
+        assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
 
 
 @pytest.mark.slow
@@ -206,26 +211,27 @@ def test_gpus_of_other_jobs_are_left_to_them(
     start: Callable[[Config, ExitStack], Seen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_bundles, "SETTLE_S", 2.0)
-    with nodes(4):
-        other = placement_group([{"GPU": 1}])
+    with nodes(4) as address:
+        other = placement_group([{"GPU": 1}], lifetime="detached", name="other")
         assert other.wait(30)
-        wait_until(lambda: ray.available_resources()["GPU"] == 3)
+        wait_until(lambda: free_gpus() == 3)
         with ExitStack() as stack:
             assert start(config(1, 1), stack).table() == {"rollout 0": (0, "2"), "train worker 0": (0, "1")}
-        wait_until(lambda: ray.available_resources()["GPU"] == 3)
+        leave(address)
+        wait_until(lambda: free_gpus() == 3)
         # Ray would give GPU 1 and 2 first.
         mapped = {"trainer_gpus": [3], "rollout_gpus": [2]}
         with ExitStack() as stack:
             seen = start(config(1, 1, resources=mapped), stack)
             assert seen.table() == {"rollout 0": (0, "2"), "train worker 0": (0, "3")}
-            wait_until(lambda: ray.available_resources()["GPU"] == 1)  # GPU 1 is given back
-        wait_until(lambda: ray.available_resources()["GPU"] == 3)
-        with ExitStack() as stack, pytest.raises(UserError, match=r"GPU 0 of \S+, expected a free one, but another"):
-            gpu_bundles.reserve_places(config(1, 1, resources={**mapped, "rollout_gpus": [0]}), START_S, stack)
-        with ExitStack() as stack, pytest.raises(UserError, match=r"has 3 of 4 GPU\(s\) .* trainer.dp=3 with"):
-            gpu_bundles.reserve_places(config(1, 4), START_S, stack)
-        remove_placement_group(other)
-        wait_until(given_back)
+            wait_until(lambda: free_gpus() == 1)  # GPU 1 is given back
+        leave(address)
+        wait_until(lambda: free_gpus() == 3)
+        with pytest.raises(UserError, match=r"GPU 0 of \S+, expected a free one, but another"):
+            gpu_bundles.reserve_places(config(1, 1, resources={**mapped, "rollout_gpus": [0]}), START_S)
+        wait_until(lambda: free_gpus() == 3)
+        with pytest.raises(UserError, match=r"has 3 of 4 GPU\(s\) .* trainer.dp=3 with"):
+            gpu_bundles.reserve_places(config(1, 4), START_S)
 
 
 @pytest.mark.slow
@@ -235,7 +241,7 @@ def test_gpus_that_another_job_takes_meanwhile_are_waited_for_in_bounds(monkeypa
         other = placement_group([{"GPU": 1}])
         assert other.wait(30)
         monkeypatch.setattr(gpu_bundles, "read_hosts", lambda: read)
-        with ExitStack() as stack, pytest.raises(UserError, match=r"Ray did not give 2 whole GPU\(s\) .* within \d s"):
-            gpu_bundles.reserve_places(config(1, 1), 3.0, stack)
+        with pytest.raises(UserError, match=r"Ray did not give 2 whole GPU\(s\) .* within \d s"):
+            gpu_bundles.reserve_places(config(1, 1), 3.0)
         remove_placement_group(other)
-        wait_until(given_back)
+        wait_until(lambda: free_gpus() == 2)
