@@ -281,14 +281,13 @@ class Config(Section):
     @property
     def overlap(self) -> Overlap:
         """How far rollouts and training overlap, as numbers: what `algorithm.mode` names."""
-        algorithm = self.algorithm
-        chunk = algorithm.chunk_groups or max(self.trainer.dp, algorithm.prompts_per_step // 4)
+        groups = self.algorithm.prompts_per_step
         return overlap_of(
-            algorithm.mode,
-            max_staleness=algorithm.max_staleness,
-            groups=algorithm.prompts_per_step,
-            chunk=chunk,
-            stale=algorithm.stale_groups,
+            self.algorithm.mode,
+            max_staleness=self.algorithm.max_staleness,
+            groups=groups,
+            chunk=self.algorithm.chunk_groups or max(self.trainer.dp, groups // 4),
+            stale=self.algorithm.stale_groups,
         )
 
     @property

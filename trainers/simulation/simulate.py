@@ -125,7 +125,7 @@ class Simulation:
         allowed = (self._version + self._staleness + 1) * prompts
         if self._paced:
             taken = self.run.trained + len(self._training)
-            allowed = min(allowed, taken + (self._staleness + 1) * prompts - self._scenario.chunk_groups)
+            allowed = min(allowed, taken + (self._staleness + 1) * prompts - min(self._scenario.chunk_groups, prompts))
         return allowed + self.run.dropped + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:

@@ -90,7 +90,9 @@ def storage_bytes() -> int:
     gc.collect()
     sizes = {}
     for value in gc.get_objects():
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu":
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            continue  # a sparse tensor has no storage
+        if value.device.type == "cpu":
             storage = value.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())

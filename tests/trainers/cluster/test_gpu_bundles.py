@@ -148,7 +148,7 @@ def test_two_engines_and_two_ranks_in_pairs_and_a_replaced_one_where_it_was(
             before = handle.info
             handle.kill()
             handle.restart()
-            [after] = gather([seen.handles["rollout 1"].ping()], "start", START_S)
+            [after] = gather([seen.handles["rollout 1"].configure()], "start", START_S)
             assert (after.gpus, after.host) == (before.gpus, before.host) == (("1",), before.host)
             assert after.pid != before.pid
             misplaced = ActorInfo("rollout 1", 7, after.host, ("0",))

@@ -113,7 +113,10 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("sync.transport=nccl", "sync.transport: got 'nccl', expected one of auto, collective, ipc, store, disk"),
         ("sync.timeout_s=400", "sync.timeout_s: got 400, expected less than resources.stage_timeout_s=300"),
         ("algorithm.chunk_groups=4", "algorithm.chunk_groups: got 4 with algorithm.mode='sync', expected it unset"),
-        ("algorithm.mode=pipelined", "algorithm.mode: got 'pipelined', expected one of sync, async, streaming"),
+        (
+            "algorithm.mode=pipelined",
+            "algorithm.mode: got 'pipelined', expected one of sync, streaming, async, async_streaming",
+        ),
         ("sync.dir=/weights", "sync.dir: got '/weights' with sync.transport='auto', expected it unset"),
         ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
         ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, because it has an effect only"),

@@ -259,15 +259,16 @@ def test_every_key_is_described() -> None:
 def test_the_reference_gives_type_default_meaning_and_effect() -> None:
     text = reference_markdown({"simulation": SimulationConfig})
     for line in (
-        "| `algorithm.chunk_groups` | whole number >= 1 or unset | `unset` | Number of groups in a chunk, the groups "
-        "that `streaming` mode trains on together. Unset: a quarter of `algorithm.prompts_per_step`, but at least "
-        "`trainer.dp`. Has an effect only with algorithm.mode=streaming. |",
+        "| `algorithm.chunk_groups` | whole number >= 1 or unset | `unset` | Least number of ready groups that the "
+        "modes `streaming` and `async_streaming` train on together, as a chunk. Unset: a quarter of "
+        "`algorithm.prompts_per_step`, but at least `trainer.dp`. Has an effect only with algorithm.mode=streaming or "
+        "async_streaming. |",
         "| `trainer.backend` | `fsdp`, `megatron`, `scripted` | `fsdp` |",
         "| `simulation.gpus` | whole number >= 1 | `1` |",
         "| `trainer.betas` | [number >= 0 and < 1, number >= 0 and < 1] | `[0.9, 0.999]` |",
-        "| Key | sync | async | streaming | fsdp | megatron | scripted | Other conditions |",
-        "| `algorithm.max_staleness` |  | x |  | x | x | x |  |",
-        "| `trainer.pp` | x | x | x |  | x |  |  |",
+        "| Key | sync | streaming | async | async_streaming | fsdp | megatron | scripted | Other conditions |",
+        "| `algorithm.max_staleness` |  |  | x | x | x | x | x |  |",
+        "| `trainer.pp` | x | x | x | x |  | x |  |  |",
     ):
         assert line in text
     assert not idle_key_problems(Config())

@@ -19,7 +19,7 @@ from headrace.actors.engine_actor import EngineHost
 from headrace.actors.engines.protocol import CommitReport, Completion, PauseMode, Prepared, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.memory import ProcessMemory
-from headrace.actors.protocols import ActorInfo
+from headrace.actors.protocols import ActorInfo, OffloadReport
 from headrace.actors.remote_methods import decode_arguments
 from headrace.actors.train.worker import TrainWorker
 from headrace.actors.weights.config import SyncConfig
@@ -123,11 +123,13 @@ class TrainProcess(Process):
     def cache_weights(self, version: int) -> None:
         self._publisher.cache(version, self._specs, self._weights())
 
-    def offload(self) -> None:
+    def offload(self) -> OffloadReport:
         self.offloaded = True
+        return OffloadReport(0, 0.0, 0.0, 0, 0)
 
-    def onload(self) -> None:
+    def onload(self) -> OffloadReport:
         self.offloaded = False
+        return OffloadReport(0, 0.0, 0.0, 0, 0)
 
     def memory(self) -> ProcessMemory:
         return ProcessMemory(self.held_bytes, 1)

@@ -14,7 +14,7 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.simulation.config import SimulationConfig
 from headrace.trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
-from headrace.trainers.simulation.scenario import build_scenario, measure_run, sigma_of
+from headrace.trainers.simulation.scenario import MODES, build_scenario, measure_run, sigma_of
 from headrace.trainers.simulation.simulate import simulate
 
 CONFIG = build_config({"algorithm": {"steps": 6, "prompts_per_step": 8, "group_size": 4}, "run": {"seed": 3}})
@@ -27,7 +27,7 @@ def test_summary_files_and_table_agree(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     conditions = written.pop("conditions")
     assert written == summary and conditions["scenario"]["response_tokens"] == 50
-    for mode in ("sync", "async", "streaming"):
+    for mode in MODES:
         for name in ("seconds", "trainer_idle_share", "engine_idle_share", "staleness_max"):
             assert 0 <= summary[f"simulate.{mode}.{name}"] < 1e4
     assert summary["simulate.async_vs_sync"] == pytest.approx(
@@ -36,15 +36,15 @@ def test_summary_files_and_table_agree(tmp_path: Path) -> None:
     assert summary["simulate.sync.staleness_max"] == summary["simulate.streaming.staleness_max"] == 0
     assert summary["simulate.gpus4.sync.seconds"] < summary["simulate.sync.seconds"]
     steps = [json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()]
-    assert len(steps) == 2 * 3 * 6
+    assert len(steps) == 2 * len(MODES) * 6
     sync = [line for line in steps if line["run"] == "simulate" and line["mode"] == "sync"]
     busy = sum(line["trainer_busy_s"] for line in sync[1:]) / sum(line["seconds"] for line in sync[1:])
     assert summary["simulate.sync.trainer_idle_share"] == pytest.approx(1 - busy)
     depth = [json.loads(line) for line in (tmp_path / "out" / "depth.jsonl").read_text().splitlines()]
-    assert {line["mode"] for line in depth} == {"sync", "async", "streaming"}
+    assert {line["mode"] for line in depth} == set(MODES)
     console = Console(width=200, record=True, quiet=True)
     console.print(simulation_table(summary))
-    assert simulation_table(summary).row_count == 6
+    assert simulation_table(summary).row_count == 2 * len(MODES)
     assert run_simulation(CONFIG, options, tmp_path / "again") == summary
 
 

@@ -150,7 +150,11 @@ CASES = st.fixed_dictionaries(
 def test_whatever_the_figures_groups_are_conserved_and_staleness_is_bounded(
     changes: dict, ahead: int, streaming_ahead: int
 ) -> None:
-    case = scenario(**changes, steps=6, staleness={"sync": 0, "async": ahead, "streaming": streaming_ahead})
+    case = scenario(
+        **changes,
+        steps=6,
+        staleness={"sync": 0, "async": ahead, "streaming": streaming_ahead, "async_streaming": ahead},
+    )
     for mode in MODES:
         run = simulate(case, mode)
         assert run.trained == 6 * case.prompts_per_step
