@@ -27,6 +27,8 @@ from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head
 _logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 2.0
+SETTLE_S = 0.005
+"""Seconds between two looks at the connections that are being closed."""
 BACKLOG = 1024
 
 
@@ -59,16 +61,23 @@ class DirectoryServer:
         return DirectoryAddress(local, host, port)
 
     async def close(self) -> None:
-        """Stop listening, give requests in progress END_TIMEOUT_S seconds to be answered, and close all connections.
-        Idempotent."""
+        """Stop listening, give requests in progress END_TIMEOUT_S seconds to be answered and clients as long to read
+        their answers, and close all connections. Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
         waiting = [task for session in self._sessions for task in session.tasks.values()]
         if waiting:
             await asyncio.wait(waiting, timeout=END_TIMEOUT_S)
+        await asyncio.sleep(SETTLE_S)  # in which connections that were accepted just now become sessions
         for session in list(self._sessions):
             session.end()
+        deadline = asyncio.get_running_loop().time() + END_TIMEOUT_S
+        while self._sessions and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(SETTLE_S)
+        for session in list(self._sessions):
+            session.abort()  # its client does not read
+        await asyncio.sleep(SETTLE_S)
 
     def _session(self) -> _Session:
         return _Session(self._service, self._key, self._sessions, self._strangers)
@@ -129,7 +138,15 @@ class _Session(asyncio.Protocol):
             task.cancel()
 
     def end(self) -> None:
-        self._transport.close()
+        """Close the connection: a stranger's at once, a client's when it has read its answers."""
+        if self._stranger is not None:
+            self._transport.abort()
+        else:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
 
     def _admit(self, stranger: Stranger, data: bytes) -> bytes:
         """Handle bytes of a connection whose client has not proved yet that it knows the run's key. Returns the bytes

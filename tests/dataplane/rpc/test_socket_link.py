@@ -21,9 +21,10 @@ from headrace.dataplane.directory.requests import body_of
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
 from headrace.dataplane.rpc import links
+from headrace.dataplane.rpc import server as directory_server
 from headrace.dataplane.rpc.frames import SERVICE, DirectoryAddress, FrameReader, frame
 from headrace.dataplane.rpc.socket_link import SocketLink
-from headrace.dataplane.security.handshake import new_key
+from headrace.dataplane.security.handshake import new_key, prove_to_server
 from headrace.dataplane.security.strangers import MAX_STRANGERS
 from headrace.tests.dataplane.rpc.served import Served, wait_until
 from headrace.tests.dataplane.security.far_end import prove_to_client
@@ -121,6 +122,30 @@ def test_who_does_not_know_the_key_is_refused(served: Served, caplog: pytest.Log
             pass
     wait_until(lambda: "refused" in caplog.text)
     assert repr(served.handle.store.key) not in repr(served.handle)
+
+
+def test_closing_ends_strangers_and_clients_that_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a connection would be found by the garbage collector, long after the directory."""
+    monkeypatch.setattr(directory_server, "END_TIMEOUT_S", 0.2)
+    served = Served()
+    address = (served.address.host, served.address.port)
+    strangers = [socket.create_connection(address, 5) for _ in range(50)]
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(address)
+        prove_to_server(silent, served.handle.store.key, SERVICE, time.monotonic() + 5)
+        silent.setblocking(False)
+        asked = b"".join(frame(number, b"", "no such operation") for number in range(1, 40_000))
+        while asked:
+            try:
+                asked = asked[silent.send(asked) :]
+            except BlockingIOError:
+                time.sleep(0.001)
+        wait_until(lambda: any(one._transport.get_write_buffer_size() > 0 for one in served.server._sessions))
+        served.close()
+        assert not served.server._sessions
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_the_end_of_the_directory_ends_every_call_at_once(served: Served, client: DataPlaneClient) -> None:
