@@ -11,8 +11,6 @@ from typing import Any
 from ...trainers.observe.metrics import ELAPSED, time_split
 from .works import Bounds
 
-SWITCH = "time/switch_s"
-"""Metric of the seconds in which engines slept and woke and the trainer was offloaded and brought back."""
 PARTS = ("rollout", "data wait", "log-probs", "train", "sync", "switch", "plan", "rest")
 """Parts of a step's seconds, which add up to the step: the driver's wait for groups; the train workers' wait for rows;
 forward passes for log-probs; forward, backward and optimizer; weight sync; switching of roles; dealing rows to ranks;
@@ -59,7 +57,7 @@ def step_parts(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of each of PARTS in a step, from its line of metrics.jsonl. They add up to the step."""
     split = time_split(record)
     parts = {name: split[name] for name in ("rollout", "data wait", "log-probs", "train", "sync")}
-    parts |= {"switch": record.get(SWITCH) or 0.0, "plan": record.get("time/plan_s") or 0.0}
+    parts |= {"switch": split.get("switch", 0.0), "plan": record.get("time/plan_s") or 0.0}
     return {**parts, "rest": max(0.0, record["time/step_s"] - sum(parts.values()))}
 
 

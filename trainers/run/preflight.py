@@ -24,7 +24,7 @@ from ...dataplane.factory import check_store
 from ...dataplane.security.trusted_network import check_trust
 from ..base_model.prepare import check_model, model_config
 from ..cluster import actor_specs
-from ..cluster.gpu_memory import engine_bytes, parameters, trained_bytes, value_bytes
+from ..cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
@@ -226,7 +226,7 @@ def _check_memory(config: Config) -> None:
     params = parameters(config)
     if params is not None:
         check_host_memory(config, params, total_memory())
-    if params is None or config.resources.ray_address is not None or any(Path("/dev").glob("nvidia[0-9]*")):
+    if params is None or config.resources.ray_address is not None or has_gpus():
         return
     world, engines = config.trainer.topology.world, config.rollout.num_engines
     worker = trained_bytes(config, params) if config.trainer.backend != "scripted" else 0

@@ -143,26 +143,16 @@ def test_too_little_host_memory(backend: TrainBackend, monkeypatch: pytest.Monke
 
 @pytest.mark.processes
 @pytest.mark.megatron
-def test_two_ranks(folder: Path, tmp_path: Path) -> None:
-    for found in run_with_groups(run_cases, 2, tmp_path, TWO, folder):
-        for result in found:
-            assert_bit_equal(result)
-
-
-@pytest.mark.processes
-@pytest.mark.megatron
-@pytest.mark.slow
-def test_more_meshes_of_two_ranks(folder: Path, tmp_path: Path) -> None:
-    for found in run_with_groups(run_cases, 2, tmp_path, MORE_OF_TWO, folder):
-        for result in found:
-            assert_bit_equal(result)
-
-
-@pytest.mark.processes
-@pytest.mark.megatron
-@pytest.mark.slow
-def test_four_ranks(folder: Path, tmp_path: Path) -> None:
-    for found in run_with_groups(run_cases, 4, tmp_path, FOUR, folder):
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, TWO, id="two ranks"),
+        pytest.param(2, MORE_OF_TWO, id="more meshes of two ranks", marks=pytest.mark.slow),
+        pytest.param(4, FOUR, id="four ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_meshes(ranks: int, cases: tuple[OffloadCase, ...], folder: Path, tmp_path: Path) -> None:
+    for found in run_with_groups(run_cases, ranks, tmp_path, cases, folder):
         for result in found:
             assert_bit_equal(result)
 
