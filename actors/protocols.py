@@ -260,8 +260,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """What one `offload` or `onload` of a train rank moved, how long that took, and what it did to the device's memory.
-    Counts and seconds are 0 when there was nothing to do."""
+    """Report of one `offload` or `onload` of a train rank: what it moved, how long that took, and what it did to the
+    device's memory. Counts and seconds are 0 when there was nothing to do."""
 
     bytes_moved: int
     """Number of bytes copied between the device and host memory."""

@@ -25,7 +25,7 @@ class EngineConfig:
     device: str = "cpu"
     """Torch device of an `hf` engine; a `vllm` engine runs on GPUs if it is a GPU."""
     shared_gpu: bool = False
-    """Whether train workers use the engine's GPUs at the same time."""
+    """True if train workers use the engine's GPUs at the same time."""
     max_model_len: int | None = None
     """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes; None: the model's own
     limit."""
@@ -42,7 +42,7 @@ class EngineConfig:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the engine runs on a GPU."""
+        """True if the engine runs on a GPU."""
         return self.device.startswith("cuda")
 
 

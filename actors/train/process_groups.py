@@ -46,7 +46,7 @@ class DestroyedGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What is needed to make a group again under its name."""
+    """Settings from which a group is made again under its name."""
 
     name: str
     backend: str

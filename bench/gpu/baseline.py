@@ -43,9 +43,9 @@ class TrlTask:
     memory: float
     """Share of the GPU's memory that vLLM takes."""
     recompute: bool
-    """Whether activations are computed again in the backward pass."""
+    """True if activations are computed again in the backward pass."""
     vllm: bool
-    """Whether vLLM generates on a GPU; otherwise the model itself generates on the CPU."""
+    """True if vLLM generates on a GPU; otherwise the model itself generates on the CPU."""
 
     @staticmethod
     def of(work: GrpoWork, model: Path, steps: int, *, gpu: bool) -> TrlTask:

@@ -62,7 +62,7 @@ class GpuOptions:
     repeat: int = 1
     """Number of runs of each layout."""
     weak: bool = False
-    """Whether a step has the work's prompts for each GPU, rather than in all."""
+    """True if a step has the work's prompts for each GPU, rather than in all."""
     baseline: str | None = None
     """`trl` to run TRL, too; None for Headrace alone."""
     model: Path | None = None

@@ -21,7 +21,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the engines and the train ranks of a run stand."""
+    """Places of the engines and the train ranks of a run."""
 
     label: str
     """Name of the layout as the user wrote it, which is part of the summary's keys."""
@@ -32,7 +32,7 @@ class Layout:
 
     @property
     def shared(self) -> bool:
-        """Whether engines and train ranks share GPUs."""
+        """True if engines and train ranks share GPUs."""
         return self.name != "separate"
 
     def overrides(self) -> list[str]:

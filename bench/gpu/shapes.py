@@ -24,7 +24,7 @@ class Shape:
     positions: int
     """Largest number of tokens of a sequence that the model is made for."""
     tied: bool = True
-    """Whether the output layer is the embedding."""
+    """True if the output layer is the embedding."""
 
     def options(self) -> dict[str, Any]:
         """Return the dimensions by their names in the model's Hugging Face configuration."""

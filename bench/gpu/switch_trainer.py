@@ -82,7 +82,7 @@ class SwitchFigures:
     growth_bytes: int
     """Bytes in use on the device after the last cycle beyond those after the first."""
     same: bool
-    """Whether all weights had the same bits after the last cycle as before the first."""
+    """True if all weights had the same bits after the last cycle as before the first."""
     grad_norm: float
     """Gradient norm of a step after the last cycle."""
 

@@ -54,7 +54,7 @@ class GrpoWork:
     trl_memory: float = 0.4
     """Share of the GPU's memory that TRL's vLLM takes."""
     trl_recompute: bool = False
-    """Whether TRL recomputes activations (gradient checkpointing), because they do not fit."""
+    """True if TRL recomputes activations (gradient checkpointing), because they do not fit."""
 
     def folder_task(self, dtype: str) -> FolderTask:
         """Return the contents of the model folder, with weights of `dtype`."""

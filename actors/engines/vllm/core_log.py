@@ -23,7 +23,8 @@ MAX_WORDS = 1000
 _PREFIX = re.compile(
     r"^(?:\(\S+ pid=\d+\)\s?)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?(?:\[[^\]]*\]\s)?"
 )
-"""What vLLM puts before each line: the process's name, the log level, the time and the place in the source."""
+"""Pattern of the prefix that vLLM puts before each line: the process's name, the log level, the time and the place in
+the source."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?$")
 _ELSEWHERE = ("root cause", "stack trace", "initialization failed", "EngineDeadError", "RuntimeError: cancelled")
@@ -103,7 +104,7 @@ class CoreLog:
 
     @property
     def hint(self) -> str:
-        """Where a user finds the whole output, as the end of a sentence; "" if the file has no name."""
+        """End of a sentence that says where a user finds the whole output; "" if the file has no name."""
         return f" (its output is in {self.path})" if self.path else ""
 
     def close(self) -> None:

@@ -171,7 +171,7 @@ class VllmProcess:
 
     @property
     def partly_awake(self) -> bool:
-        """Whether vLLM has taken back only a part of the device memory that it released in `sleep`."""
+        """True if vLLM has taken back only a part of the device memory that it released in `sleep`."""
         return len(self._asleep) == 1
 
     async def wake(self, *tags: str) -> None:
