@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..hf_model import collect, write_folder
 from ..hf_source import HfSource
 from ..loss_inputs import loss_inputs
 from ..residence import Residence
+from ..router_replay.replay import route_spec
 from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
@@ -29,6 +31,7 @@ from .gathering import OwnPieces, spread_weights
 from .library import get_forward_backward_func
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
+from .routers import PipelineReplay
 from .row_sums import sum_rows, whole_counts
 from .rows import PackedRows, pack_rows
 from .training_state import TrainingState
@@ -83,6 +86,10 @@ class MegatronBackend:
         config, model = self._config, self._source.config
         self._policy = build_model(config, self._source, self._mesh, self._device)
         self._reference = reference_copy(self._policy) if config.with_reference else None
+        self._replay: PipelineReplay | None = None
+        if config.router_replay.enabled:
+            settings = config.router_replay
+            self._replay = PipelineReplay(settings, route_spec(model), self._policy, self._mesh, self._device)
         self._model = wrap_model(config, self._policy)
         self._optimizer = build_optimizer(config, self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
@@ -112,6 +119,8 @@ class MegatronBackend:
         self._residence.require_onloaded("begin_step")
         self._step.begin(temperature)
         self._meter.begin()
+        if self._replay is not None:
+            self._replay.begin_step(int(self._steps) // self._config.updates_per_step)
         self._clear()
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
@@ -124,6 +133,11 @@ class MegatronBackend:
         is open, and ValueError naming a missing column.
         """
         with self._meter.working(), self._step.accumulating() as temperature:
+            if count and self._replay is not None and self._replay.take_measurement():
+                micros = iter(micros)
+                first = list(islice(micros, 1))
+                self._run(first, 1, partial(self._measure, self._replay, temperature), forward_only=True)
+                micros = chain(first, micros)
             self._run(micros, count, partial(self._train, temperature), forward_only=False)
 
     def finish_step(self) -> dict[str, float]:
@@ -137,6 +151,8 @@ class MegatronBackend:
         self._residence.require_onloaded("finish_step")
         with self._meter.working(), megatron_calls(self._device):
             metrics = self._finish()
+            if self._replay is not None:
+                metrics |= self._replay.metrics()
         return {**metrics, **self._meter.metrics()}
 
     def abort_step(self) -> None:
@@ -163,8 +179,9 @@ class MegatronBackend:
             raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
         columns: list[torch.Tensor] = []
         swapped = Swapped(self._policy, self._reference) if reference and self._reference else nullcontext()
+        replay = None if reference else self._replay
         with swapped:
-            self._run(micros, count, partial(self._predict, temperature, columns), forward_only=True)
+            self._run(micros, count, partial(self._predict, replay, temperature, columns), forward_only=True)
         return columns if self._rank == self._topology.writer(self._mesh.place.dp) else []
 
     # ------------------------------------------------------------ weights and state
@@ -271,7 +288,7 @@ class MegatronBackend:
         `forward(iterator, model)` for each."""
         if count < 1:
             return
-        with megatron_calls(self._device):
+        with megatron_calls(self._device), nullcontext() if self._replay is None else self._replay.passes():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(micros),
@@ -283,16 +300,22 @@ class MegatronBackend:
                 collect_non_loss_data=forward_only,
             )
 
-    def _next(self, micros: Iterator[MicroBatch]) -> tuple[MicroBatch, PackedRows]:
+    def _next(self, micros: Iterator[MicroBatch], replay: PipelineReplay | None) -> tuple[MicroBatch, PackedRows]:
         micro = next(micros, None)
         if micro is None:
             raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
         packed = self._config.trainer.packing == "packed"
-        return micro, pack_rows(micro, self._topology, self._mesh.place, self._device, packed=packed)
+        routes, mark = (None, 0) if replay is None else (replay.read(micro.batch), replay.spec.mark)
+        place = self._mesh.place
+        rows = pack_rows(micro, self._topology, place, self._device, packed=packed, routes=routes, missing_route=mark)
+        return micro, rows
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, rows = self._next(micros)
-        return model(rows, temperature, self._entropy), partial(self._loss, micro, rows)
+        micro, rows = self._next(micros, self._replay)
+        routed = nullcontext() if rows.routes is None or self._replay is None else self._replay.training(rows.routes)
+        with routed:
+            output = model(rows, temperature, self._entropy)
+        return output, partial(self._loss, micro, rows)
 
     def _loss(
         self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
@@ -323,12 +346,39 @@ class MegatronBackend:
         return loss, torch.zeros((), dtype=torch.int32, device=self._device), None
 
     def _predict(
-        self, temperature: float, columns: list[torch.Tensor], micros: Iterator[MicroBatch], model: Any
+        self,
+        replay: PipelineReplay | None,
+        temperature: float,
+        columns: list[torch.Tensor],
+        micros: Iterator[MicroBatch],
+        model: Any,
     ) -> tuple[Any, Any]:
-        micro, rows = self._next(micros)
-        output = model(rows, temperature, "off")
-        values = output[0] if isinstance(output, tuple) else output
-        return values, partial(self._collect, micro, rows, columns)
+        micro, rows = self._next(micros, replay)
+        routed = nullcontext() if rows.routes is None or replay is None else replay.replaying(rows.routes)
+        return self._forward(model, rows, temperature, routed), partial(self._collect, micro, rows, columns)
+
+    def _measure(
+        self, replay: PipelineReplay, temperature: float, micros: Iterator[MicroBatch], model: Any
+    ) -> tuple[Any, Any]:
+        """Count what the routers' own choices are on a microbatch, and what its log-probs are with them."""
+        micro, rows = self._next(micros, replay)
+        assert rows.routes is not None
+        values = self._forward(model, rows, temperature, replay.observing(rows.routes))
+
+        def collect(values: torch.Tensor, **_: Any) -> None:
+            rollout = micro.batch.jagged("rollout_logprobs").values[rows.index]
+            replay.native.add_logprobs(values, rollout.to(self._device))
+
+        return values, collect
+
+    def _forward(
+        self, model: Any, rows: PackedRows, temperature: float, routed: AbstractContextManager[None]
+    ) -> torch.Tensor:
+        """Return the log-probs of the wanted tokens, on the last pipeline stage, or the hidden states of another one,
+        from a pass without a backward pass."""
+        with routed:
+            output = model(rows, temperature, "off")
+        return output[0] if isinstance(output, tuple) else output
 
     def _collect(
         self, micro: MicroBatch, rows: PackedRows, columns: list[torch.Tensor], values: torch.Tensor, **_: Any
