@@ -23,13 +23,12 @@ from headrace.tests.trainers.backends.backend_ranks import TINY, Row, micro_batc
 TEMPERATURE = 1.3
 
 
-def save_moe(
-    folder: Path, *, layers: int = 4, experts: int = 8, dense: Sequence[int] = (1,), scale: float = 3.0
-) -> str:
-    """Write a random Qwen3-MoE as a HF folder, a token of which uses 2 experts in each layer that is not `dense`.
-    scale: factor on all matrices, without which the routers' choices would be too close to ties."""
+def save_moe(folder: Path, *, dense: Sequence[int] = (1,), scale: float = 3.0, **changes: Any) -> str:
+    """Write a random Qwen3-MoE as a HF folder, a token of which uses 2 of 8 experts in each of 4 layers that is not
+    `dense`. scale: factor on all matrices, without which the routers' choices would be too close to ties. changes:
+    other keys of the model's config."""
     torch.manual_seed(5)
-    sizes: dict[str, Any] = {**TINY, "num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {**TINY, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, **changes}
     config = Qwen3MoeConfig(
         **sizes, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=list(dense), tie_word_embeddings=False
     )
