@@ -1,4 +1,4 @@
-"""Replay takes the noise of a router's choices out of the ratio: the mismatch of log-probs falls by the issue's factors.
+"""Replay takes the noise of a router's choices out of the ratio between the trainer's probabilities and the engine's.
 
 The engine is a HF model in float32, which samples nothing: the rows have random tokens, with its log-probs and routes.
 The trainer has the same weights and a router with noise. Each step measures both: `routes/native_mismatch_*` with the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
