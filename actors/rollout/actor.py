@@ -28,6 +28,7 @@ from ..rewards.factory import build_rubric
 from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
+from .routes import RouteRules
 from .worker import RolloutWorker
 
 VALIDATION_UID = "val-"
@@ -74,6 +75,8 @@ class RolloutSetup:
     journal: JournalConfig | None = None
     """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
     journal."""
+    routes: RouteRules | None = None
+    """The routes that rows carry; None without router replay."""
 
 
 class RolloutActor(EngineHost):
@@ -126,6 +129,7 @@ class RolloutActor(EngineHost):
             journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
             reward_timeout_s=setup.reward.timeout_s,
             mask_truncated=setup.mask_truncated,
+            routes=setup.routes,
         )
         return engine
 

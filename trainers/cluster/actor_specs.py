@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
@@ -16,9 +17,11 @@ from ...actors.engines.protocol import SamplingParams
 from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
+from ...actors.rollout.routes import RouteRules
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
+from ...codecs.routes import RouteSpec
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
@@ -144,6 +147,21 @@ def validation_sampling(config: Config) -> SamplingParams:
     )
 
 
+def routes(config: Config) -> RouteSpec | None:
+    """Return the shape of the model's routes, with which rows carry the experts that the engine chose; None without
+    router replay. Raises UserError if router replay is on and the model has no experts, or is not on this machine."""
+    if not config.router_replay.enabled:
+        return None
+    model = model_config(config)
+    spec = RouteSpec.of(SimpleNamespace(**model))
+    if spec is None:
+        raise UserError(
+            f"router_replay.enabled: got true with model.path={config.model.path!r}, expected "
+            + ("false, as the model has no experts" if model else "the path of a folder, whose config.json is read")
+        )
+    return spec
+
+
 def engine_config(
     config: Config, name: str, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
 ) -> EngineConfig:
@@ -169,6 +187,7 @@ def engine_config(
         log=engine_log(config, name),
         seed=config.run.seed,
         receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
+        routes=routes(config),
     )
 
 
@@ -214,7 +233,7 @@ def rollout_setup(
     device: device of the engine that it embeds; None if engines run in actors of their own. shared_gpu: see
     `engine_config`.
     """
-    name = f"rollout {index}"
+    name, spec = f"rollout {index}", routes(config)
     return RolloutSetup(
         name=name,
         threads=threads(config),
@@ -231,6 +250,7 @@ def rollout_setup(
         mask_truncated=config.algorithm.mask_truncated,
         engine_timeout_s=config.resources.stage_timeout_s,
         journal=journal(config),
+        routes=None if spec is None else RouteRules(spec, config.router_replay),
     )
 
 
@@ -261,12 +281,14 @@ def _fingerprint(config: Config) -> str:
     model = config.model.model_dump()
     if config.model.dtype == "auto":
         model["dtype"] = "float32"  # the default when the first journals were written
+    sampled = asdict(sampling(config))
+    del sampled["routes_from"]  # came later; it decides nothing
     decisive = {
         "seed": seed,
         "model": model,
         "warmup": config.warmup.model_dump(),
         "data": {**read, "source": data.train, "seed": seed, "held_out": False},
-        "sampling": asdict(sampling(config)),
+        "sampling": sampled,
         "environment": [rollout.environment, rollout.tools, rollout.max_turns],
         "rewards": [
             {**term.model_dump(), "name": term.label, "tagged": term.label in tagged}
@@ -275,6 +297,8 @@ def _fingerprint(config: Config) -> str:
     }
     if config.reward.scale != 1.0 or config.reward.clip is not None:  # these came later
         decisive["reward"] = [config.reward.scale, config.reward.clip]
+    if config.router_replay.enabled:
+        decisive["routes"] = config.router_replay.model_dump(include={"missing", "max_missing_share"})
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
@@ -316,6 +340,7 @@ def worker_setup(
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
         one_host=one_host,
+        routes=routes(config),
     )
 
 

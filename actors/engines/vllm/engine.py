@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from ....codecs.host_memory import available_memory
+from ....codecs.routes import RouteSpec
 from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..key_value_memory import check_cache, default_on_cpu, token_bytes
@@ -35,7 +36,7 @@ from ..protocol import (
 from . import library
 from .names import WeightNames
 from .process import LOOK_S, ProcessSettings, VllmProcess
-from .requests import BusyClock, RequestChecks, RunningRequest, completion
+from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
 from .updates import WeightUpdates
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class VllmEngine:
         seed: int = 0,
         receiver: ReceiverConfig | None = None,
         version: int = 0,
+        routes: RouteSpec | None = None,
         options: Mapping[str, Any] = types.MappingProxyType({}),
         log: str = "",
     ) -> None:
@@ -74,8 +76,9 @@ class VllmEngine:
         GPU's memory that a worker takes; it takes less if less is free. max_model_len: largest number of tokens of a
         prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
         are received; None if the weights never change. version: policy version of the weights that are loaded at the
-        start. options: further arguments of vLLM's AsyncEngineArgs, by name. log: path of the file that receives the
-        output of vLLM's processes; "" for none.
+        start. routes: shape of the model's routes, which vLLM then records; None to record none. options: further
+        arguments of vLLM's AsyncEngineArgs, by name. log: path of the file that receives the output of vLLM's
+        processes; "" for none.
 
         Raises ValueError if there is no such model, vLLM cannot run it, an option is wrong or the KV cache is too small
         for one sequence, and RuntimeError with vLLM's own words if its processes do not start.
@@ -90,10 +93,14 @@ class VllmEngine:
             seed=seed,
             max_model_len=max_model_len,
             options=options,
+            routes=routes is not None,
             log=log,
         )
+        self._routes = routes
         self._process = VllmProcess(_checked(settings, cpu=library.on_cpu()), version)
-        self._checks = RequestChecks(model, self._process.context, self._process.vocab_size, seed)
+        self._checks = RequestChecks(
+            model, self._process.context, self._process.vocab_size, seed, routes=routes is not None
+        )
         self._updates = WeightUpdates(self._process, model, receiver, tp)
         self._tp = tp
         self._version = version
@@ -177,7 +184,7 @@ class VllmEngine:
             await request.admitted(self._flowing)
             self._expect_usable(f"request {request_id!r}")
             if request.submitted:
-                completions = await self._samples(request, prompt, sampling)
+                completions = await self._samples(request, prompt, sampling, params.routes_from)
             else:
                 completions = [Completion.empty() for _ in range(params.n)]
         finally:
@@ -189,10 +196,10 @@ class VllmEngine:
         return completions
 
     async def _samples(
-        self, request: RunningRequest, prompt: list[int], sampling: list[library.SamplingParams]
+        self, request: RunningRequest, prompt: list[int], sampling: list[library.SamplingParams], routes_from: int
     ) -> list[Completion]:
         tasks = [
-            asyncio.ensure_future(self._sample(request, sample_id, prompt, params))
+            asyncio.ensure_future(self._sample(request, sample_id, prompt, params, routes_from))
             for sample_id, params in zip(request.sample_ids, sampling, strict=True)
         ]
         self._busy.change(running=1)
@@ -207,7 +214,12 @@ class VllmEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(
-        self, request: RunningRequest, sample_id: str, prompt: list[int], params: library.SamplingParams
+        self,
+        request: RunningRequest,
+        sample_id: str,
+        prompt: list[int],
+        params: library.SamplingParams,
+        routes_from: int,
     ) -> Completion:
         versions = self._process.versions
         versions.open(sample_id)
@@ -219,7 +231,10 @@ class VllmEngine:
                     final = output.outputs[0]
             if final is None:
                 return Completion.empty()
-            return completion(final, versions.of(sample_id, len(final.token_ids)), request.id)
+            routes = None
+            if self._routes is not None:
+                routes = reported_routes(final, len(prompt) - routes_from, self._routes, request.id)
+            return completion(final, versions.of(sample_id, len(final.token_ids)), request.id, routes)
         finally:
             versions.close(sample_id)
 
