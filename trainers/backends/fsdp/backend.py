@@ -22,7 +22,7 @@ from ..loss_inputs import loss_inputs
 from ..model_split import check_split
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
 from ..residence import Residence
-from ..router_replay.replay import RouterReplay, route_spec
+from ..router_replay.replay import RouterReplay, require_replay, route_spec
 from ..row_layout import RowLayout, lay_out
 from ..throughput import StepMeter
 from ..train_step import TrainStep
@@ -166,6 +166,20 @@ class FsdpBackend:
         replay = None if reference else self._replay
         columns = [self._logprobs(model, replay, micro.batch, temperature) for micro in itertools.islice(micros, count)]
         return columns if self._rank == self._config.topology.writer(self._place.dp) else []
+
+    @torch.no_grad()
+    def native_figures(self, micros: Iterable[MicroBatch], count: int, *, temperature: float = 1.0) -> dict[str, float]:
+        """Return what `count` microbatches are like without replay: `routes/native_*` (see `NativeTally.metrics`).
+        Collective.
+
+        Not allowed while a step is open, which measures these itself. Raises ValueError without router replay.
+        """
+        self._residence.require_onloaded("native_figures")
+        self._step.require_closed("native_figures")
+        replay = require_replay(self._replay)
+        for micro in itertools.islice(micros, count):
+            self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
+        return replay.native.metrics()
 
     # ------------------------------------------------------------ weights and state
 
@@ -342,7 +356,6 @@ class FsdpBackend:
     @torch.no_grad()
     def _measure(self, replay: RouterReplay, micro: MicroBatch, layout: RowLayout, temperature: float) -> None:
         """Count what the routers' own choices are on a microbatch, and what its log-probs are with them. Collective."""
-        assert layout.routes is not None
         with replay.observing(layout.routes):
             values = self._predict(self._policy, layout, temperature)
         rollout = micro.batch.jagged("rollout_logprobs").values[layout.index]
@@ -372,7 +385,4 @@ class FsdpBackend:
 def _replaying(replay: RouterReplay | None, layout: RowLayout) -> AbstractContextManager[object]:
     """Return the context in which the passes over `layout` must run, backward passes included: with its routes if the
     backend replays them."""
-    if replay is None:
-        return nullcontext()
-    assert layout.routes is not None
-    return replay.replaying(layout.routes)
+    return nullcontext() if replay is None else replay.replaying(layout.routes)

@@ -20,7 +20,7 @@ from ..hf_model import collect, write_folder
 from ..hf_source import HfSource
 from ..loss_inputs import loss_inputs
 from ..residence import Residence
-from ..router_replay.replay import route_spec
+from ..router_replay.replay import require_replay, route_spec
 from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
@@ -88,8 +88,8 @@ class MegatronBackend:
         self._reference = reference_copy(self._policy) if config.with_reference else None
         self._replay: PipelineReplay | None = None
         if config.router_replay.enabled:
-            settings = config.router_replay
-            self._replay = PipelineReplay(settings, route_spec(model), self._policy, self._mesh, self._device)
+            spec, topology = route_spec(model), self._topology
+            self._replay = PipelineReplay(config.router_replay, spec, self._policy, topology, self._mesh, self._device)
         self._model = wrap_model(config, self._policy)
         self._optimizer = build_optimizer(config, self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
@@ -183,6 +183,19 @@ class MegatronBackend:
         with swapped:
             self._run(micros, count, partial(self._predict, replay, temperature, columns), forward_only=True)
         return columns if self._rank == self._topology.writer(self._mesh.place.dp) else []
+
+    @torch.no_grad()
+    def native_figures(self, micros: Iterable[MicroBatch], count: int, *, temperature: float = 1.0) -> dict[str, float]:
+        """Return what `count` microbatches are like without replay: `routes/native_*` (see `NativeTally.metrics`).
+        Collective.
+
+        Not allowed while a step is open, which measures these itself. Raises ValueError without router replay.
+        """
+        self._residence.require_onloaded("native_figures")
+        self._step.require_closed("native_figures")
+        replay = require_replay(self._replay)
+        self._run(micros, count, partial(self._measure, replay, temperature), forward_only=True)
+        return replay.native.metrics()
 
     # ------------------------------------------------------------ weights and state
 
@@ -312,8 +325,7 @@ class MegatronBackend:
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro, rows = self._next(micros, self._replay)
-        routed = nullcontext() if rows.routes is None or self._replay is None else self._replay.training(rows.routes)
-        with routed:
+        with nullcontext() if self._replay is None else self._replay.training(rows.routes):
             output = model(rows, temperature, self._entropy)
         return output, partial(self._loss, micro, rows)
 
@@ -354,7 +366,7 @@ class MegatronBackend:
         model: Any,
     ) -> tuple[Any, Any]:
         micro, rows = self._next(micros, replay)
-        routed = nullcontext() if rows.routes is None or replay is None else replay.replaying(rows.routes)
+        routed = nullcontext() if replay is None else replay.replaying(rows.routes)
         return self._forward(model, rows, temperature, routed), partial(self._collect, micro, rows, columns)
 
     def _measure(
@@ -362,7 +374,6 @@ class MegatronBackend:
     ) -> tuple[Any, Any]:
         """Count what the routers' own choices are on a microbatch, and what its log-probs are with them."""
         micro, rows = self._next(micros, replay)
-        assert rows.routes is not None
         values = self._forward(model, rows, temperature, replay.observing(rows.routes))
 
         def collect(values: torch.Tensor, **_: Any) -> None:

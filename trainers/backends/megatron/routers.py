@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from ....actors.engines.config import RouterReplayConfig
+from ....actors.train.stage_fields import stage_layers
 from ....codecs.routes import RouteSpec
+from ....dataplane.topology import Topology
 from ..router_replay.replay import RouterReplay
 from .library import MEGATRON_VERSION, TopKRouter
 from .mesh import Mesh
@@ -29,16 +31,25 @@ class PipelineReplay(RouterReplay):
     """The routes of the passes over one pipeline stage."""
 
     def __init__(
-        self, config: RouterReplayConfig, spec: RouteSpec, model: PolicyModel, mesh: Mesh, device: torch.device
+        self,
+        config: RouterReplayConfig,
+        spec: RouteSpec,
+        model: PolicyModel,
+        topology: Topology,
+        mesh: Mesh,
+        device: torch.device,
     ) -> None:
         """Connect the routers of this rank's stage, and leave them to their own choices.
+
+        A stage without layers with experts gets no routes, and its passes need none.
 
         Raises ValueError when this release of megatron-core cannot replay the choices of a router, or when the model's
         settings choose experts in a way that replay does not reach.
         """
         routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
-        first = sum(layer < model.first_layer for layer in spec.layers)
-        super().__init__(config, spec, range(first, first + len(routers)), device)
+        stage = stage_layers(topology, mesh.place, spec)
+        assert len(routers) == len(stage), (len(routers), stage)
+        super().__init__(config, spec, stage, device)
         self._tensor_rank, self._tensor_ranks = mesh.place.tp, mesh.tp.size() if model.config.sequence_parallel else 1
         self._queues = [deque[torch.Tensor]() for _ in routers]
         self._queueing = False
@@ -49,7 +60,7 @@ class PipelineReplay(RouterReplay):
             router.register_forward_hook(partial(self._verify, index))
 
     @contextmanager
-    def training(self, routes: torch.Tensor) -> Iterator[None]:
+    def training(self, routes: torch.Tensor | None) -> Iterator[None]:
         """Context of the forward step of one microbatch that will have a backward pass, which replays `routes` too."""
         with self.replaying(routes):
             self._queueing = True
@@ -72,14 +83,13 @@ class PipelineReplay(RouterReplay):
             for queue in self._queues:
                 queue.clear()
 
-    def part(self, routes: torch.Tensor) -> torch.Tensor:
-        """Return the routes of the tokens that this rank's routers see: with sequence parallelism a part of those of
-        the pass."""
-        return routes.chunk(self._tensor_ranks)[self._tensor_rank] if self._tensor_ranks > 1 else routes
-
     @contextmanager
-    def _installed(self, routes: torch.Tensor) -> Iterator[None]:
-        with super()._installed(self.part(routes)):
+    def _installed(self, routes: torch.Tensor | None) -> Iterator[None]:
+        if (
+            routes is not None and self._tensor_ranks > 1
+        ):  # with sequence parallelism a router sees a part of the tokens
+            routes = routes.chunk(self._tensor_ranks)[self._tensor_rank]
+        with super()._installed(routes):
             yield
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from ....actors.engines.config import RouterReplayConfig
 from ....codecs.batch import Batch
 from ....codecs.routes import ROUTES, RouteSpec, check_routes
 from .native import NativeTally
+
+R = TypeVar("R", bound="RouterReplay")
 
 
 def route_spec(model: Any) -> RouteSpec:
@@ -29,6 +31,13 @@ def route_spec(model: Any) -> RouteSpec:
             "experts"
         )
     return spec
+
+
+def require_replay(replay: R | None) -> R:
+    """Return `replay`. Raises ValueError if it is None, because the backend was built without router replay."""
+    if replay is None:
+        raise ValueError("router_replay.enabled: got false, expected true to measure the routers' own choices")
+    return replay
 
 
 class RoutesDiffer(RuntimeError):
@@ -84,12 +93,15 @@ class RouterReplay:
         """True if the layers must compare the experts that they use with the routes, by `verify_used`."""
         return self._config.verify == "forward" and 0 < self._begun <= self._config.verify_steps
 
-    def read(self, batch: Batch) -> torch.Tensor:
-        """Return the routes of a microbatch's tokens, `[tokens, layers, k]` of the spec's dtype.
+    def read(self, batch: Batch) -> torch.Tensor | None:
+        """Return the routes of a microbatch's tokens, `[tokens, layers, k]` of the spec's dtype; None on a rank that
+        computes no layer with experts, which gets no routes.
 
         Raises ValueError when the batch lacks the column or has another number of layers, and RoutesDamaged, with
         `router_replay.verify` other than `off`, when a route is impossible.
         """
+        if not self.spec.layers:
+            return None
         if ROUTES not in batch:
             raise ValueError(
                 f"microbatch: has no {ROUTES!r}, which router_replay.enabled needs; it has {', '.join(batch) or 'none'}"
@@ -107,22 +119,22 @@ class RouterReplay:
     # ------------------------------------------------------------ one pass
 
     @contextmanager
-    def replaying(self, routes: torch.Tensor) -> Iterator[None]:
-        """Context in which the routers use `routes`, `[T, layers, k]`, where T counts the tokens that each router
-        sees."""
+    def replaying(self, routes: torch.Tensor | None) -> Iterator[None]:
+        """Context in which the routers use `routes`, `[T, layers, k]`, where T counts the tokens of the pass; None on a
+        rank without layers with experts."""
         with self._installed(routes):
             yield
 
     @contextmanager
-    def observing(self, routes: torch.Tensor) -> Iterator[None]:
-        """Context in which the routers use their own choices, which are counted in `native` where they equal
-        `routes`."""
+    def observing(self, routes: torch.Tensor | None) -> Iterator[None]:
+        """Context in which the routers use their own choices, which are counted in `native` where they equal `routes`,
+        the same as in `replaying`."""
         with self._installed(routes):
             self._observed = True
             yield
 
     @contextmanager
-    def _installed(self, routes: torch.Tensor) -> Iterator[None]:
+    def _installed(self, routes: torch.Tensor | None) -> Iterator[None]:
         assert self._routes is None, "a pass within a pass"
         self._routes = routes
         try:

@@ -12,11 +12,9 @@ import torch
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.protocols import MicroBatch
-from headrace.actors.train.stage_fields import stage_fields
-from headrace.codecs.batch import Batch, Jagged
+from headrace.actors.train.stage_fields import stage_batch, stage_fields
 from headrace.codecs.context_slices import slice_batch
 from headrace.codecs.routes import ROUTES, RouteSpec
-from headrace.codecs.schema import Schema
 from headrace.dataplane.topology import Place, Topology
 from headrace.tests.trainers.backends.backend_ranks import Row, backend_config, random_rows, weights_of
 from headrace.tests.trainers.backends.router_replay.routed_rows import TEMPERATURE, random_routes, routed, spec_of
@@ -50,13 +48,6 @@ class ReplayCase:
         return FsdpBackend(config, rank, self.topology.world)
 
 
-def stage_of(topology: Topology, place: Place, spec: RouteSpec, hidden_layers: int) -> slice:
-    """Return the positions in `spec.layers` of the layers of the pipeline stage at `place`."""
-    size = hidden_layers // topology.pp
-    inside = [index for index, layer in enumerate(spec.layers) if place.pp == layer // size]
-    return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
-
-
 def sent(
     rows: Sequence[Row], routes: Sequence[np.ndarray], spec: RouteSpec, topology: Topology, place: Place
 ) -> MicroBatch:
@@ -65,11 +56,8 @@ def sent(
     batch = micro.batch
     if topology.cp > 1:
         batch = slice_batch(batch, micro.lengths, topology.pad_multiple, topology.cp, place.cp)
-    mine = stage_of(topology, place, spec, spec.hidden_layers)
-    field = dataclasses.replace(spec, layers=spec.layers[mine]).field
-    column = batch.jagged(ROUTES)
-    own = Batch(Schema([field]), len(rows), {ROUTES: Jagged(column.values[:, mine].contiguous(), column.lengths)})
-    batch = batch.subset(stage_fields(topology, place, [name for name in COLUMNS if name in batch])).merge(own)
+    names = stage_fields(topology, place, [name for name in (*COLUMNS, ROUTES) if name in batch], spec)
+    batch = stage_batch(batch.subset(names), topology, place, spec)
     return dataclasses.replace(micro, batch=batch)
 
 

@@ -195,6 +195,11 @@ def test_a_step_reports_what_the_own_routers_would_have_done(model: str, plain: 
     assert first["routes/native_agreement"] == pytest.approx(np.mean(layers))
     # Without replay the trainer is the reference, whose log-probs the rows have; with it, it is not.
     assert first["routes/native_mismatch_max"] < 1e-5 < 1e-2 < first["logprob/mismatch_mean"]
+    probed = backend.native_figures(chunks(rows, changed, model)[:1], 1, temperature=TEMPERATURE)
+    assert probed == pytest.approx({name: value for name, value in first.items() if name in probed}, rel=1e-3, abs=1e-6)
+    assert len(probed) == len(spec.layers) + 5
+    with pytest.raises(ValueError, match="router_replay.enabled: got false, expected true"):
+        plain.native_figures([], 0)
     assert first["routes/native_ratio_error"] == pytest.approx(1.0, abs=1e-5) and first["logprob/ratio_error"] > 1.01
 
 
