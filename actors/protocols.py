@@ -79,7 +79,7 @@ class SpanTable:
 
 ROLLOUT_SCHEMA = Schema(
     [
-        Field("input_ids", Kind.PER_TOKEN, torch.int32),
+        Field("input_ids", Kind.PER_TOKEN, torch.int32, shared=True),
         Field("response_mask", Kind.PER_TOKEN, torch.uint8),
         Field("rollout_logprobs", Kind.PER_TOKEN, torch.float32),
         Field("prev_logprobs", Kind.PER_TOKEN, torch.float32),

@@ -107,7 +107,7 @@ class RouteSpec:
     @property
     def field(self) -> Field:
         """Declaration of the field `routed_experts` in the schema of the rows. Padding is marked as missing."""
-        return Field(ROUTES, Kind.PER_TOKEN, self.dtype, self.trailing, pad_value=self.mark)
+        return Field(ROUTES, Kind.PER_TOKEN, self.dtype, self.trailing, pad_value=self.mark, shared=True)
 
     def missing(self, tokens: int) -> np.ndarray:
         """Return `tokens` missing routes, `[tokens, layers, k]`."""

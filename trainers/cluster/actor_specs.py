@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
@@ -21,7 +20,6 @@ from ...actors.rollout.routes import RouteRules
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
-from ...codecs.routes import RouteSpec
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
@@ -30,7 +28,7 @@ from ..advantages.factory import build_advantages
 from ..backends.config import BackendConfig, PrevSource
 from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend
-from ..base_model.prepare import model_config
+from ..base_model.prepare import model_config, route_spec
 from ..config.config import Config
 from ..errors import UserError
 from .placement import Placement
@@ -147,21 +145,6 @@ def validation_sampling(config: Config) -> SamplingParams:
     )
 
 
-def routes(config: Config) -> RouteSpec | None:
-    """Return the shape of the model's routes, with which rows carry the experts that the engine chose; None without
-    router replay. Raises UserError if router replay is on and the model has no experts, or is not on this machine."""
-    if not config.router_replay.enabled:
-        return None
-    model = model_config(config)
-    spec = RouteSpec.of(SimpleNamespace(**model))
-    if spec is None:
-        raise UserError(
-            f"router_replay.enabled: got true with model.path={config.model.path!r}, expected "
-            + ("false, as the model has no experts" if model else "the path of a folder, whose config.json is read")
-        )
-    return spec
-
-
 def engine_config(
     config: Config, name: str, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
 ) -> EngineConfig:
@@ -187,7 +170,7 @@ def engine_config(
         log=engine_log(config, name),
         seed=config.run.seed,
         receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
-        routes=routes(config),
+        routes=route_spec(config),
     )
 
 
@@ -233,7 +216,7 @@ def rollout_setup(
     device: device of the engine that it embeds; None if engines run in actors of their own. shared_gpu: see
     `engine_config`.
     """
-    name, spec = f"rollout {index}", routes(config)
+    name, spec = f"rollout {index}", route_spec(config)
     return RolloutSetup(
         name=name,
         threads=threads(config),
@@ -340,7 +323,7 @@ def worker_setup(
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
         one_host=one_host,
-        routes=routes(config),
+        routes=route_spec(config),
     )
 
 

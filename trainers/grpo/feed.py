@@ -35,6 +35,7 @@ from ...codecs.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost
 from ...dataplane.meta import POSITION, KVBatchMeta
+from ..base_model.prepare import route_spec
 from ..cluster import actor_specs
 from ..cluster.actor_specs import TASK
 from ..cluster.calls import ActorFailed, Call
@@ -202,7 +203,7 @@ class Feed:
         self._sampling = sampling
         self._partition = partition
         task = actor_specs.task(config, state.position, state.outstanding)
-        routes = actor_specs.routes(config)
+        routes = route_spec(config)
         client.register(partition, row_schema(routes), [task], group_size=algorithm.group_size)
         self._fields = TRAIN_FIELDS if routes is None else (*TRAIN_FIELDS, ROUTES)
         """Fields of the rows that are claimed."""
