@@ -143,10 +143,10 @@ class RouterReplayConfig(Section):
     run ends. With `missing=mask`, it is also the largest share of a row."""
     verify: Literal["off", "values", "forward"] = "off"
     """Checks of the experts that train workers replay. `values` checks before each microbatch that the ids are
-    possible. `forward` also compares, during the first `router_replay.verify_steps` steps, the experts that each layer
-    used with those of the rows, and leaves a trace in the run folder."""
+    possible. `forward` also compares, during the first `router_replay.verify_steps` steps, the experts to which each
+    layer sends its tokens with those of the rows; a difference ends the run."""
     verify_steps: Count = 1
-    """Number of steps, from the first step of the run or of its continuation on, that `verify=forward` traces."""
+    """Number of steps, from the first step of the run or of its continuation on, in which `verify=forward` compares."""
     native_agreement_every: CountOrZero = 20
     """Number of steps between measurements of `routes/native_agreement`, the share of choices in which the train
     workers' own routers agree with the engine's; 0 turns them off."""
