@@ -35,12 +35,17 @@ from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.router_replay.replay import RoutesDiffer
 
 ON = RouterReplayConfig(enabled=True, native_agreement_every=0)
+SHORT = ("padded", "packed, recomputed")
+"""Layouts of `make test`."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"packing": "packed"},
     "recomputed": {"recompute": "full"},
     "packed, recomputed": {"packing": "packed", "recompute": "full"},
 }
+each_layout = pytest.mark.parametrize(
+    "layout", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +94,7 @@ def used_experts(backend: FsdpBackend) -> list[list[torch.Tensor]]:
     return used
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_experts_of_the_routes_are_used_in_forward_and_backward(model: str, layout: str) -> None:
     rows, spec = random_rows(1, 7), spec_of(model)
     routes = random_routes(rows, spec)
@@ -111,7 +116,7 @@ def test_experts_of_the_routes_are_used_in_forward_and_backward(model: str, layo
                 assert (got < spec.num_experts).all(), "a token without a route has the router's own experts"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_layout
 def test_own_routes_change_nothing_and_missing_ones_not_a_bit(model: str, plain: FsdpBackend, layout: str) -> None:
     rows, routes = with_own_logprobs(random_rows(2, 7), Reference(model))
     expected = gradients(plain, [micro_batch(rows[:4]), micro_batch(rows[4:])])
