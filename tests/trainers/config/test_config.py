@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -289,3 +290,16 @@ def test_turns_in_memory_are_refused_where_both_sides_are_busy(sections: dict, w
     always = {"resources": {"switch_roles": "always"}}
     assert words in only_problem({**sections, **always})
     build_config({**sections, "resources": {"switch_roles": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("decode_context_parallel_size", 2), ("kv_transfer_config", {"kv_connector": "x"}), ("enable_eplb", True)],
+)
+def test_vllm_arguments_without_routes_are_refused_with_router_replay(name: str, value: Any) -> None:
+    data = {"rollout": {"engine": "vllm", "vllm": {name: value}}, "router_replay": {"enabled": True}}
+    assert only_problem(data) == (
+        f"rollout.vllm.{name}: got {value!r} with router_replay.enabled=true, expected it unset, because vLLM reports "
+        "no experts with it"
+    )
+    build_config({**data, "router_replay": {"enabled": False}})
