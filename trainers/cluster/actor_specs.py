@@ -316,6 +316,7 @@ def worker_setup(
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
         one_host=one_host,
+        single_rank_groups=config.trainer.backend == "megatron",
     )
 
 
