@@ -76,6 +76,8 @@ def _order_faults(state: PoolState, plan: Plan) -> Iterator[str]:
         if tenant := state.tenants.get(shard.tenant):
             if shard.shard in tenant.awake:
                 yield f"{_name(shard)} is woken, but is awake"
+            if shard.shard in tenant.left_out:
+                yield f"{_name(shard)} is woken, but is left out"
             if tenant.ending:
                 yield f"{_name(shard)} is woken, but its tenant ends"
     waiting = {(one.tenant, one.role, one.priority) for one in state.requests}

@@ -72,7 +72,8 @@ def gaps(state: PoolState, awake: Mapping[str, int], num_idle: int) -> dict[str,
 
 def _takes_part(tenant: TenantState, awake: int) -> bool:
     known = tenant.remaining is not None or tenant.estimate is not None
-    return known and not tenant.ending and (tenant.estimate is not None or awake > 0 or tenant.generates)
+    usable = len(tenant.left_out) < len(tenant.map.shards)
+    return known and usable and not tenant.ending and (tenant.estimate is not None or awake > 0 or tenant.generates)
 
 
 def _work(tenant: TenantState) -> int:

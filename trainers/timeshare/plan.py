@@ -91,6 +91,8 @@ class TenantState:
     """True from the first granted generation request until the tenant's end."""
     ending: bool = False
     """True when all shards of the tenant are to be put to sleep for good."""
+    left_out: frozenset[int] = frozenset()
+    """Numbers of the shards that could not be woken too often, and are not woken any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,12 +66,14 @@ class _Draft:
         """The shard that generates on each GPU, _IDLE, or _TAKEN for one that cannot be had, `[GPUs]`."""
         self.holder[sorted(state.idle())] = _IDLE
         self.touched = np.zeros(int(counts.sum()), dtype=bool)
-        """Shards that this plan puts to sleep or wakes; it does not touch them again. `[all shards]`."""
+        """Shards that this plan puts to sleep or wakes, and those left out; it leaves them alone. `[all shards]`."""
         self.awake_now = np.zeros_like(self.touched)
         for name in self.names:
             for shard in state.tenants[name].awake:
                 self.holder[self.gpus[name][shard]] = self._first[name] + shard
                 self.awake_now[self._first[name] + shard] = True
+            for shard in state.tenants[name].left_out:
+                self.touched[self._first[name] + shard] = True
         self._shrinks: list[int] = []
         self._expands: list[int] = []
         self.grants: list[Grant] = []
@@ -169,7 +171,8 @@ def _wake_one(draft: _Draft, taker: Gap, found: dict[str, Gap]) -> list[str] | N
         return []
     to_give = np.array([found[name].to_give if name in found and name != taker.name else 0 for name in draft.names])
     of_shard = np.where(draft.touched, 0, to_give[draft.tenant_of])
-    spare = np.where(holders == _IDLE, np.iinfo(np.int64).max, np.where(holders >= 0, of_shard[holders], 0)).min(axis=1)
+    of_holder = np.append(of_shard, [0, np.iinfo(np.int64).max])  # _TAKEN and _IDLE count from the end
+    spare = of_holder[holders].min(axis=1)
     for number in np.argsort(-spare, kind="stable").tolist():
         if spare[number] <= 0:
             return None
