@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from .plan import PoolState, TenantState
 
@@ -11,9 +11,9 @@ EPSILON = 1e-9
 """Smallest difference of shares that counts as one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gap:
-    """One tenant's part in the gap rule."""
+    """One tenant's part in the gap rule. The fields from `gap` on follow from the others."""
 
     name: str
     share: float
@@ -24,34 +24,29 @@ class Gap:
     """Number of GPUs of the pool that generate or are idle."""
     tp: int
     """Number of GPUs of one of the tenant's engines."""
+    gap: float = field(init=False)
+    """Share of the work less the share of the GPUs: above 0 for a tenant that has too few GPUs."""
+    wanted: int = field(init=False)
+    """Number of GPUs that the share amounts to, in whole shards and at least one; halves are rounded up."""
+    takes: bool = field(init=False)
+    """True for a tenant that is to get another shard."""
+    to_give: int = field(init=False)
+    """Number of shards that the tenant can give away: all when it has no work left, otherwise those beyond its share,
+    of which it keeps at least one."""
 
-    @property
-    def gap(self) -> float:
-        """Share of the work less the share of the GPUs: above 0 for a tenant that has too few GPUs."""
-        return self.share - (self.awake_gpus / self.budget if self.budget else 0.0)
+    def __post_init__(self) -> None:
+        self.wanted = max(int(self.share * self.budget / self.tp + 0.5) * self.tp, self.tp)
+        self.set_awake(self.awake_gpus)
 
-    @property
-    def wanted(self) -> int:
-        """Number of GPUs that the share amounts to, in whole shards and at least one; halves are rounded up."""
-        return max(int(self.share * self.budget / self.tp + 0.5) * self.tp, self.tp)
-
-    @property
-    def takes(self) -> bool:
-        """True for a tenant that is to get another shard."""
-        return self.gap > EPSILON and self.awake_gpus < self.wanted
-
-    @property
-    def to_give(self) -> int:
-        """Number of shards that the tenant can give away: all when it has no work left, otherwise those beyond its
-        share, of which it keeps at least one."""
-        if self.gap >= -EPSILON:
-            return 0
-        awake = self.awake_gpus // self.tp
-        return awake if self.share <= 0 else max(0, awake - max(1, self.wanted // self.tp))
-
-    def with_awake(self, awake_gpus: int) -> Gap:
-        """Return the gap with another number of awake GPUs."""
-        return replace(self, awake_gpus=awake_gpus)
+    def set_awake(self, awake_gpus: int) -> None:
+        """Set the number of awake GPUs, and all that follows from it."""
+        self.awake_gpus = awake_gpus
+        self.gap = self.share - (awake_gpus / self.budget if self.budget else 0.0)
+        self.takes = self.gap > EPSILON and awake_gpus < self.wanted
+        self.to_give = 0
+        if self.gap < -EPSILON:
+            awake = awake_gpus // self.tp
+            self.to_give = awake if self.share <= 0 else max(0, awake - max(1, self.wanted // self.tp))
 
 
 def gaps(state: PoolState, awake: Mapping[str, int], num_idle: int) -> dict[str, Gap]:

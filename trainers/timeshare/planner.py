@@ -138,10 +138,12 @@ def _balance(draft: _Draft) -> None:
     found = gaps(draft.state, draft.awake, draft.num_idle)
     in_vain: set[str] = set()
     while True:
-        takers = [gap for gap in found.values() if gap.takes and gap.name not in in_vain]
+        takers = [
+            (-gap.gap / gap.share, -gap.gap, name) for name, gap in found.items() if gap.takes and name not in in_vain
+        ]
         if not takers:
             return
-        taker = min(takers, key=lambda gap: (-gap.gap / gap.share, -gap.gap, gap.name))
+        taker = found[min(takers)[-1]]
         given = _wake_one(draft, taker, found)
         if given is None:
             in_vain.add(taker.name)
@@ -149,7 +151,7 @@ def _balance(draft: _Draft) -> None:
         if given:
             in_vain.clear()  # a shard that slept may have left GPUs that others can use
         for name in {taker.name, *given}:
-            found[name] = found[name].with_awake(draft.awake[name] * found[name].tp)
+            found[name].set_awake(draft.awake[name] * found[name].tp)
         if draft.num_expands >= MAX_EXPANDS:
             _logger.warning("the pool's plan wakes %d shards; the next plan goes on", MAX_EXPANDS)
             return
