@@ -98,6 +98,7 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
         seed=config.seed,
         receiver=config.receiver,
         version=config.version,
+        logprobs=rollout.logprobs,
         options=rollout.vllm,
         log=config.log,
     )
