@@ -23,6 +23,11 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
         problems.append(f"trainer.ep: got {trainer.ep}, expected a divisor of trainer.dp x tp x cp = {shared}")
     if trainer.offload and shared * trainer.pp == 1:
         problems.append("trainer.offload: got true with one train worker, expected false, because it needs several")
+    if trainer.compile and trainer.recompute == "selective":
+        problems.append(
+            "trainer.recompute: got 'selective' with trainer.compile=true, expected 'none' or 'full', because compiled "
+            "layers compute their cheap operations again by themselves"
+        )
     megatron = trainer.backend == "megatron"
     if megatron and trainer.sequence_parallel and trainer.tp == 1:
         problems.append(

@@ -172,7 +172,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (
-            "recompute", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule",
+            "recompute", "compile", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule",
             "mixed_precision", "entropy_metric",
         )
     },

@@ -18,6 +18,7 @@ from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
+from ..layers import compile_layers, recompute_layers
 from ..loss_inputs import loss_inputs
 from ..model_split import check_split
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
@@ -27,7 +28,7 @@ from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
 from ..weight_stream import stream_weights
-from .causal_lm import CausalLM, recompute_layers
+from .causal_lm import CausalLM
 from .half_parameters import half_parameters
 from .loading import WeightSource, fill, open_source
 from .output_checks import check_head, check_packing
@@ -68,11 +69,12 @@ class FsdpBackend:
             reference = self._build(source).requires_grad_(False)
             host = config.trainer.offload or self._device.type == "cuda"
             self._reference = self._spread(reference, source, offload=host)
-        if config.trainer.recompute == "full":
-            recompute_layers(policy.layers())
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
         if self._packed:
             check_packing(self._policy, self._device, self._precision(self._policy), half=self._half)
+        if config.trainer.compile:
+            compile_layers(self._policy.layers())
+        recompute_layers(self._policy.layers(), config.trainer.recompute)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)
