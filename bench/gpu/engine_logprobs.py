@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,13 +90,14 @@ def run_engine_logprobs(options: EngineOptions, tell: Callable[[str], None]) -> 
     with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
         tell("making the model")
         model = (options.model or Path(folder, "model")).resolve()
-        make_folder(model, work.folder_task("bfloat16" if gpu else "float32"), "cuda" if gpu else "cpu")
+        task = work.folder_task("bfloat16" if gpu else "float32")
+        shape = replace(task.shape, head_dim=max(32, task.shape.head_dim))  # vLLM on a CPU has no kernel for smaller
+        make_folder(model, replace(task, shape=shape), "cuda" if gpu else "cpu")
         config = load_config(EXAMPLES / work.example, [f"model.path={model}", "model.dtype=auto", *options.overrides])
         engine_config = EngineConfig(
             rollout=config.rollout, model=config.model, device="cuda" if gpu else "cpu",
             max_model_len=work.prompt_tokens[1] + work.max_new_tokens, log=str(options.out / "engine.log"),
         )  # fmt: skip
-        shape = work.folder_task("").shape
         load = made_up_load(work.prompts, work.group_size, work.prompt_tokens, shape.tokens, work.max_new_tokens)
         tell("starting the engine")
         seconds, differing, way = asyncio.run(_measure(engine_config, load, options.pairs, tell))

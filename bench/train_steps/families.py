@@ -51,7 +51,7 @@ def _kernel_spans(profiler: profile) -> list[tuple[str, float, float]]:
     """Return the name, the start and the end of each kernel and copy on the GPU, in seconds."""
     found = []
     for event in profiler.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
             found.append((event.name, event.time_range.start / 1e6, event.time_range.end / 1e6))
     return found
 

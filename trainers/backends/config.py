@@ -68,10 +68,11 @@ class TrainerConfig(Section):
     `trainer.min_lr` by the end of the run, a little with each optimizer update of a step."""
     min_lr: NonNegative = 0.0
     """Learning rate at which the schedules `cosine` and `linear` end; at most `trainer.lr`."""
-    packing: Literal["none", "packed", "dynamic"] = "none"
+    packing: Literal["auto", "none", "packed", "dynamic"] = "auto"
     """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
     puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
-    context parallelism needs it."""
+    context parallelism needs it. `auto` is `packed` on GPUs in bfloat16, where attention takes packed rows as they are,
+    for a local folder with a model of type qwen3, qwen3_moe or llama; else `none`."""
     tokens_per_microbatch: Count = 16384
     """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""

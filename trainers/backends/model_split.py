@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...codecs.integers import ceil_div
+from ...dataplane.plans import Packing
 from ...dataplane.topology import Topology
 from .config import TrainerConfig
 
@@ -33,7 +34,7 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
         problems.append(
             "trainer.sequence_parallel: got true with trainer.tp=1, expected false, because there is only one rank"
         )
-    if megatron and trainer.cp > 1 and trainer.packing != "packed":
+    if megatron and trainer.cp > 1 and trainer.packing not in ("auto", "packed"):
         problems.append(
             f"trainer.packing: got {trainer.packing!r} with trainer.cp={trainer.cp}, expected 'packed', because only "
             "packed rows are split by tokens"
@@ -105,6 +106,17 @@ def _check_experts(trainer: TrainerConfig, model: Any) -> None:
         raise ValueError(
             "trainer.sequence_parallel: got false, expected true for a model with experts and trainer.tp > 1"
         )
+
+
+def resolved_packing(trainer: TrainerConfig, model: Any, *, gpu: bool) -> Packing:
+    """Return `trainer.packing`, or what `auto` means for `model`. gpu: whether the train workers have GPUs. model: as
+    in `check_split`."""
+    if trainer.packing != "auto":
+        return trainer.packing
+    if trainer.cp > 1:
+        return "packed"
+    known = getattr(model, "model_type", None) in MODEL_TYPES and not getattr(model, "use_sliding_window", False)
+    return "packed" if gpu and trainer.mixed_precision and known and trainer.backend != "scripted" else "none"
 
 
 def has_experts(model: Any) -> bool:

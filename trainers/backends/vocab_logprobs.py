@@ -135,7 +135,7 @@ class _WholeSoftmax(torch.autograd.Function):
         hidden, weight, targets, log_totals, entropies = ctx.saved_tensors
         kernels = _kernels(hidden)
         of_logprobs = torch.zeros_like(log_totals) if grads[0] is None else grads[0].contiguous()
-        of_entropies = None if grads[1] is None or entropies is None else grads[1].contiguous()
+        of_entropies = None if grads[1] is None else grads[1].contiguous()
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.rows):

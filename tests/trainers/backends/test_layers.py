@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.tests.trainers.backends.backend_ranks import (
     backend_config,
@@ -18,6 +20,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     summed_gradients,
 )
 from headrace.trainers.backends.config import TrainerConfig
+from headrace.trainers.backends.fsdp import varlen_attention
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.model_split import mesh_problems
 
@@ -58,7 +61,7 @@ def test_computing_again_changes_no_gradient(tmp_path: Path, save: Any, mode: st
 
 
 def test_selective_keeps_matrix_products_and_computes_norms_again(tmp_path: Path) -> None:
-    class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+    class Counter(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self.calls: dict[str, int] = {}
@@ -79,7 +82,14 @@ def test_selective_keeps_matrix_products_and_computes_norms_again(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks for it itself
-@pytest.mark.parametrize("changes", [{}, {"recompute": "full"}, {"mixed_precision": True}], ids=["", "full", "half"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"mixed_precision": True}, id="half"),
+        pytest.param({}, id="exact", marks=pytest.mark.slow),
+        pytest.param({"recompute": "full"}, id="full", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_layers_change_no_gradient(tmp_path: Path, changes: dict[str, Any], eager_compiler: list[Any]) -> None:
     model = save_tiny_model(tmp_path)
     plain = FsdpBackend(backend_config(model, packing="packed", **changes), 0, 1)
@@ -89,6 +99,41 @@ def test_compiled_layers_change_no_gradient(tmp_path: Path, changes: dict[str, A
     got = gradient(compiled)
     most = 5e-2 if changes.get("mixed_precision") else 1e-6
     assert torch.linalg.norm(got - wanted) <= most * torch.linalg.norm(wanted)
+
+
+def attend_row_by_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *_: Any, scale: float, **__: Any
+) -> torch.Tensor:
+    """Do what torch's variable-length kernel does, which needs a GPU."""
+    sizes = ends.diff().tolist()
+    rows = zip(*(part.transpose(0, 1).split(sizes, 1) for part in (q, k, v)), strict=True)
+    outs = [F.scaled_dot_product_attention(*row, is_causal=True, scale=scale, enable_gqa=True) for row in rows]
+    return torch.cat(outs, 1).transpose(0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_are_not_compiled_again_for_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager_compiler: list[Any]
+) -> None:
+    """With the attention of GPUs, which compiled layers call as it is, since it depends on the rows' lengths."""
+    monkeypatch.setattr(varlen_attention, "varlen_attn", attend_row_by_row)
+    real = FsdpBackend._build
+
+    def build(backend: FsdpBackend, source: Any) -> Any:
+        policy = real(backend, source)
+        varlen_attention.use_varlen_attention(policy.model)
+        return policy
+
+    monkeypatch.setattr(FsdpBackend, "_build", build)
+    backend, graphs = FsdpBackend(backend_config(save_tiny_model(tmp_path), packing="packed", compile=True), 0, 1), []
+    for seed in range(4):
+        rows = random_rows(seed, 8 + seed)
+        backend.begin_step()
+        backend.accumulate(iter([micro_batch(rows[:3]), micro_batch(rows[3:7]), micro_batch(rows[seed:])]), 3)
+        backend.abort_step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
 
 
 def test_selective_with_compiled_layers_is_refused() -> None:
