@@ -17,7 +17,9 @@ from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
 from ..hf_source import HfSource
+from ..layers import compile_layers, recompute_layers
 from ..loss_inputs import loss_inputs
+from ..model_split import resolved_packing
 from ..residence import Residence
 from ..throughput import StepMeter
 from ..train_step import TrainStep
@@ -66,6 +68,8 @@ class MegatronBackend:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._source = HfSource(config.model)
         check_fits(config, self._source.config)
+        packing = resolved_packing(config.trainer, self._source.config, gpu=cuda)
+        self._packed = packing == "packed"
         self._entropy: Entropy = (
             "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
         )
@@ -83,6 +87,11 @@ class MegatronBackend:
         config, model = self._config, self._source.config
         self._policy = build_model(config, self._source, self._mesh, self._device)
         self._reference = reference_copy(self._policy) if config.with_reference else None
+        layers = list(self._policy.decoder.layers)
+        if config.trainer.compile:
+            compile_layers(layers)
+        if config.trainer.recompute == "selective":  # Megatron itself does `full`
+            recompute_layers(layers, "selective")
         self._model = wrap_model(config, self._policy)
         self._optimizer = build_optimizer(config, self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
@@ -287,8 +296,7 @@ class MegatronBackend:
         micro = next(micros, None)
         if micro is None:
             raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
-        packed = self._config.trainer.packing == "packed"
-        return micro, pack_rows(micro, self._topology, self._mesh.place, self._device, packed=packed)
+        return micro, pack_rows(micro, self._topology, self._mesh.place, self._device, packed=self._packed)
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro, rows = self._next(micros)
