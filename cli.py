@@ -318,7 +318,7 @@ def _directory(arguments: argparse.Namespace) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    from .bench.gpu.works import SWITCH_WORKS, WORKS
+    from .bench.gpu.works import ENGINE_WORKS, SWITCH_WORKS, TRAIN_WORKS, WORKS
 
     [work] = _known("--work", (arguments.work,), WORKS)
     out = _folder(arguments, "gpu")
@@ -328,6 +328,10 @@ def _gpu(arguments: argparse.Namespace) -> int:
         if number is not None and number < least:
             raise UserError(f"{option}: got {number}, expected at least {least}")
     _stop_on_sigterm()
+    if work in TRAIN_WORKS:
+        return _gpu_train_steps(arguments, out)
+    if work in ENGINE_WORKS:
+        return _gpu_engine(arguments, out)
     return (_gpu_switch if work in SWITCH_WORKS else _gpu_runs)(arguments, out)
 
 
@@ -337,7 +341,8 @@ def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
 
     options = GpuOptions(
         out, arguments.work, layouts=_chosen(arguments.layout, ()), backend=arguments.backend, steps=arguments.steps,
-        repeat=arguments.repeat, weak=arguments.weak, baseline=arguments.baseline, model=arguments.model,
+        repeat=arguments.repeat, weak=arguments.weak,
+        baseline=None if arguments.baseline == "none" else arguments.baseline, model=arguments.model,
         limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
     )  # fmt: skip
     with _status("starting") as (console, tell):
@@ -359,6 +364,35 @@ def _gpu_switch(arguments: argparse.Namespace, out: Path) -> int:
     with _status("starting") as (console, tell):
         report = run_switch(options, tell)
     _print_table(console, switch_table(report))
+    return _judged(console, report.complaints, out)
+
+
+def _gpu_train_steps(arguments: argparse.Namespace, out: Path) -> int:
+    from .bench.train_steps.benchmark import TrainOptions, run_train_steps, train_table
+
+    options = TrainOptions(
+        out, arguments.work, arguments.backend, steps=arguments.steps, layers=arguments.layers,
+        tokens=arguments.tokens, micros=arguments.micros, row_tokens=arguments.row_tokens,
+        prompt_share=arguments.prompt_share, plain=arguments.baseline != "none", model=arguments.model,
+        overrides=tuple(arguments.overrides),
+    )  # fmt: skip
+    with _status("starting") as (console, tell):
+        report = run_train_steps(options, tell)
+    _print_table(console, train_table(report))
+    for line in report.notes:
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+    return _judged(console, report.complaints, out)
+
+
+def _gpu_engine(arguments: argparse.Namespace, out: Path) -> int:
+    from .bench.gpu.engine_logprobs import EngineOptions, engine_table, run_engine_logprobs
+
+    options = EngineOptions(
+        out, arguments.work, pairs=arguments.steps or 5, model=arguments.model, overrides=tuple(arguments.overrides)
+    )
+    with _status("starting") as (console, tell):
+        report = run_engine_logprobs(options, tell)
+    _print_table(console, engine_table(report))
     return _judged(console, report.complaints, out)
 
 
@@ -615,9 +649,14 @@ def _add_bench_commands(commands: Any) -> None:
 
 
 def _add_gpu_command(kinds: Any) -> None:
-    gpu = _bench(kinds, "gpu", _gpu, "whole training runs on GPUs, every second accounted for, and switches of roles")
+    gpu = _bench(kinds, "gpu", _gpu, "whole training runs on GPUs, every second accounted for, and parts of them")
     add: Callable[..., object] = gpu.add_argument
-    add("--work", required=True, metavar="NAME", help="grpo-0.6b grpo-1.7b grpo-4b, grpo-tiny (no GPU), switch-2g")
+    add(
+        "--work", required=True, metavar="NAME",
+        help="whole runs: grpo-0.6b grpo-1.7b grpo-4b; train steps alone: train-0.6b train-1.7b train-4b train-moe; "
+        "log-probs of an engine: engine-logprobs; switches of roles: switch-2g; without a GPU: grpo-tiny train-tiny "
+        "train-tiny-moe engine-logprobs-tiny",
+    )  # fmt: skip
     add(
         "--layout", nargs="+", metavar="NAME",
         help="colocated separate tensor one-engine, each with -N for N GPUs; default: colocated on all GPUs",
@@ -626,7 +665,18 @@ def _add_gpu_command(kinds: Any) -> None:
     add("--steps", type=int, metavar="N", help="steps of each run, the first of which is not counted; default: 6")
     add("--repeat", type=int, default=1, metavar="N", help="runs of each layout; default: 1")
     add("--weak", action="store_true", help="as many prompts a step for each GPU as there are for one")
-    add("--baseline", choices=("trl",), help="also run TRL twice on one GPU, where it is installed")
+    add(
+        "--baseline", choices=("trl", "none"),
+        help="trl: also run TRL twice on one GPU, where it is installed; none: train-* without plain torch beside it",
+    )  # fmt: skip
+    add("--layers", type=int, metavar="N", help="train-*: number of layers of the model")
+    add("--tokens", type=int, metavar="N", help="train-*: tokens of a microbatch; default: 16384")
+    add("--micros", type=int, metavar="N", help="train-*: microbatches of a step; default: 2")
+    add("--row-tokens", type=int, default=0, metavar="N", help="train-*: tokens of each row; default: random lengths")
+    add(
+        "--prompt-share", type=float, default=0.0, metavar="X",
+        help="train-*: share of a row's tokens that have no loss; default: 0",
+    )  # fmt: skip
     add("--model", type=Path, metavar="DIR", help="model folder to use again; it is made if it is not there")
     add("--limit-s", type=float, default=900.0, metavar="S", help="seconds that each run may take; default: 900")
     add("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key of the runs' config")

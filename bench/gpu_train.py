@@ -85,13 +85,13 @@ def random_rows(seed: int, lengths: Sequence[int], vocab: int) -> Rows:
     return Rows(ids, logprobs, rng.normal(size=len(lengths)).astype(np.float32))
 
 
-def response(length: int) -> np.ndarray:
-    return (np.arange(length) >= max(1, length // 2)).astype(np.uint8)
+def response(length: int, prompt_share: float = 0.5) -> np.ndarray:
+    return (np.arange(length) >= max(1, int(length * prompt_share))).astype(np.uint8)
 
 
-def micro_batch(rows: Rows, picked: Sequence[int]) -> MicroBatch:
+def micro_batch(rows: Rows, picked: Sequence[int], prompt_share: float = 0.5) -> MicroBatch:
     lengths = np.array([len(rows.ids[row]) for row in picked], np.int64)
-    masks = [response(length) for length in lengths]
+    masks = [response(length, prompt_share) for length in lengths]
     parts = {
         "input_ids": [rows.ids[row] for row in picked],
         "response_mask": masks,

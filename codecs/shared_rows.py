@@ -11,7 +11,7 @@ The part is found by comparing bytes, so that rows whose routes differ somewhere
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from .gather import Parts, as_bytes, copy_runs
 from .memory import fresh
 from .schema import Field, Kind
 
-LEAST_BYTES = 256
+LEAST_BYTES = 128
 """Smallest number of bytes that a group must save for its rows to share them: receipts say where they are."""
 
 
@@ -67,29 +67,45 @@ def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields:
     bytes_a_token = sum(size for size, _ in columns)
     found: list[tuple[int, int, int, int]] = []
     for head, size in zip(heads.tolist(), sizes.tolist(), strict=True):
-        tokens = int(lengths[head : head + size].min()) if size > 1 else 0
-        for item_bytes, values in columns:
-            tokens = _common(values, begins[head : head + size].tolist(), item_bytes, tokens)
-        if tokens * bytes_a_token * (size - 1) >= LEAST_BYTES:
-            found.append((head - start, size, tokens, int(begins[head] - begins[start])))
+        for first, count, tokens in _runs(columns, begins, lengths, head, head + size):
+            if tokens * bytes_a_token * (count - 1) >= LEAST_BYTES:
+                found.append((first - start, count, tokens, int(begins[first] - begins[start])))
     if not found:
         return None
     first, counts, shared, starts = zip(*found, strict=True)
     return SharedRows(tuple(fields), first, counts, shared, starts)
 
 
-def _common(values: np.ndarray, begins: Sequence[int], item_bytes: int, tokens: int) -> int:
-    """Return how many of the first `tokens` tokens are the same in all rows that begin at the tokens `begins`. values:
-    bytes of the column, uint8 1-D."""
-    first = begins[0] * item_bytes
-    for begin in begins[1:]:
-        if not tokens or not item_bytes:
-            break
-        size, other = tokens * item_bytes, begin * item_bytes
-        differ = values[first : first + size] != values[other : other + size]
-        if differ.any():
-            tokens = int(differ.argmax()) // item_bytes
-    return tokens
+def _runs(
+    columns: Sequence[tuple[int, np.ndarray]], begins: np.ndarray, lengths: np.ndarray, start: int, stop: int
+) -> Iterator[tuple[int, int, int]]:
+    """Divide the rows `start:stop` of one group into runs that begin alike: (first row, number of rows, number of
+    leading tokens in common). A row that begins with another token, such as one without routes, begins a run.
+
+    columns: bytes of a token, and bytes (uint8 1-D), of each column. begins, lengths: first token and number of tokens
+    of each row of the batch.
+    """
+    first, tokens = start, int(lengths[start])
+    for row in range(start + 1, stop):
+        common = min(tokens, int(lengths[row]))
+        for item_bytes, values in columns:
+            common = _common(values, int(begins[first]), int(begins[row]), item_bytes, common)
+        if common:
+            tokens = common
+        else:
+            yield first, row - first, tokens
+            first, tokens = row, int(lengths[row])
+    yield first, stop - first, tokens
+
+
+def _common(values: np.ndarray, one: int, other: int, item_bytes: int, tokens: int) -> int:
+    """Return how many of the first `tokens` tokens are the same in the rows that begin at the tokens `one` and `other`.
+    values: bytes of the column, uint8 1-D."""
+    width = next(width for width in (8, 4, 2, 1) if item_bytes % width == 0)  # wide words compare faster than bytes
+    size, first, second = tokens * item_bytes, one * item_bytes, other * item_bytes
+    words = [values[start : start + size].view(f"u{width}") for start in (first, second)]
+    differ = words[0] != words[1]
+    return int(differ.argmax()) * width // item_bytes if differ.any() else tokens
 
 
 def _saved_before(shared: SharedRows) -> tuple[np.ndarray, np.ndarray]:

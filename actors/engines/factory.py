@@ -103,6 +103,7 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
         receiver=config.receiver,
         version=config.version,
         routes=config.routes,
+        logprobs=rollout.logprobs,
         options=rollout.vllm,
         log=config.log,
     )

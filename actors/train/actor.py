@@ -48,7 +48,7 @@ class TrainActor:
         """This rank's connection to that server, which the process groups need as long as they live; None before
         `build`."""
         self._groups: ProcessGroups | None = None
-        """The process groups of the ranks; None before `build`, and when there is only one rank."""
+        """The process groups of the ranks; None before `build`, and where the setup has none."""
         self._worker: TrainWorker | None = None
 
     @property
@@ -91,9 +91,9 @@ class TrainActor:
         return MeetingPoint(self._address, self._rendezvous.port)
 
     def build(self, meeting_point: MeetingPoint | None) -> None:
-        """Join the ranks' process group, if there are several ranks, and build the worker. The call is collective.
+        """Join the ranks' process group, if the setup has one, and build the worker. The call is collective.
 
-        meeting_point: what rank 0's `open_rendezvous` returned; None when there is only one rank.
+        meeting_point: what rank 0's `open_rendezvous` returned; None when the setup has no process groups.
         """
         setup = self._setup
         bind_process_groups(self._address)

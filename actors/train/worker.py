@@ -94,11 +94,18 @@ class WorkerSetup:
     """True if all processes of the run are on one host; the rank then listens on loopback only."""
     routes: RouteSpec | None = None
     """Shape of the routes that the policy's passes replay; None without router replay."""
+    single_rank_groups: bool = False
+    """True if the backend needs process groups even when there is only one rank, as Megatron does."""
 
     @property
     def world(self) -> int:
         """Number of all ranks."""
         return self.topology.world
+
+    @property
+    def has_groups(self) -> bool:
+        """True if the ranks form process groups before their backends are built."""
+        return self.world > 1 or self.single_rank_groups
 
     @property
     def name(self) -> str:
@@ -139,8 +146,7 @@ class TrainWorker:
 
         address: IP address of this host at which engines reach rank 0. device: device to which the reader delivers
         rows. It is the CPU in training, because the backends arrange the rows in CPU memory. groups: the mesh's process
-        groups, which `offload` destroys; None to keep them, as a single rank does, whose communicators have no buffers
-        for peers.
+        groups, which `offload` destroys; None where there are none, as in a single rank of a backend that needs none.
         """
         self._groups = groups
         self._offloaded = False

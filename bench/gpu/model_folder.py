@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 from .shapes import Shape
@@ -136,7 +136,8 @@ def draw_prompts(tokenizer: PreTrainedTokenizerFast, task: FolderTask) -> list[s
 
 def _write_model(folder: Path, task: FolderTask, device: str) -> None:
     end = task.shape.tokens - 1
-    config = Qwen3Config(
+    family = Qwen3MoeConfig if task.shape.experts else Qwen3Config
+    config = family(
         **task.shape.options(), pad_token_id=end - 2, bos_token_id=end - 1, eos_token_id=end, dtype=task.dtype
     )
     disable_progress_bar()

@@ -72,4 +72,34 @@ GRPO_WORKS = {
 SWITCH_WORKS = {"switch-2g": ("2B", "2g")}
 """Name of a work that times switches of roles -> the model's size for the engine, a key of `bench.weights`, and for the
 trainer, a key of `shapes.SHAPES`. Both have the same dimensions."""
-WORKS = (*GRPO_WORKS, *SWITCH_WORKS)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainWork:
+    """Train steps alone, on made-up rows."""
+
+    size: str
+    """Size of the model, a key of `shapes.SHAPES`."""
+    layers: int
+    """Number of layers of the model, of which the shape may have more."""
+    tokens: int = 16384
+    """Largest number of tokens of a microbatch."""
+    micros: int = 2
+    """Number of microbatches of a step."""
+    steps: int = 6
+    """Number of steps, the first two of which are not counted."""
+
+
+TRAIN_WORKS = {
+    "train-tiny": TrainWork("tiny", 2, tokens=256, steps=3),
+    "train-tiny-moe": TrainWork("tiny-moe", 2, tokens=256, steps=3),
+    "train-0.6b": TrainWork("0.6b", 28),
+    "train-1.7b": TrainWork("1.7b", 28),
+    "train-4b": TrainWork("4b", 36),
+    "train-moe": TrainWork("30b-a3b", 4),
+}
+"""Name of a work -> train steps alone. The works `train-tiny*` also run without a GPU. `train-moe` has as many layers
+of Qwen3-30B-A3B as fit into 80 GiB with their optimizer; `--layers` sets another number."""
+ENGINE_WORKS = {"engine-logprobs-tiny": "grpo-tiny", "engine-logprobs": "grpo-0.6b"}
+"""Name of a work that times ways to get log-probs out of an engine -> the GRPO work that it takes the model from."""
+WORKS = (*GRPO_WORKS, *SWITCH_WORKS, *TRAIN_WORKS, *ENGINE_WORKS)

@@ -106,6 +106,18 @@ def test_rows_share_what_is_before_their_first_difference_in_any_field() -> None
         np.testing.assert_array_equal(values, rows_of(batch, "routes")[row])
 
 
+def test_a_row_without_routes_does_not_keep_its_group_from_sharing() -> None:
+    batch, numbers = batch_of([(50, [3, 4, 5, 6])])
+    assert batch.lengths is not None
+    routes, second = batch.jagged("routes").values, int(batch.lengths[0])
+    routes[second : second + int(batch.lengths[1])] = 255
+    block = encode_block(batch, 0, 4, checksum=False, groups=numbers)
+    assert block.layout.shared is not None
+    assert (block.layout.shared.first, block.layout.shared.counts) == ((2,), (2,))
+    for row, values in enumerate(rows_of(read(block, batch.lengths, np.arange(4)), "routes")):
+        np.testing.assert_array_equal(values, rows_of(batch, "routes")[row])
+
+
 def test_rows_that_save_next_to_nothing_are_stored_whole() -> None:
     batch, numbers = batch_of([(2, [3, 4, 5])])
     assert encode_block(batch, 0, 3, checksum=False, groups=numbers).layout.shared is None

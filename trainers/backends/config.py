@@ -13,6 +13,7 @@ from ...dataplane.topology import Topology
 from ..losses.config import LossConfig
 
 Head = Literal["selected", "full"]
+Recompute = Literal["none", "selective", "full"]
 PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
 
@@ -40,9 +41,13 @@ class TrainerConfig(Section):
     """If true, each tensor-parallel rank computes the norms only for its share of the tokens."""
     distributed_optimizer: bool = True
     """If true, the data-parallel ranks split the optimizer's state between them. `fsdp` always splits it."""
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
     """Part of the forward pass that is computed again in the backward pass. `none` keeps all intermediate values.
-    `full` saves memory by keeping only the input of each decoder layer and computing the rest again."""
+    `selective` keeps the results of matrix products and of attention, and computes norms, activations and other cheap
+    operations again. `full` saves most memory by keeping only the input of each decoder layer."""
+    compile: bool = False
+    """If true, decoder layers are compiled with torch.compile, which fuses their cheap operations. The first steps of a
+    run take a minute longer. It needs a GPU, or a C++ compiler on a CPU."""
     offload: bool = False
     """If true, weights, gradients and optimizer state stay in host memory while they are not used. Needs more than one
     train worker; `megatron` does not support it."""
@@ -63,10 +68,11 @@ class TrainerConfig(Section):
     `trainer.min_lr` by the end of the run, a little with each optimizer update of a step."""
     min_lr: NonNegative = 0.0
     """Learning rate at which the schedules `cosine` and `linear` end; at most `trainer.lr`."""
-    packing: Literal["none", "packed", "dynamic"] = "none"
+    packing: Literal["auto", "none", "packed", "dynamic"] = "auto"
     """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
     puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
-    context parallelism needs it."""
+    context parallelism needs it. `auto` is `packed` on GPUs in bfloat16, where attention takes packed rows as they are,
+    for a local folder with a model of type qwen3, qwen3_moe or llama; else `none`."""
     tokens_per_microbatch: Count = 16384
     """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""

@@ -9,6 +9,7 @@ import torch
 from ...actors.protocols import MicroBatch
 from ..losses.terms import LossInputs
 from .config import BackendConfig
+from .row_layout import to_device
 
 
 def loss_inputs(
@@ -33,7 +34,7 @@ def loss_inputs(
     def column(name: str, why: str) -> torch.Tensor:
         if name not in micro.batch:
             raise ValueError(f"microbatch: has no {name!r}, which {why} needs; it has {', '.join(micro.batch)}")
-        return micro.batch.jagged(name).values[index].to(device)
+        return to_device(micro.batch.jagged(name).values[index], device)
 
     loss = config.loss
     rollout = column("rollout_logprobs", "every step")
@@ -45,15 +46,15 @@ def loss_inputs(
     if loss.aggregation == "prompt":
         if micro.group_tokens is None:
             raise ValueError("microbatch: has no group_tokens, which loss.aggregation = 'prompt' needs")
-        groups = torch.from_numpy(micro.group_tokens).to(device)
+        groups = to_device(torch.from_numpy(micro.group_tokens), device)
     return LossInputs(
         logprobs=logprobs,
         prev_logprobs=prev,
         rollout_logprobs=rollout,
         ref_logprobs=column("ref_logprobs", "loss.kl_coef") if loss.kl_coef > 0 else None,
-        advantages=torch.tensor(micro.advantages, device=device)[row_ids],
+        advantages=to_device(torch.tensor(micro.advantages), device)[row_ids],
         row_ids=row_ids,
-        row_tokens=row_tokens.to(device),
+        row_tokens=to_device(row_tokens, device),
         group_tokens=groups,
         entropy=entropy,
         reduce_rows=reduce_rows,

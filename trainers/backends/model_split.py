@@ -7,6 +7,7 @@ from typing import Any
 
 from ...codecs.integers import ceil_div
 from ...codecs.routes import expert_layers
+from ...dataplane.plans import Packing
 from ...dataplane.topology import Topology
 from .config import TrainerConfig
 
@@ -24,12 +25,17 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
         problems.append(f"trainer.ep: got {trainer.ep}, expected a divisor of trainer.dp x tp x cp = {shared}")
     if trainer.offload and shared * trainer.pp == 1:
         problems.append("trainer.offload: got true with one train worker, expected false, because it needs several")
+    if trainer.compile and trainer.recompute == "selective":
+        problems.append(
+            "trainer.recompute: got 'selective' with trainer.compile=true, expected 'none' or 'full', because compiled "
+            "layers compute their cheap operations again by themselves"
+        )
     megatron = trainer.backend == "megatron"
     if megatron and trainer.sequence_parallel and trainer.tp == 1:
         problems.append(
             "trainer.sequence_parallel: got true with trainer.tp=1, expected false, because there is only one rank"
         )
-    if megatron and trainer.cp > 1 and trainer.packing != "packed":
+    if megatron and trainer.cp > 1 and trainer.packing not in ("auto", "packed"):
         problems.append(
             f"trainer.packing: got {trainer.packing!r} with trainer.cp={trainer.cp}, expected 'packed', because only "
             "packed rows are split by tokens"
@@ -101,6 +107,17 @@ def _check_experts(trainer: TrainerConfig, model: Any) -> None:
         raise ValueError(
             "trainer.sequence_parallel: got false, expected true for a model with experts and trainer.tp > 1"
         )
+
+
+def resolved_packing(trainer: TrainerConfig, model: Any, *, gpu: bool) -> Packing:
+    """Return `trainer.packing`, or what `auto` means for `model`. gpu: whether the train workers have GPUs. model: as
+    in `check_split`."""
+    if trainer.packing != "auto":
+        return trainer.packing
+    if trainer.cp > 1:
+        return "packed"
+    known = getattr(model, "model_type", None) in MODEL_TYPES and not getattr(model, "use_sliding_window", False)
+    return "packed" if gpu and trainer.mixed_precision and known and trainer.backend != "scripted" else "none"
 
 
 def has_experts(model: Any) -> bool:

@@ -46,6 +46,14 @@ class RowLayout:
     unless the pass replays routes."""
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to `device`. A copy from the host to a GPU goes through pinned memory, so that the host does not
+    wait for what the GPU is doing, and the GPU gets the next microbatch before it has finished this one."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def lay_out(
     batch: Batch,
     device: torch.device,
@@ -90,16 +98,16 @@ def lay_out(
         placed[flat[inside]] = routes[inside]
     index = wanted.nonzero().flatten()
     return RowLayout(
-        input_ids=tokens.to(device),
-        position_ids=None if positions is None else positions.to(device),
-        ends=None if ends is None else ends.to(device),
+        input_ids=to_device(tokens, device),
+        position_ids=None if positions is None else to_device(positions, device),
+        ends=None if ends is None else to_device(ends, device),
         longest=width,
-        source=(flat[index] - 1).to(device),
-        targets=ids[index].to(device),
-        row_ids=rows[index].to(device),
+        source=to_device(flat[index] - 1, device),
+        targets=to_device(ids[index], device),
+        row_ids=to_device(rows[index], device),
         row_tokens=torch.bincount(rows[index], minlength=len(lengths)),
         index=index,
-        routes=None if placed is None else placed.to(device),
+        routes=None if placed is None else to_device(placed, device),
     )
 
 

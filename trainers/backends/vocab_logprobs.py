@@ -1,11 +1,14 @@
 """Computes log-probs and entropies of tokens from hidden states, for a vocabulary that is whole or split over ranks.
 
 The logits of all tokens would be the largest tensor of a step: `T x V` in float32 takes 20 GB for T = 32k tokens and a
-vocabulary of V = 150k. Therefore they are computed for one chunk of tokens at a time, and again in backward.
+vocabulary of V = 150k. Therefore they are computed for one chunk of tokens at a time, and again in backward. With a
+whole vocabulary, log-probs and their gradients are computed from the chunk's logits as they come, which is in bfloat16
+with mixed precision, and on a GPU without any copy of them (`vocab_kernels`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,10 +20,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 LOGIT_ELEMENTS = 2**24
-"""Largest number of float32 logits that a rank computes at a time on a CPU (64 MiB)."""
+"""Largest number of float32 logits that a rank computes at a time on a CPU (64 MiB), or twice as many in bfloat16."""
 
 GPU_LOGIT_ELEMENTS = 2**27
-"""Largest number of float32 logits that a rank computes at a time on a GPU (512 MiB).
+"""Largest number of float32 logits that a rank computes at a time on a GPU (512 MiB), or twice as many in bfloat16.
 
 With a lower limit the chunks of a large vocabulary would have too few tokens to keep the GPU's matrix units busy.
 """
@@ -45,7 +48,7 @@ class VocabShard:
 def token_logprobs(
     hidden: torch.Tensor,
     targets: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
+    head: Callable[[torch.Tensor], torch.Tensor] | torch.Tensor,
     vocab: int | VocabShard,
     *,
     temperature: float = 1.0,
@@ -55,7 +58,8 @@ def token_logprobs(
 
     `hidden` `[T, H]` and the token ids `targets` (int64 `[T]`) are the same on all ranks of a shard's group. `head`
     maps hidden states `[t, H]` to this rank's logits `[t, v]`; in backward it must sum the gradient of its input over
-    the group. `vocab` is the size of the vocabulary, or this rank's shard when the vocabulary is split over ranks.
+    the group. With a whole vocabulary it may be the weight of an output layer without bias, `[V, H]`, which is faster.
+    `vocab` is the size of the vocabulary, or this rank's shard when the vocabulary is split over ranks.
     Logits are divided by `temperature`. Collective over the group, also in the backward pass when there is more than
     one chunk.
     """
@@ -63,6 +67,12 @@ def token_logprobs(
     shard = None if isinstance(vocab, int) else vocab
     elements = GPU_LOGIT_ELEMENTS if hidden.is_cuda else LOGIT_ELEMENTS
     rows = max(1, elements // width)
+    if isinstance(head, torch.Tensor):
+        assert shard is None, "the logits of a shard need communication"
+        rows *= 4 // head.dtype.itemsize
+        values = _WholeSoftmax.apply(hidden, head, targets, temperature, entropy, rows)
+        assert isinstance(values, tuple)
+        return values
     if len(hidden) <= rows:
         return _chunk(hidden, targets, head, shard, temperature, entropy)
     parts = [
@@ -93,6 +103,96 @@ def _chunk(
     with torch.no_grad() if entropy == "report" else nullcontext():
         every = torch.log_softmax(logits, -1)
         return logprobs, -(every.exp() * every).sum(-1)
+
+
+class _WholeSoftmax(torch.autograd.Function):
+    """Computes log-probs and entropies from hidden states and the weight of the output layer, chunk by chunk.
+
+    Neither pass keeps logits, so the backward pass computes those of a chunk again. The gradient of the weight is
+    summed over the chunks in float32. For the formulas see `_SplitSoftmax`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float,
+        entropy: Entropy, rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        kernels = _kernels(hidden)
+        parts = [
+            kernels.softmax_sums(F.linear(h, weight), t, temperature, with_entropy=entropy != "off")
+            for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+        ]
+        log_totals, picked = (torch.cat([part[index] for part in parts]) for index in (0, 1))
+        entropies = None if entropy == "off" else torch.cat([part[2] for part in parts])
+        ctx.save_for_backward(hidden, weight, targets, log_totals, entropies)
+        ctx.temperature, ctx.rows = temperature, rows
+        if entropy == "report":
+            ctx.mark_non_differentiable(entropies)
+        return picked - log_totals, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, log_totals, entropies = ctx.saved_tensors
+        kernels = _kernels(hidden)
+        of_logprobs = torch.zeros_like(log_totals) if grads[0] is None else grads[0].contiguous()
+        of_entropies = None if grads[1] is None else grads[1].contiguous()
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            of_logits = kernels.softmax_gradient(
+                F.linear(hidden[part], weight), targets[part], ctx.temperature, log_totals[part], of_logprobs[part],
+                None if of_entropies is None else entropies[part],
+                None if of_entropies is None else of_entropies[part],
+            )  # fmt: skip
+            torch.mm(of_logits, weight, out=of_hidden[part])
+            if of_weight is not None:
+                of_weight += of_logits.t() @ hidden[part]
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
+
+
+def _kernels(hidden: torch.Tensor) -> Any:
+    """Return the module with `softmax_sums` and `softmax_gradient` for tensors like `hidden`: that with Triton kernels
+    on a GPU, else this one."""
+    if hidden.is_cuda:
+        from . import vocab_kernels  # needs Triton, which torch brings along where it is built for CUDA
+
+        return vocab_kernels
+    return sys.modules[__name__]
+
+
+def softmax_sums(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return, each float32 `[t]`: the logarithm of the sum of the exponentials of all logits; the logits of `targets`
+    (int64 `[t]`); and, `with_entropy`, the entropies in nats, else None. `logits` `[t, V]` are divided by `temperature`
+    first."""
+    z = logits.float() if temperature == 1.0 else logits.float() / temperature
+    log_totals = torch.logsumexp(z, -1)
+    every = z - log_totals[:, None]
+    entropies = -(every.exp() * every).sum(-1) if with_entropy else None
+    return log_totals, z.gather(-1, targets[:, None])[:, 0], entropies
+
+
+def softmax_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    log_totals: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    entropies: torch.Tensor | None,
+    of_entropies: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient of the logits, `[t, V]` in their dtype, from those of log-probs and entropies (float32 `[t]`;
+    None if entropies have none). The values of `logits` may be overwritten. log_totals: from `softmax_sums`."""
+    z = logits.float() if temperature == 1.0 else logits.float() / temperature
+    every = z - log_totals[:, None]
+    chances = every.exp()
+    result = chances * -of_logprobs[:, None]
+    if entropies is not None and of_entropies is not None:
+        result -= chances * (every + entropies[:, None]) * of_entropies[:, None]
+    result.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
+    return (result if temperature == 1.0 else result / temperature).to(logits.dtype)
 
 
 class _SplitSoftmax(torch.autograd.Function):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
@@ -28,6 +29,7 @@ from ..advantages.factory import build_advantages
 from ..backends.config import BackendConfig, PrevSource
 from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend
+from ..backends.model_split import resolved_packing
 from ..base_model.prepare import model_config, route_spec
 from ..config.config import Config
 from ..errors import UserError
@@ -323,6 +325,7 @@ def worker_setup(
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
         one_host=one_host,
+        single_rank_groups=config.trainer.backend == "megatron",
         routes=route_spec(config),
     )
 
@@ -365,16 +368,24 @@ def _prev_source(config: Config) -> PrevSource:
     return "train_pass" if config.algorithm.updates_per_step == 1 else "fixed"
 
 
+def with_packing(config: Config, placement: Placement) -> Config:
+    """Return `config` with what `trainer.packing: auto` means for its model and the places of its train workers."""
+    model = SimpleNamespace(**model_config(config))
+    packing = resolved_packing(config.trainer, model, gpu=placement.layout != "cpu")
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"packing": packing})})
+
+
 def budget(config: Config) -> Budget:
     """Return the limit on a microbatch's tokens, and the coefficients that give a row's compute cost from its length.
 
     For a row of L tokens, attention takes 4·h·L FLOPs per token and layer, and the matrix products 24·h², where h is
     the hidden size; so attention costs L / (6·h) of what the matrix products cost.
     """
-    hidden = model_config(config).get("hidden_size")
+    hidden, packing = model_config(config).get("hidden_size"), config.trainer.packing
+    assert packing != "auto", "a run begins by deciding what it means"
     return Budget(
         config.trainer.tokens_per_microbatch,
         linear_cost=1.0,
         quadratic_cost=1.0 / (6 * hidden) if hidden else 0.0,
-        packing=config.trainer.packing,
+        packing=packing,
     )

@@ -319,7 +319,7 @@ def _build(
 ) -> None:
     builds: list[Call[None]] = [handle.build() for handle in generators]  # they go on while rank 0 opens its server
     meeting_point = None
-    if len(workers) > 1:
+    if workers and workers[0].setup.has_groups:
         [meeting_point] = _started([workers[0].open_rendezvous()], "start", timeout_s)
     builds += [worker.build(meeting_point) for worker in workers]
     try:

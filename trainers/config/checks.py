@@ -172,6 +172,11 @@ def meaning_problems(config: Config) -> list[str]:
             f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected "
             "rollout.engine='scripted', because other engines cannot use this backend's weights"
         )
+    if rollout.logprobs == "arrays" and "speculative_config" in rollout.vllm:
+        problems.append(
+            "rollout.logprobs: got 'arrays' with rollout.vllm.speculative_config, expected 'auto' or 'vllm', because "
+            "speculative decoding samples several tokens at once"
+        )
     sync = config.sync
     bound_s, key = min(
         (config.resources.stage_timeout_s, "stage_timeout_s"),

@@ -140,8 +140,10 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         )
     },
     "data.options": (TASK_PROMPTS,),
-    "rollout.tp": (VLLM,),
-    **{f"rollout.{name}": (VLLM,) for name in ("max_model_len", "kv_cache", "gpu_memory_utilization", "vllm")},
+    **{
+        f"rollout.{name}": (VLLM,)
+        for name in ("tp", "max_model_len", "kv_cache", "gpu_memory_utilization", "logprobs", "vllm")
+    },
     "rollout.stop": (MODEL_ENGINES,),
     "rollout.tools": (TOOL_USE,),
     "rollout.max_turns": (TOOL_USE,),
@@ -175,8 +177,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (
-            "recompute", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule", "mixed_precision",
-            "entropy_metric",
+            "recompute", "compile", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule",
+            "mixed_precision", "entropy_metric",
         )
     },
     "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),

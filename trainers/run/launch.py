@@ -392,7 +392,7 @@ def launched(
         placement = reservation.placement
         kind = actor_specs.transport(config, placement)  # refuses one that cannot work before any actor starts
         decision = decide_roles(config, placement, min(gpu_sizes(), default=None))
-        config = decision.applied_to(config)
+        config = actor_specs.with_packing(decision.applied_to(config), placement)
         starting = start_actors(config, cluster, meter, ending_actors, reservation)
         check()
         heartbeat.enter("starting the data plane", start_s)

@@ -21,6 +21,7 @@ from ....codecs.host_memory import available_memory
 from ....codecs.routes import RouteSpec
 from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from ..config import LogprobWay
 from ..key_value_memory import check_cache, default_on_cpu, token_bytes
 from ..protocol import (
     CommitReport,
@@ -34,6 +35,7 @@ from ..protocol import (
     expect_pause_mode,
 )
 from . import library
+from .logprobs import LogprobTaker
 from .names import WeightNames
 from .process import LOOK_S, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
@@ -65,6 +67,7 @@ class VllmEngine:
         seed: int = 0,
         receiver: ReceiverConfig | None = None,
         version: int = 0,
+        logprobs: LogprobWay = "auto",
         routes: RouteSpec | None = None,
         options: Mapping[str, Any] = types.MappingProxyType({}),
         log: str = "",
@@ -76,7 +79,8 @@ class VllmEngine:
         GPU's memory that a worker takes; it takes less if less is free. max_model_len: largest number of tokens of a
         prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
         are received; None if the weights never change. version: policy version of the weights that are loaded at the
-        start. routes: shape of the model's routes, which vLLM then records; None to record none. options: further
+        start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. routes: shape of the
+        model's routes, which vLLM then records; None to record none. options: further
         arguments of vLLM's AsyncEngineArgs, by name. log: path of the file that receives the output of vLLM's
         processes; "" for none.
 
@@ -101,6 +105,8 @@ class VllmEngine:
         self._checks = RequestChecks(
             model, self._process.context, self._process.vocab_size, seed, routes=routes is not None
         )
+        several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
+        self._logprobs = LogprobTaker(self._process, logprobs, several)
         self._updates = WeightUpdates(self._process, model, receiver, tp)
         self._tp = tp
         self._version = version
@@ -145,6 +151,20 @@ class VllmEngine:
         return self._updates.way
 
     @property
+    def logprob_way(self) -> str:
+        """Way in which log-probs come from the workers: `arrays`, or `vllm` and the reason, see `rollout.logprobs`."""
+        return self._logprobs.way
+
+    async def change_logprobs(self, way: LogprobWay) -> None:
+        """Take log-probs in another way from now on. For benchmarks; no request may be running."""
+        await self._logprobs.change(way)
+
+    @property
+    def process(self) -> VllmProcess:
+        """vLLM's processes, for benchmarks that compare with bare requests."""
+        return self._process
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of vLLM's engine process and its workers."""
         return self._process.pids
@@ -178,12 +198,13 @@ class VllmEngine:
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         prompt = self._checks.prompt(request_id, prompt_ids, params)
-        sampling = self._checks.sampling(request_id, params)
         request = self._in_flight[request_id] = RunningRequest(request_id, params.n)
         try:
             await request.admitted(self._flowing)
             self._expect_usable(f"request {request_id!r}")
             if request.submitted:
+                kept = await self._logprobs.keeps()
+                sampling = self._checks.sampling(request_id, params, with_logprobs=not kept)
                 completions = await self._samples(request, prompt, sampling, params.routes_from)
             else:
                 completions = [Completion.empty() for _ in range(params.n)]
@@ -223,7 +244,7 @@ class VllmEngine:
     ) -> Completion:
         versions = self._process.versions
         versions.open(sample_id)
-        final = None
+        final, taken = None, params.logprobs is not None  # vLLM itself returns log-probs that it was asked for
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.
             if not request.aborted.is_set():
@@ -231,12 +252,16 @@ class VllmEngine:
                     final = output.outputs[0]
             if final is None:
                 return Completion.empty()
-            routes = None
+            logprobs, routes = None, None
+            if not taken:
+                taken, logprobs = True, await self._logprobs.take(sample_id, len(final.token_ids))
             if self._routes is not None:
                 routes = reported_routes(final, len(prompt) - routes_from, self._routes, request.id)
-            return completion(final, versions.of(sample_id, len(final.token_ids)), request.id, routes)
+            return completion(final, logprobs, versions.of(sample_id, len(final.token_ids)), request.id, routes)
         finally:
             versions.close(sample_id)
+            if not taken:
+                self._logprobs.forget(sample_id)
 
     async def abort(self, request_id: str) -> None:
         if (request := self._in_flight.get(request_id)) is not None:
@@ -470,6 +495,7 @@ class VllmEngine:
             except TimeoutError:
                 pass  # these requests raise an error when the process ends
         self._flowing.set()
+        await self._logprobs.close()
         await self._process.end()
         await self._updates.close()
 

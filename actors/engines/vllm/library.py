@@ -61,6 +61,7 @@ __all__ = [
     "on_cpu",
     "set_current_vllm_config",
     "take_what_is_free",
+    "token_logprobs",
 ]
 
 MIN_TEMPERATURE = 0.01
@@ -104,6 +105,14 @@ def take_what_is_free() -> None:
 
     module: Any = gpu_worker
     module.request_memory = _lowering(module.request_memory)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-prob of one token of each row of `logits` (`[N, V]`), float32 `[N]`, computed by the kernel that
+    vLLM's second model runner computes its own with. tokens: int64 `[N]`. Needs a GPU."""
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs  # needs Triton, which few CPU machines have
+
+    return compute_token_logprobs(logits, tokens[:, None])[:, 0]
 
 
 def _lowering(request_memory: Any) -> Any:

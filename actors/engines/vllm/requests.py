@@ -66,9 +66,12 @@ class RequestChecks:
             )
         return prompt.tolist()
 
-    def sampling(self, request_id: str, params: SamplingParams) -> list[library.SamplingParams]:
+    def sampling(self, request_id: str, params: SamplingParams, *, with_logprobs: bool) -> list[library.SamplingParams]:
         """Return vLLM's sampling parameters for each sample. Seeds come from `row_keys`, as in the `hf` engine, so that
-        a sample does not depend on which other requests run, except in the last bits of floating point."""
+        a sample does not depend on which other requests run, except in the last bits of floating point.
+
+        with_logprobs: whether vLLM itself returns log-probs.
+        """
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         wanted: dict[str, Any] = {"routed_experts_prompt_start": params.routes_from} if self._routes else {}
         return [
@@ -81,8 +84,8 @@ class RequestChecks:
                 stop_token_ids=sorted({*self._stop_ids, *params.stop_token_ids}),
                 ignore_eos=True,  # vLLM knows only the tokenizer's; the model's own are in stop_token_ids
                 max_tokens=params.max_new_tokens,
-                logprobs=0,
-                flat_logprobs=True,
+                logprobs=0 if with_logprobs else None,
+                flat_logprobs=with_logprobs,
                 detokenize=bool(params.stop),
                 output_kind=library.RequestOutputKind.FINAL_ONLY,
                 **wanted,
@@ -91,16 +94,24 @@ class RequestChecks:
         ]
 
 
-def completion(output: Any, versions: np.ndarray, request_id: str, routes: np.ndarray | None = None) -> Completion:
-    """Convert vLLM's final output of one sample into a Completion. versions: weight version of each token, int32 `[T]`.
-    routes: the sample's routes, see `reported_routes`.
+def completion(
+    output: Any,
+    logprobs: np.ndarray | None,
+    versions: np.ndarray,
+    request_id: str,
+    routes: np.ndarray | None = None,
+) -> Completion:
+    """Convert vLLM's final output of one sample into a Completion. logprobs: log-prob of each token, float32 `[T]`;
+    None if they are in the output. versions: weight version of each token, int32 `[T]`. routes: the sample's routes,
+    see `reported_routes`.
 
     Raises RuntimeError when vLLM ended the sample with an error, and FloatingPointError when log-probs are not finite.
     """
     if output.finish_reason not in _REASONS:
         raise RuntimeError(f"request {request_id!r}: vLLM ended it with {output.finish_reason!r}")
     tokens = np.array(output.token_ids, dtype=np.int32)
-    logprobs = np.array(output.logprobs.logprobs if len(tokens) else [], dtype=np.float32)
+    if logprobs is None:
+        logprobs = np.array(output.logprobs.logprobs if len(tokens) else [], dtype=np.float32)
     assert len(logprobs) == len(tokens) == len(versions), (len(logprobs), len(tokens), len(versions))
     if not np.isfinite(logprobs).all():
         raise FloatingPointError(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ....codecs import messages
@@ -29,6 +30,7 @@ from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, 
 from . import library
 from .links import Order, WorkerLink
 from .loading import ModelLoader
+from .logprobs import SampledLogprobs
 from .names import WeightNames
 from .wire import BACKEND, LoadReport, PrepareState
 
@@ -231,6 +233,23 @@ class WeightWorker:
     msgpack."""
 
     weight_transfer_engine: Any
+    model_runner: Any
+    parallel_config: Any
+
+    def headrace_keep_logprobs(self, keep: bool) -> None:
+        """Keep the log-probs of all tokens that are sampled from now on, or no longer. All tensor-parallel workers
+        sample the same tokens, so only the first keeps anything."""
+        kept: SampledLogprobs | None = vars(self).pop("headrace_logprobs", None)
+        if kept is not None:
+            kept.close()
+        if keep and self.parallel_config.rank == 0:
+            self.headrace_logprobs = SampledLogprobs(self.model_runner)
+
+    def headrace_take_logprobs(self, ids: list[str], lengths: list[int]) -> bytes:
+        """Return the log-probs of the first `lengths` tokens of requests, and forget these requests. A worker that
+        keeps none returns none."""
+        kept: SampledLogprobs | None = vars(self).get("headrace_logprobs")
+        return messages.encode(np.zeros(0, np.float32) if kept is None else kept.take(ids, lengths))
 
     def headrace_drop(self, version: int) -> None:
         """Forget a prepared version in this worker, or stop receiving it."""

@@ -146,13 +146,14 @@ def test_too_little_host_memory(backend: TrainBackend, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
+        pytest.param(1, ALONE[1:], id="one rank of megatron, which has groups"),
         pytest.param(2, TWO, id="two ranks"),
         pytest.param(2, MORE_OF_TWO, id="more meshes of two ranks", marks=pytest.mark.slow),
         pytest.param(4, FOUR, id="four ranks", marks=pytest.mark.slow),
     ],
 )
 def test_meshes(ranks: int, cases: tuple[OffloadCase, ...], folder: Path, tmp_path: Path) -> None:
-    for found in run_with_groups(run_cases, ranks, tmp_path, cases, folder):
+    for found in run_with_groups(run_cases, ranks, tmp_path, cases, folder, single_rank_groups=True):
         for result in found:
             assert_bit_equal(result)
 

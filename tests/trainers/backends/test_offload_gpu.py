@@ -128,7 +128,9 @@ def kind(case: OffloadCase) -> Any:
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [kind(case) for case in CASES])
 def test_a_gpu_is_given_back_and_taken_again(case: OffloadCase, folder: Path, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_with_groups(on_gpu, case.topology.world, tmp_path, case, folder)):
+    groups = case.backend == "megatron"
+    ranks = run_with_groups(on_gpu, case.topology.world, tmp_path, case, folder, single_rank_groups=groups)
+    for rank, found in enumerate(ranks):
         assert_bit_equal(found)
         cycles = found["cycles"]
         for number, one in enumerate(cycles):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -89,7 +90,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("rollout.vllm={block_size: 16}", "with rollout.engine='hf', expected {}, because it has an effect only with"),
         ("rollout.engine=scriptd", "expected one of hf, vllm, scripted (did you mean scripted?)"),
         ("rollout.environment=multi", "got 'multi', expected one of single_turn, tool_use"),
-        ("trainer.recompute=some", "trainer.recompute: got 'some', expected one of none, full"),
+        ("trainer.recompute=some", "trainer.recompute: got 'some', expected one of none, selective, full"),
         ("algorithm.prev_logprobs=old", "algorithm.prev_logprobs: got 'old', expected one of rollout, recompute"),
         ("trainer.lr=.inf", "trainer.lr: got inf, expected a finite number"),
         ("trainer.lr=0", "trainer.lr: got 0, expected a number > 0"),
@@ -128,7 +129,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.distributed_optimizer=false", "trainer.distributed_optimizer: got false with trainer.backend='fsdp'"),
         ("trainer.offload=true", "trainer.offload: got true with one train worker, expected false"),
         ("trainer.fetch=all", "trainer.fetch: got 'all', expected one of auto, leader, independent"),
-        ("trainer.packing=tight", "trainer.packing: got 'tight', expected one of none, packed, dynamic"),
+        ("trainer.packing=tight", "trainer.packing: got 'tight', expected one of auto, none, packed, dynamic"),
         ("rollout.top_k=5", "algorithm.prev_logprobs: got 'rollout'"),
         ("trainer.lr", "override 'trainer.lr': expected key.sub=value"),
         (".lr=2", "override '.lr=2': expected key.sub=value"),
@@ -250,7 +251,7 @@ def test_a_mesh_of_megatron(tmp_path: Path) -> None:
     assert found.startswith("trainer.sequence_parallel: got true with trainer.tp=1, expected false")
     [found] = file_problems(tmp_path, "trainer: {backend: megatron, ep: 2}")
     assert found.startswith("trainer.ep: got 2, expected a divisor of trainer.dp x tp x cp = 1")
-    [found] = file_problems(tmp_path, "trainer: {backend: megatron, cp: 2}")
+    [found] = file_problems(tmp_path, "trainer: {backend: megatron, cp: 2, packing: none}")
     assert found.startswith("trainer.packing: got 'none' with trainer.cp=2, expected 'packed'")
     small = "trainer: {backend: megatron, tp: 2, cp: 2, packing: packed, tokens_per_microbatch: 765}"
     [found] = file_problems(tmp_path, small, "rollout.max_new_tokens=250")
@@ -292,3 +293,16 @@ def test_turns_in_memory_are_refused_where_both_sides_are_busy(sections: dict, w
     always = {"resources": {"switch_roles": "always"}}
     assert words in only_problem({**sections, **always})
     build_config({**sections, "resources": {"switch_roles": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("decode_context_parallel_size", 2), ("kv_transfer_config", {"kv_connector": "x"}), ("enable_eplb", True)],
+)
+def test_vllm_arguments_without_routes_are_refused_with_router_replay(name: str, value: Any) -> None:
+    data = {"rollout": {"engine": "vllm", "vllm": {name: value}}, "router_replay": {"enabled": True}}
+    assert only_problem(data) == (
+        f"rollout.vllm.{name}: got {value!r} with router_replay.enabled=true, expected it unset, because vLLM reports "
+        "no experts with it"
+    )
+    build_config({**data, "router_replay": {"enabled": False}})

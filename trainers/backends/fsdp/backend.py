@@ -18,8 +18,9 @@ from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
+from ..layers import compile_layers, recompute_layers
 from ..loss_inputs import loss_inputs
-from ..model_split import check_split
+from ..model_split import check_split, resolved_packing
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
 from ..residence import Residence
 from ..router_replay.replay import RouterReplay, require_replay, route_spec
@@ -28,7 +29,7 @@ from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
 from ..weight_stream import stream_weights
-from .causal_lm import CausalLM, recompute_layers
+from .causal_lm import CausalLM
 from .half_parameters import half_parameters
 from .loading import WeightSource, fill, open_source
 from .output_checks import check_head, check_packing
@@ -54,13 +55,13 @@ class FsdpBackend:
         self._rank, self._world = rank, world
         self._place = config.topology.place(rank)
         self._half = config.trainer.mixed_precision
-        self._packed = config.trainer.packing == "packed"
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         self._mesh = build_mesh(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.model)
+        self._packed = False
         policy = self._build(source)
         if config.trainer.head == "selected":
             check_head(policy.model)
@@ -75,11 +76,12 @@ class FsdpBackend:
             reference = self._build(source).requires_grad_(False)
             host = config.trainer.offload or self._device.type == "cuda"
             self._reference = self._spread(reference, source, offload=host)
-        if config.trainer.recompute == "full":
-            recompute_layers(policy.layers())
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
         if self._packed:
             check_packing(self._policy, self._device, self._precision(self._policy), half=self._half)
+        if config.trainer.compile:
+            compile_layers(self._policy.layers())
+        recompute_layers(self._policy.layers(), config.trainer.recompute)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)
@@ -273,6 +275,8 @@ class FsdpBackend:
         """Build the whole model on the meta device, where its weights have no values and need no memory."""
         model = source.empty_model(torch.float32)
         check_split(self._config.trainer, model.config)
+        packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
+        self._packed = packing == "packed"
         if self._packed and self._half and self._device.type == "cuda":
             from .varlen_attention import use_varlen_attention  # its kernels need a GPU and half precision
 

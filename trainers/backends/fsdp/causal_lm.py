@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ..config import Head
 from ..row_layout import RowLayout
@@ -44,7 +41,9 @@ class CausalLM(nn.Module):
             places = {"position_ids": layout.position_ids, "row_ends": layout.ends, "longest_row": layout.longest}
         if self._selected:
             hidden = self.model.base_model(input_ids=layout.input_ids, use_cache=False, **places).last_hidden_state
-            head = self.model.get_output_embeddings()
+            layer = self.model.get_output_embeddings()
+            plain = layer.bias is None and isinstance(self.vocab, int)
+            head = layer.weight if plain else layer
         else:
             hidden = self.model(input_ids=layout.input_ids, use_cache=False, **places).logits
             head = nn.Identity()
@@ -59,14 +58,3 @@ class CausalLM(nn.Module):
         if not found:
             raise ValueError(f"model.path: {type(self.model).__name__} does not name its layers, cannot be sharded")
         return found
-
-
-def recompute_layers(layers: Sequence[nn.Module]) -> None:
-    """Make each layer keep only its input for backward, which then computes the layer again (arXiv:1604.06174).
-
-    The method is that of Chen et al. 2016. The wrapper is inside FSDP's hooks, so a layer's parameters are gathered
-    once for both its second forward pass and its backward pass. HF's own option works in training mode only, which
-    would also turn dropout on.
-    """
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from ....codecs.gather import exclusive_cumsum
+from ..row_layout import to_device
 
 _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
 
@@ -84,10 +85,10 @@ def _reach(
     device: torch.device,
 ) -> Reach:  # fmt: skip
     def tensor(values: np.ndarray | None) -> torch.Tensor | None:
-        return None if values is None else torch.from_numpy(values).to(device)
+        return None if values is None else to_device(torch.from_numpy(values), device)
 
     def ends(sizes: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
+        return to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)), device)
 
     return Reach(
         *(tensor(queries), tensor(keys)),
@@ -109,7 +110,8 @@ class PackedAttention(nn.Module):
         self._group: dist.ProcessGroup = pg_collection.cp
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
-    def forward(
+    @torch.compiler.disable  # the lengths of rows vary; a compiled layer calls the kernel as it is
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # what the decorator returns has no signature
         self,
         query: torch.Tensor,
         key: torch.Tensor,

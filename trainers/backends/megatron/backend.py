@@ -18,7 +18,9 @@ from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
 from ..hf_source import HfSource
+from ..layers import compile_layers, recompute_layers
 from ..loss_inputs import loss_inputs
+from ..model_split import resolved_packing
 from ..residence import Residence
 from ..router_replay.replay import require_replay, route_spec
 from ..throughput import StepMeter
@@ -69,6 +71,8 @@ class MegatronBackend:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._source = HfSource(config.model)
         check_fits(config, self._source.config)
+        packing = resolved_packing(config.trainer, self._source.config, gpu=cuda)
+        self._packed = packing == "packed"
         self._entropy: Entropy = (
             "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
         )
@@ -89,7 +93,15 @@ class MegatronBackend:
         self._replay: PipelineReplay | None = None
         if config.router_replay.enabled:
             spec, topology = route_spec(model), self._topology
-            self._replay = PipelineReplay(config.router_replay, spec, self._policy, topology, self._mesh, self._device)
+            self._replay = PipelineReplay(
+                config.router_replay, spec, self._policy, topology, self._mesh, self._device,
+                kept_graph=config.trainer.recompute == "selective",
+            )  # fmt: skip
+        layers = list(self._policy.decoder.layers)
+        if config.trainer.compile:
+            compile_layers(layers)
+        if config.trainer.recompute == "selective":  # Megatron itself does `full`
+            recompute_layers(layers, "selective")
         self._model = wrap_model(config, self._policy)
         self._optimizer = build_optimizer(config, self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
@@ -317,10 +329,11 @@ class MegatronBackend:
         micro = next(micros, None)
         if micro is None:
             raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
-        packed = self._config.trainer.packing == "packed"
         routes, mark = (None, 0) if replay is None else (replay.read(micro.batch), replay.spec.mark)
         place = self._mesh.place
-        rows = pack_rows(micro, self._topology, place, self._device, packed=packed, routes=routes, missing_route=mark)
+        rows = pack_rows(
+            micro, self._topology, place, self._device, packed=self._packed, routes=routes, missing_route=mark
+        )
         return micro, rows
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:

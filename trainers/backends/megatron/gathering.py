@@ -86,6 +86,6 @@ class OwnPieces:
                 return box
             break
         entry = self._entries[weight.name]
-        tensors = [self._params[name] for name in entry.names]
-        self._rest = zip(entry.hf_names, boxes(entry, tensors, self._config, self._part), strict=True)
+        pieces = boxes(entry, self._params[entry.name], self._config, self._part)
+        self._rest = zip(entry.hf_names, pieces, strict=True)
         return next(box for name, box in self._rest if name == weight.name)

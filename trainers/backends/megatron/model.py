@@ -14,6 +14,7 @@ from ..hf_source import HfSource
 from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import rotary_frequencies, transformer_config
 from .attention import PackedAttention
+from .experts import GroupedExperts
 from .library import (
     GPTModel,
     TransformerBlockSubmodules,
@@ -86,13 +87,14 @@ class PolicyModel(GPTModel):
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
         weight = self.shared_embedding_or_output_weight() if self._is_tied_here() else self.output_layer.weight
         assert weight is not None, "the last stage has an output layer or shares the embedding"
-        weight = weight[: self._tokens]  # padding follows, which makes the ranks' parts equal
+        if len(weight) > self._tokens:
+            weight = weight[: self._tokens]  # padding follows, which makes the ranks' parts equal
 
         def head(states: torch.Tensor) -> torch.Tensor:
             return F.linear(states, weight)
 
-        states = hidden[:, 0][rows.source]
-        return token_logprobs(states, rows.targets, head, self._vocab, temperature=temperature, entropy=entropy)
+        states, layer = hidden[:, 0][rows.source], weight if isinstance(self._vocab, int) else head
+        return token_logprobs(states, rows.targets, layer, self._vocab, temperature=temperature, entropy=entropy)
 
     def _embed(self, ids: torch.Tensor | None) -> torch.Tensor:
         """Return the embeddings of the tokens. As in HF's embedding, no gradient reaches the vector of the padding
@@ -122,12 +124,12 @@ def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: tor
         for entry in entries_of(list(params), model.first_layer, tied=source.config.tie_word_embeddings):
             span = expert_range(source.config, mesh.part) if entry.is_expert else (None, None)
             tensors = [source.tensor(name, *span) for name in entry.hf_names]
-            for name, value in zip(entry.names, cut(entry, tensors, source.config, mesh.part), strict=True):
-                assert params[name].shape == value.shape, (name, params[name].shape, value.shape)
-                params[name].copy_(value)
-                # Megatron marks only parameters that it initialises itself. In the gradient's norm, parameters without
-                # the mark count on the first tensor-parallel rank only.
-                params[name].tensor_model_parallel = entry.split != "whole"  # type: ignore[attr-defined]
+            param, value = params[entry.name], cut(entry, tensors, source.config, mesh.part)
+            assert param.shape == value.shape, (entry.name, param.shape, value.shape)
+            param.copy_(value)
+            # Megatron marks only parameters that it initialises itself. In the gradient's norm, parameters without the
+            # mark count on the first tensor-parallel rank only.
+            param.tensor_model_parallel = entry.split != "whole"  # type: ignore[attr-defined]
     return model.to(device)
 
 
@@ -140,6 +142,8 @@ def _layers(settings: TransformerConfig, model: Any, first: int, stages: int) ->
         )
         inner: Any = spec.submodules
         inner.input_layernorm = inner.pre_mlp_layernorm = RMSNorm
+        if experts:
+            inner.mlp.submodules.experts = GroupedExperts
         attention = inner.self_attention.submodules
         attention.core_attention = PackedAttention
         if settings.qk_layernorm:

@@ -38,8 +38,14 @@ class PipelineReplay(RouterReplay):
         topology: Topology,
         mesh: Mesh,
         device: torch.device,
+        *,
+        kept_graph: bool = False,
     ) -> None:
         """Connect the routers of this rank's stage, and leave them to their own choices.
+
+        kept_graph: true if layers are computed again by torch's own checkpoints, whose first pass keeps a graph.
+        Megatron's run the first pass of a layer without one, which tells them apart from layers that are not computed
+        again.
 
         A stage without layers with experts gets no routes, and its passes need none.
 
@@ -52,6 +58,7 @@ class PipelineReplay(RouterReplay):
         super().__init__(config, spec, stage, device)
         self._tensor_rank, self._tensor_ranks = mesh.place.tp, mesh.tp.size() if model.config.sequence_parallel else 1
         self._queues = [deque[torch.Tensor]() for _ in routers]
+        self._kept_graph = kept_graph
         self._queueing = False
         """True during the forward pass of a microbatch that will have a backward pass."""
         for index, router in enumerate(routers):
@@ -92,12 +99,13 @@ class PipelineReplay(RouterReplay):
         with super()._installed(routes):
             yield
 
+    @torch.compiler.disable
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts to use, as `RouterReplay.choose`; in a recomputed layer those of its forward pass."""
         if self._routes is None and self._queues[layer]:
             return self._queues[layer].popleft()
         index = super().choose(layer, own)
-        if self._queueing and not torch.is_grad_enabled():  # so Megatron runs layers that it will compute again
+        if self._queueing and (self._kept_graph or not torch.is_grad_enabled()):
             self._queues[layer].append(index)
         return index
 

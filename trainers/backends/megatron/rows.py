@@ -17,6 +17,7 @@ from ....codecs.context_slices import chunks
 from ....codecs.gather import exclusive_cumsum
 from ....codecs.integers import round_up
 from ....dataplane.topology import Place, Topology
+from ..row_layout import to_device
 from .attention import AttentionPlan, plan_attention, runs
 
 
@@ -102,16 +103,18 @@ def pack_rows(
         ids, wanted = _place_tokens(micro, sent, len(positions))
         counts = torch.bincount(wanted.row_ids, minlength=len(micro.lengths))
     return PackedRows(
-        input_ids=None if ids is None else ids[None].to(device),
-        positions=torch.from_numpy(positions).to(device),
+        input_ids=None if ids is None else to_device(ids[None], device),
+        positions=to_device(torch.from_numpy(positions), device),
         attention=attention,
-        source=wanted.source.to(device),
-        targets=wanted.targets.to(device),
-        row_ids=wanted.row_ids.to(device),
+        source=to_device(wanted.source, device),
+        targets=to_device(wanted.targets, device),
+        row_ids=to_device(wanted.row_ids, device),
         row_tokens=counts,
         index=wanted.index,
-        whole_index=wanted.whole_index.to(device),
-        routes=None if routes is None else sent.place("routes", routes, len(positions), missing_route).to(device),
+        whole_index=to_device(wanted.whole_index, device),
+        routes=None
+        if routes is None
+        else to_device(sent.place("routes", routes, len(positions), missing_route), device),
     )
 
 

@@ -65,9 +65,9 @@ class TrainingState:
         Collective."""
         state: dict[str, torch.Tensor] = {STEPS: self._steps.clone()}
         for entry in self._entries:
-            wholes = [self._whole(self._params[name]) for name in entry.names]
+            whole = self._whole(self._params[entry.name])
             for kind in ("weight", *MOMENTS):
-                state |= self._boxed(entry, [whole[kind] for whole in wholes], kind)
+                state |= self._boxed(entry, whole[kind], kind)
             state |= {f"optimizer.{name}.step": self._steps.float() for name in entry.hf_names}
         if self._config.tie_word_embeddings:  # fsdp's state has both names
             embedding = state.get(_key(EMBEDDING, "weight"))
@@ -79,9 +79,9 @@ class TrainingState:
         """Return zero tensors by name. A checkpoint is read into these tensors, which are then passed to `restore`."""
         state: dict[str, torch.Tensor] = {STEPS: torch.zeros_like(self._steps)}
         for entry in self._entries:
-            room = [torch.zeros_like(self._params[name], dtype=torch.float32) for name in entry.names]
+            room = torch.zeros_like(self._params[entry.name], dtype=torch.float32)
             for kind in ("weight", *MOMENTS):
-                state |= self._boxed(entry, [tensor.clone() for tensor in room], kind)
+                state |= self._boxed(entry, room.clone(), kind)
         return state
 
     @torch.no_grad()
@@ -93,8 +93,7 @@ class TrainingState:
             for kind in ("weight", *MOMENTS):
                 found = [state[_key(name, kind)] for name in entry.hf_names]
                 local = [value.to_local() if isinstance(value, DTensor) else value for value in found]
-                for name, value in zip(entry.names, unbox(entry, local, self._config, self._mesh.part), strict=True):
-                    self._set(self._params[name], kind, value)
+                self._set(self._params[entry.name], kind, unbox(entry, local, self._config, self._mesh.part))
         for part in self._optimizer.chained_optimizers:
             for state_of_param in part.optimizer.state.values():
                 state_of_param["step"].fill_(float(self._steps))
@@ -123,10 +122,10 @@ class TrainingState:
             dist.all_reduce(every, group=group)  # each element has its value on one rank and 0 on the others
         return {kind: row.view(param.shape) for kind, row in zip(kinds, every, strict=True)}
 
-    def _boxed(self, entry: Entry, tensors: list[torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    def _boxed(self, entry: Entry, tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
         dim = split_dim(entry, self._mesh.part)
         found: dict[str, torch.Tensor] = {}
-        for name, box in zip(entry.hf_names, boxes(entry, tensors, self._config, self._mesh.part), strict=True):
+        for name, box in zip(entry.hf_names, boxes(entry, tensor, self._config, self._mesh.part), strict=True):
             found[_key(name, kind)] = box.contiguous() if dim is None else self._spread(entry, box.contiguous(), dim)
         return found
 
@@ -153,7 +152,8 @@ def _shares(optimizer: ChainedOptimizer, params: list[torch.nn.Parameter]) -> di
         for group in adam.param_groups:
             for main in group["params"]:
                 adam.state[main] = {
-                    "step": torch.zeros((), dtype=torch.float32),
+                    # A fused kernel reads the number of steps on the device.
+                    "step": torch.zeros((), dtype=torch.float32, device=main.device if group["fused"] else None),
                     **{moment: torch.zeros_like(main) for moment in MOMENTS},
                 }
         if isinstance(part, DistributedOptimizer):

@@ -48,6 +48,8 @@ def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> Ch
     )
     optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
+    for group in optimizer.param_groups:  # without Apex Megatron takes torch's AdamW, in its plain form
+        group["fused"] = all(param.is_cuda for param in group["params"])
     return optimizer
 
 

@@ -31,10 +31,11 @@ expert_columns   `columns` for stacked experts, over the same ranks as `expert_g
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter, or the same parameter of every expert, and the HF tensors that contain its values."""
+    """One Megatron parameter, which may be that of all experts of the rank, and the HF tensors that contain its
+    values."""
 
-    names: tuple[str, ...]
-    """Names of the parameters in this rank's Megatron model."""
+    name: str
+    """Name of the parameter in this rank's Megatron model."""
     hf_names: tuple[str, ...]
     """Names of the corresponding tensors in the HF model."""
     split: Split
@@ -61,7 +62,6 @@ class Part:
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _IN_LAYER: dict[str, tuple[tuple[str, ...], Split]] = {
     "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
     "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), "whole"),
@@ -75,8 +75,8 @@ _IN_LAYER: dict[str, tuple[tuple[str, ...], Split]] = {
     "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "columns"),
     "mlp.router.weight": (("mlp.gate.weight",), "whole"),
-    "linear_fc1": (("mlp.experts.gate_up_proj",), "expert_gated"),
-    "linear_fc2": (("mlp.experts.down_proj",), "expert_columns"),
+    "mlp.experts.weight1": (("mlp.experts.gate_up_proj",), "expert_gated"),
+    "mlp.experts.weight2": (("mlp.experts.down_proj",), "expert_columns"),
 }
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -104,19 +104,12 @@ def split_of(hf_name: str) -> Split:
 
 
 def entries_of(names: Sequence[str], first_layer: int, *, tied: bool) -> list[Entry]:
-    """Group the parameters `names` of a pipeline stage into entries with their HF tensors, in a fixed order.
+    """Return an entry for each of the parameters `names` of a pipeline stage, with its HF tensors, in this order.
 
     `first_layer` is the index of the stage's first layer in the whole model. `tied` is true when the output layer
     shares the embedding's weights. Raises ValueError for a name without a HF counterpart.
     """
-    found: dict[tuple[str, ...], tuple[list[str], Split]] = {}
-    for name in names:
-        hf_names, split = _counterpart(name, first_layer, tied)
-        found.setdefault(hf_names, ([], split))[0].append(name)
-    return [
-        Entry(tuple(sorted(members, key=_expert_index)), hf_names, split)
-        for hf_names, (members, split) in found.items()
-    ]
+    return [Entry(name, *_counterpart(name, first_layer, tied)) for name in names]
 
 
 def _counterpart(name: str, first_layer: int, tied: bool) -> tuple[tuple[str, ...], Split]:
@@ -128,18 +121,11 @@ def _counterpart(name: str, first_layer: int, tied: bool) -> tuple[tuple[str, ..
         return (NORM,), "whole"
     layer = _LAYER.fullmatch(name)
     if layer is not None:
-        expert = _EXPERT.fullmatch(layer[2])
-        known = _IN_LAYER.get(expert[2] if expert else layer[2])
+        known = _IN_LAYER.get(layer[2])
         if known is not None:
             hf_names, split = known
             return tuple(f"model.layers.{int(layer[1]) + first_layer}.{hf}" for hf in hf_names), split
     raise ValueError(f"megatron weights: parameter {name!r} has no counterpart in a HF model")
-
-
-def _expert_index(name: str) -> int:
-    layer = _LAYER.fullmatch(name)
-    expert = _EXPERT.fullmatch(layer[2]) if layer else None
-    return int(expert[1]) if expert else 0
 
 
 def expert_range(config: Any, part: Part) -> tuple[int, int]:
@@ -160,51 +146,49 @@ def split_dim(entry: Entry, part: Part) -> int | None:
     return 1 if entry.split == "columns" else 0
 
 
-def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> Iterator[torch.Tensor]:
+def boxes(entry: Entry, tensor: torch.Tensor, config: Any, part: Part) -> Iterator[torch.Tensor]:
     """Turn the rank's part of an entry into boxes, which are rectangular parts of HF tensors. The inverse of `unbox`.
 
-    `tensors` has one tensor for each of the entry's `names`; one box is yielded for each of its `hf_names`. A box is
-    made when it is requested, and some are copies. Vocabulary boxes come without the padding. Gate and up matrices of
-    experts, which are one HF tensor, come as one box `[experts, 2, rows, columns]`.
+    `tensor` has the shape of the entry's parameter; one box is yielded for each of its `hf_names`. A box is made when
+    it is requested, and some are copies. Vocabulary boxes come without the padding. Gate and up matrices of experts,
+    which are one HF tensor, come as one box `[experts, 2, rows, columns]`.
     """
-    first = tensors[0]
     if entry.is_expert:
-        stack = torch.stack(list(tensors))
-        yield stack.unflatten(1, (2, -1)) if entry.split == "expert_gated" else stack
+        yield tensor.unflatten(1, (2, -1)) if entry.split == "expert_gated" else tensor
     elif entry.split == "vocabulary":
-        yield first[: _tokens(config, part)]
+        yield tensor[: _tokens(config, part)]
     elif entry.split == "gated":
-        yield from first.chunk(2)
+        yield from tensor.chunk(2)
     elif entry.split == "heads":
-        groups = first.unflatten(0, (config.num_key_value_heads // part.num_tp, -1))
+        groups = tensor.unflatten(0, (config.num_key_value_heads // part.num_tp, -1))
         queries = config.num_attention_heads // config.num_key_value_heads
         width = groups.shape[1] // (queries + 2)
         for piece in groups.split([queries * width, width, width], 1):
             yield piece.flatten(0, 1)
     else:
         assert entry.split in ("whole", "columns"), entry
-        yield first
+        yield tensor
 
 
-def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
-    """Turn boxes, which are parts of HF tensors, back into the rank's Megatron parameters. The inverse of `boxes`."""
+def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) -> torch.Tensor:
+    """Turn boxes, which are parts of HF tensors, back into the rank's Megatron parameter. The inverse of `boxes`."""
     first = parts[0]
     if entry.is_expert:
-        return list(first.flatten(1, 2) if entry.split == "expert_gated" else first)
+        return first.flatten(1, 2) if entry.split == "expert_gated" else first
     if entry.split == "vocabulary":
         missing = ceil_div(config.vocab_size, part.num_tp) - len(first)
-        return [torch.cat([first, first.new_zeros(missing, *first.shape[1:])])]
+        return torch.cat([first, first.new_zeros(missing, *first.shape[1:])])
     if entry.split == "gated":
-        return [torch.cat(list(parts))]
+        return torch.cat(list(parts))
     if entry.split == "heads":
         num = config.num_key_value_heads // part.num_tp
-        return [torch.cat([piece.unflatten(0, (num, -1)) for piece in parts], 1).flatten(0, 1)]
+        return torch.cat([piece.unflatten(0, (num, -1)) for piece in parts], 1).flatten(0, 1)
     assert entry.split in ("whole", "columns"), entry
-    return [first]
+    return first
 
 
-def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
-    """Cut the rank's part of an entry from whole HF tensors. Returns one tensor for each of the entry's `names`.
+def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> torch.Tensor:
+    """Cut the rank's part of an entry, the values of its parameter, from whole HF tensors.
 
     `tensors` are in the order of the entry's `hf_names`. Stacked experts must contain only the rank's own
     (`expert_range`).

@@ -73,6 +73,7 @@ def backend(folder: Path) -> Iterator[MegatronBackend]:
         Case("unpacked", "tied", ONE, {"packing": "none"}),
         Case("recompute", "untied", ONE, {"recompute": "full", "distributed_optimizer": False}),
         Case("experts", "experts", ONE, {"packing": "dynamic"}),
+        Case("selective", "experts", ONE, {"recompute": "selective"}),
     ],
     ids=lambda case: case.name,
 )

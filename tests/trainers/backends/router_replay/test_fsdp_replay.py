@@ -136,10 +136,25 @@ def test_own_routes_change_nothing_and_missing_ones_not_a_bit(model: str, plain:
 def test_recomputing_changes_no_bit_and_chunks_do_not_matter(model: str) -> None:
     rows, spec = random_rows(3, 8), spec_of(model)
     routes = random_routes(rows, spec)
-    kept, again = (gradients(build(model, recompute=how), chunks(rows, routes, model)) for how in ("none", "full"))
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    kept, again, partly = (
+        gradients(build(model, recompute=how), chunks(rows, routes, model)) for how in ("none", "full", "selective")
+    )
+    assert all(torch.equal(kept[name], again[name]) and torch.equal(kept[name], partly[name]) for name in kept)
     single = gradients(build(model), [routed([row], [own], spec) for row, own in zip(rows, routes, strict=True)])
     assert torch.linalg.norm(flat(single) - flat(kept)) <= 1e-6 * torch.linalg.norm(flat(kept))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks for it itself
+def test_compiled_layers_replay_each_pass_with_its_own_routes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="aot_eager"))  # C++ takes a minute
+    rows, spec = random_rows(3, 8), spec_of(model)
+    plain, compiled = build(model, packing="packed"), build(model, packing="packed", compile=True)
+    for seed in (1, 2):
+        micros = chunks(rows, random_routes(rows, spec, seed), model)
+        wanted, got = flat(gradients(plain, micros)), flat(gradients(compiled, micros))
+        assert torch.linalg.norm(got - wanted) <= 1e-5 * torch.linalg.norm(wanted)
+    torch._dynamo.reset()
 
 
 def test_only_tokens_with_a_route_differ(model: str, plain: FsdpBackend) -> None:

@@ -1,0 +1,285 @@
+"""Brings the log-probs of sampled tokens from a vLLM worker to the engine as one array per sample.
+
+vLLM's own way sends three small arrays for each token of each request through its scheduler, its message queue and its
+output loop, which takes as much processor time as all the rest of a token. Here the worker keeps the log-prob of every
+token that it samples, and the engine takes those of a finished sample with one call, which it makes for several samples
+at once. The values are the same bits, because the same kernels compute them.
+
+    worker    sampler -> log-probs of the step's tokens -> copied to the host without waiting -> one array per request
+    engine    sample has ended -> `headrace_take_logprobs(ids, lengths)` -> its array
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import LogprobWay
+from ..protocol import EngineDied
+from . import library
+from .process import VllmProcess
+
+_log = logging.getLogger(__name__)
+
+Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Function that maps the number of tokens that each request had before a step's token (int64 `[N]`) to the token's
+place in its response (int64 `[N]`), and to whether it belongs to the response at all (bool `[N]`), which it does not if
+the step ended within the prompt."""
+Keep = Callable[[Sequence[str | None], "np.ndarray | torch.Tensor", Locate, torch.Tensor], None]
+"""Function that takes the tokens of a step: vLLM's id of each of N requests, the number of tokens that each had before,
+a function for their places, and the log-prob of each new token, float32 `[N]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Log-probs of the tokens of one step, which may still be on their way to the host."""
+
+    rows: tuple[array[float] | None, ...]
+    """Array of each request; None for a request that is not known."""
+    before: np.ndarray | torch.Tensor
+    """Number of tokens that each request had before, int64 `[N]` on the host."""
+    locate: Locate
+    values: torch.Tensor
+    """Log-prob of each token, float32 `[N]` on the host."""
+    arrived: Any
+    """CUDA event after the copies to the host; None on a CPU, where nothing is copied."""
+
+
+class SampledLogprobs:
+    """Keeps the log-probs of the tokens that one worker samples until they are taken."""
+
+    def __init__(self, runner: Any) -> None:
+        """Have vLLM's model runner `runner` hand over the log-probs of its tokens from now on. Raises ValueError if the
+        runner is of a kind that is not known here."""
+        self._rows: dict[str, array[float]] = {}
+        """vLLM's id of a request -> log-probs of its tokens so far."""
+        self._ids: dict[str, str] = {}
+        """Id with which a request was submitted -> vLLM's id, which is that and eight characters more."""
+        self._steps: deque[_Step] = deque()
+        self._release = _tap(runner, self._keep)
+
+    def close(self) -> None:
+        """Leave the model runner as it was, and forget everything."""
+        self._release()
+        self._rows.clear()
+        self._ids.clear()
+        self._steps.clear()
+
+    def take(self, ids: Sequence[str], lengths: Sequence[int]) -> np.ndarray:
+        """Return the log-probs of the first `lengths` tokens of each request, one request after the other, float32
+        `[sum of lengths]`, and forget the requests.
+
+        ids: those with which the requests were submitted. An unknown request has no tokens. Raises ValueError if a
+        request has fewer tokens.
+        """
+        self._store(wait=False)
+        rows = [self._rows.pop(self._ids.pop(name, ""), None) for name in ids]
+        if any(length > (0 if row is None else len(row)) for row, length in zip(rows, lengths, strict=True)):
+            self._store(wait=True)  # rarely: what the engine has seen was copied before
+        found = [np.zeros(0, np.float32)]
+        for name, row, length in zip(ids, rows, lengths, strict=True):
+            values = np.array(() if row is None else row, np.float32)[:length]
+            if len(values) < length:
+                raise ValueError(f"log-probs of {name!r}: the worker has {len(values)} of {length} tokens")
+            found.append(values)
+        return np.concatenate(found)
+
+    def _keep(
+        self, ids: Sequence[str | None], before: np.ndarray | torch.Tensor, locate: Locate, values: torch.Tensor
+    ) -> None:
+        self._store(wait=False)
+        arrived, rows = None, tuple(map(self._row, ids))
+        if values.is_cuda:
+            # Into pinned memory, so that the host does not wait.
+            values = values.to("cpu", non_blocking=True)
+            before = before.to("cpu", non_blocking=True) if isinstance(before, torch.Tensor) else before
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._steps.append(_Step(rows, before, locate, values, arrived))
+
+    def _row(self, request: str | None) -> array[float] | None:
+        if request is None:
+            return None
+        row = self._rows.get(request)
+        if row is None:
+            name, row = request.rpartition("-")[0], array("f")
+            self._rows.pop(self._ids.get(name, ""), None)  # an id that is used again belongs to the newer request
+            self._ids[name], self._rows[request] = request, row
+        return row
+
+    def _store(self, *, wait: bool) -> None:
+        """Write the log-probs that have arrived on the host into the arrays of their requests; with `wait`, all."""
+        while self._steps:
+            step = self._steps[0]
+            if step.arrived is not None:
+                if not wait and not step.arrived.query():
+                    return
+                step.arrived.synchronize()
+            self._steps.popleft()
+            places, ours = step.locate(np.asarray(step.before))
+            for row, place, own, value in zip(
+                step.rows, places.tolist(), ours.tolist(), step.values.tolist(), strict=True
+            ):
+                if row is None or not own:
+                    continue
+                if place > len(row):  # tokens of the time before this object; nobody may take their log-probs
+                    row.extend([math.nan] * (place - len(row)))
+                # A request whose newest token was dropped while it waited samples that token again.
+                del row[place:]
+                row.append(value)
+
+
+def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
+    """Have a model runner call `keep` for the tokens of each step. Returns the function that undoes it."""
+    if hasattr(runner, "input_batch") and hasattr(runner, "discard_request_mask"):
+        return _tap_first(runner, keep)
+    if hasattr(runner, "req_states") and hasattr(runner, "sample"):
+        return _tap_second(runner, keep)
+    raise ValueError(f"log-probs: vLLM's {type(runner).__name__} is of no kind that is known here")
+
+
+def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
+    """Tap vLLM's first model runner, whose sampler returns log-probs of all tokens of the vocabulary."""
+    sampler = runner.sampler
+    inner = sampler.sample
+
+    def sample(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        tokens, every = inner(logits, metadata, *args, **kwargs)
+        batch = runner.input_batch
+        if metadata is not batch.sampling_metadata:  # vLLM tries out its sampler with made-up requests
+            return tokens, every
+        scores = sampler.compute_logprobs(logits) if every is None else every  # None if all requests are greedy
+        count = batch.num_reqs
+        before, prompts = (
+            counts[:count].astype(np.int64) for counts in (batch.num_tokens_no_spec, batch.num_prompt_tokens)
+        )
+        ours = ~runner.discard_request_mask.np[:count]
+        values = scores.gather(-1, tokens.long()[:, None])[:, 0]
+        keep(tuple(batch.req_ids[:count]), before, lambda before: (before - prompts, ours), values)
+        return tokens, every
+
+    sampler.sample = sample
+    return lambda: delattr(sampler, "sample")  # the class's own method is found again
+
+
+def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:
+    """Tap vLLM's second model runner, whose sampler returns logits, and which knows the places of tokens on the GPU
+    only."""
+    sampler, states = runner.sampler, runner.req_states
+    whole, inner = runner.sample, sampler.sample
+    batches: list[Any] = []
+
+    def sample_batch(hidden: torch.Tensor, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append(batch)
+        try:
+            return whole(hidden, batch, *args, **kwargs)
+        finally:
+            batches.clear()
+
+    def sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, logits = inner(*args, **kwargs)
+        if not batches:  # vLLM tries out its sampler with made-up requests
+            return tokens, logits
+        batch = batches[0]
+        index = batch.idx_mapping_np
+        prompts, known = (counts.np[index].astype(np.int64) for counts in (states.prompt_len, states.prefill_len))
+        ids = tuple(states.index_to_req_id.get(number) for number in index.tolist())
+        values = library.token_logprobs(logits, tokens.long().view(-1))
+        keep(ids, batch.seq_lens[: len(index)].long(), lambda before: (before - prompts, before >= known), values)
+        return tokens, logits
+
+    runner.sample, sampler.sample = sample_batch, sample
+
+    def release() -> None:
+        del runner.sample, sampler.sample
+
+    return release
+
+
+class LogprobTaker:
+    """Takes the log-probs of finished samples from the first worker of an engine. Calls that are made at the same time
+    share one call of the worker."""
+
+    def __init__(self, process: VllmProcess, way: LogprobWay, hindrance: str) -> None:
+        """Take log-probs in this way, or in vLLM's own if there is a `hindrance` to others ("" if not)."""
+        self._process = process
+        self._way: LogprobWay = "vllm" if hindrance else way
+        self._hindrance = hindrance
+        self._start: asyncio.Task[None] | None = None
+        self._wanted: dict[str, tuple[int, asyncio.Future[np.ndarray] | None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def way(self) -> str:
+        """Way in which log-probs come: `arrays`, or `vllm`, which may be followed by the reason. It is final once a
+        request has been answered."""
+        return f"vllm: {self._hindrance}" if self._hindrance else self._way
+
+    async def keeps(self) -> bool:
+        """Return whether the worker keeps the log-probs of samples that are submitted now, which `take` then returns.
+        Otherwise requests must ask vLLM for them. The first call has the worker begin."""
+        if self._start is None:
+            self._start = asyncio.create_task(self._begin())
+        await asyncio.shield(self._start)
+        return self._way != "vllm"
+
+    async def change(self, way: LogprobWay) -> None:
+        """Take log-probs in another way from now on, for benchmarks. No request may be running."""
+        self._way, self._hindrance = way, ""
+        self._start = asyncio.create_task(self._begin())
+        await asyncio.shield(self._start)
+
+    async def _begin(self) -> None:
+        try:
+            await self._process.call("headrace_keep_logprobs", self._way != "vllm")
+        except RuntimeError as error:
+            if self._way != "auto" or isinstance(error, EngineDied):
+                raise
+            self._way, self._hindrance = "vllm", str(error)
+            _log.warning("log-probs come in vLLM's own way, which is slower: %s", error)
+
+    async def take(self, sample_id: str, num_tokens: int) -> np.ndarray:
+        """Return the log-probs of the first `num_tokens` tokens of a sample, float32 `[num_tokens]`. Raises EngineDied
+        if a process of vLLM has died, and RuntimeError if the worker does not have them."""
+        future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+        self._ask(sample_id, num_tokens, future)
+        return await future
+
+    def forget(self, sample_id: str) -> None:
+        """Have the worker forget a sample whose log-probs are not wanted."""
+        self._ask(sample_id, 0, None)
+
+    def _ask(self, sample_id: str, num_tokens: int, future: asyncio.Future[np.ndarray] | None) -> None:
+        self._wanted[sample_id] = (num_tokens, future)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._take_all())
+
+    async def _take_all(self) -> None:
+        """Take what is wanted until nothing is. Errors reach the calls that wait; `forget` needs no answer."""
+        while self._wanted:
+            wanted, self._wanted = self._wanted, {}
+            lengths = [length for length, _ in wanted.values()]
+            try:
+                found = await self._process.call("headrace_take_logprobs", list(wanted), lengths, returns=np.ndarray)
+            except Exception as error:
+                for _, future in wanted.values():
+                    if future is not None and not future.done():
+                        future.set_exception(error)
+                continue
+            parts = np.split(found[0], np.cumsum(lengths[:-1]))
+            for (_, future), part in zip(wanted.values(), parts, strict=True):
+                if future is not None and not future.done():
+                    future.set_result(part)
+
+    async def close(self) -> None:
+        """Wait for the calls in progress. Idempotent."""
+        await asyncio.gather(*(task for task in (self._start, self._task) if task is not None), return_exceptions=True)

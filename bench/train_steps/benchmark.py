@@ -1,0 +1,186 @@
+"""`headrace bench gpu --work train-*` times train steps alone, and says which kernels their time goes to.
+
+A backend of the library trains on made-up packed rows with random weights, in processes of its own, one for each rank.
+Before that, a step of a small model is compared with float32 on the CPU; after it, plain torch makes the same step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.multiprocessing.spawn import spawn
+
+from ...trainers.config.load import load_config
+from ...trainers.errors import UserError
+from ..conditions import conditions
+from ..gpu.model_folder import FolderTask, make_folder
+from ..gpu.shapes import SHAPES
+from ..gpu.works import EXAMPLES, TRAIN_WORKS
+from ..transfer.results import write_records, write_summary
+from .rank import TrainFigures, TrainTask, read_figures, run_rank
+
+EXACT, HALF = 2e-3, 6e-2
+"""Largest relative difference of the gradient to float32 on the CPU, when computed in float32 and in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """Options of `headrace bench gpu` for the works `train-*`."""
+
+    out: Path
+    """Folder for the results."""
+    work: str
+    """Name of the work, a key of `works.TRAIN_WORKS`."""
+    backend: str = "fsdp"
+    """Train backend, `fsdp` or `megatron`."""
+    steps: int | None = None
+    """Number of steps; None means the work's own."""
+    layers: int | None = None
+    """Number of layers; None means the work's own."""
+    tokens: int | None = None
+    """Largest number of tokens of a microbatch; None means the work's own."""
+    micros: int | None = None
+    """Number of microbatches of a step; None means the work's own."""
+    row_tokens: int = 0
+    """Number of tokens of each row; 0 for rows of random lengths."""
+    prompt_share: float = 0.0
+    """Share of the tokens of a row that have no loss."""
+    plain: bool = True
+    """True to make the same step in plain torch, too, if there is one rank."""
+    model: Path | None = None
+    """Model folder to use, which is made if it is not there, and kept; None means one that is removed at the end."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the section `trainer`, as `trainer.key=value`."""
+
+
+@dataclass(slots=True)
+class TrainReport:
+    """Results of the works `train-*`."""
+
+    work: str
+    summary: dict[str, float]
+    conditions: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """Sentences about figures that are left out, and why."""
+    complaints: list[str] = field(default_factory=list)
+    """Sentences about what was wrong; with any of them the command fails."""
+
+
+def run_train_steps(options: TrainOptions, tell: Callable[[str], None]) -> TrainReport:
+    """Make the models, measure in processes of their own, and write results.jsonl and summary.json into `options.out`.
+    Raises UserError when the options do not fit this machine, before anything is started."""
+    work, gpus = TRAIN_WORKS[options.work], torch.cuda.device_count()
+    trainer = _trainer(options, gpus)
+    shape = replace(SHAPES[work.size], layers=options.layers or work.layers)
+    tokens = max(options.tokens or work.tokens, options.row_tokens)
+    small = replace(SHAPES["tiny-moe" if shape.experts else "tiny"], tied=shape.tied)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="headrace-train-") as folder:
+        tell("making the models")
+        model = (options.model or Path(folder, "model")).resolve()
+        dtype = "bfloat16" if gpus else "float32"
+        make_folder(model, FolderTask(shape, dtype, 672, (16, 32), num_prompts=8), "cuda" if gpus else "cpu")
+        make_folder(Path(folder, "small"), FolderTask(small, "float32", 672, (16, 32), num_prompts=8), "cpu")
+        world = trainer.topology.world
+        task = TrainTask(
+            str(model), str(Path(folder, "small")), trainer.model_dump(), tokens=tokens,
+            row_tokens=options.row_tokens, micros=options.micros or work.micros, steps=options.steps or work.steps,
+            prompt_share=options.prompt_share, plain=options.plain and world == 1, folder=folder,
+        )  # fmt: skip
+        tell("checking a step, then timing steps")
+        spawn(run_rank, args=(task,), nprocs=world)
+        ranks = [read_figures(folder, rank) for rank in range(world)]
+    facts = conditions(
+        gpus=[torch.cuda.get_device_name(number) for number in range(min(world, gpus))],
+        work=options.work, layers=shape.layers, trainer=trainer.model_dump(), tokens=tokens,
+        row_tokens=options.row_tokens, micros=task.micros, steps=task.steps, prompt_share=options.prompt_share,
+    )  # fmt: skip
+    report = TrainReport(options.work, summarise(options.work, ranks), facts)
+    report.notes = [ranks[0].plain_problem] if ranks[0].plain_problem else []
+    report.complaints = wrong(ranks[0], half=trainer.mixed_precision)
+    records = [{"op": "train-steps", "rank": number, **asdict(figures)} for number, figures in enumerate(ranks)]
+    write_records(options.out / "results.jsonl", records, facts)
+    write_summary(options.out / "summary.json", report.summary, {**facts, "complaints": report.complaints})
+    return report
+
+
+def _trainer(options: TrainOptions, gpus: int) -> Any:
+    """Return the section `trainer` of the configuration. Raises UserError if it does not fit this machine."""
+    if gpus == 0 and not options.work.startswith("train-tiny"):
+        raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected a work train-tiny*")
+    for override in options.overrides:
+        if not override.startswith("trainer."):
+            raise UserError(f"{override}: no run is made for --work {options.work}, expected keys of trainer.* only")
+    given = [f"trainer.backend={options.backend}", "trainer.tokens_per_microbatch=131072", *options.overrides]
+    given += [] if gpus else ["trainer.mixed_precision=false"]
+    trainer = load_config(EXAMPLES / "gpu-0.6b.yaml", given).trainer
+    if trainer.cp > 1:
+        raise UserError(f"trainer.cp: got {trainer.cp}, expected 1, because the rows of this benchmark are not split")
+    if gpus and trainer.topology.world > gpus:
+        raise UserError(f"trainer: its mesh has {trainer.topology.world} ranks, expected at most the {gpus} GPUs here")
+    return trainer
+
+
+def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
+    """Return the flat summary `gpu.{work}.{figure}`. Times are those of the slowest rank.
+
+    `tokens_per_s` counts the tokens of all ranks, `tokens_per_s_per_gpu` those of a rank. `share.{family}` is the part
+    of a step that the kernels of a family took on the first rank. `plain.{figure}` is plain torch's, and `vs_plain` our
+    seconds of a step over its, where below 1 means faster.
+    """
+    first, slowest = ranks[0], max(ranks, key=lambda one: one.step_s)
+    tokens = sum(one.tokens for one in ranks)
+    found: dict[str, float] = {
+        "step_s": slowest.step_s,
+        "tokens_per_s": tokens / slowest.step_s,
+        "tokens_per_s_per_gpu": tokens / slowest.step_s / len(ranks),
+        "tflops_per_gpu": statistics.fmean(one.flops for one in ranks) / slowest.step_s / 1e12,
+        "peak_gib": max(one.peak_gib for one in ranks),
+        "first_loss": first.first_loss,
+        "first_grad_norm": first.first_norm,
+    }
+    if first.mfu is not None:
+        found["mfu"] = min(one.mfu for one in ranks if one.mfu is not None)
+    whole = sum(first.families.values())
+    found |= {f"share.{name}": seconds / whole for name, seconds in first.families.items() if whole}
+    found["profiled_step_s"] = whole
+    found |= {f"check.{name}": value for name, value in first.check.items()}
+    if first.plain:
+        found |= {f"plain.{name}": value for name, value in first.plain.items()}
+        found["vs_plain"] = slowest.step_s / first.plain["step_s"]
+        found["loss_vs_plain"] = abs(first.first_loss - first.plain["first_loss"])
+        found["grad_norm_vs_plain"] = abs(first.first_norm / first.plain["first_norm"] - 1)
+    return {f"gpu.{work}.{name}": value for name, value in found.items()}
+
+
+def wrong(figures: TrainFigures, *, half: bool) -> list[str]:
+    """Return a sentence for each figure that shows that a step computed the wrong thing."""
+    found = []
+    for name, most in (("exact", EXACT), ("own", HALF if half else EXACT)):
+        for what in ("gradient", "logprob", "loss"):
+            value = figures.check[f"{name}.{what}_off"]
+            if not value <= most:
+                found.append(f"the {what} of the small model ({name}) is {value:.3g} off, expected at most {most:g}")
+    if figures.plain and not abs(figures.first_norm / figures.plain["first_norm"] - 1) <= HALF:
+        found.append(
+            f"the first gradient norm is {figures.first_norm:.4g}, plain torch's is {figures.plain['first_norm']:.4g}"
+        )
+    return found
+
+
+def train_table(report: TrainReport) -> Table:
+    """Return a table with a row for each figure."""
+    table = Table(title=f"headrace bench gpu: {report.work}", title_justify="left", title_style="bold")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in report.summary.items():
+        short = name.removeprefix(f"gpu.{report.work}.")
+        table.add_row(short, f"{value:.1%}" if short.startswith("share.") or short == "mfu" else f"{value:,.4g}")
+    return table

@@ -1,0 +1,338 @@
+"""Measures train steps in one rank's process: a check against float32, timed steps, a profile, and plain torch."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from ...actors.protocols import MicroBatch
+from ...trainers.backends.config import BackendConfig, TrainerConfig
+from ...trainers.backends.factory import build_backend
+from ...trainers.backends.flops import BACKWARD, BF16_PEAKS, flop_model
+from ..gpu_train import LOSS, Rows, by_hand, micro_batch, random_rows
+from .families import profiled
+from .plain import PlainStep
+
+GIB = 2**30
+_TIMEOUT = timedelta(seconds=300)
+_CHECK_LENGTHS = (40, 7, 150, 91, 2, 200)
+UNCOUNTED = 2
+"""Number of steps that are not counted, in which kernels are chosen or compiled and memory is reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTask:
+    """Settings of the processes that measure."""
+
+    model: str
+    """Path of the model folder whose steps are timed."""
+    small: str
+    """Path of the folder of a small model of the same family, for the check."""
+    trainer: dict[str, Any]
+    """The section `trainer` of the configuration, with all of its keys."""
+    tokens: int
+    """Largest number of tokens of a microbatch."""
+    row_tokens: int
+    """Number of tokens of each row; 0 for rows of random lengths."""
+    micros: int
+    steps: int
+    prompt_share: float
+    """Share of the tokens of a row that belong to its prompt and have no loss."""
+    plain: bool
+    """True if the same step is also made in plain torch, which takes one rank."""
+    folder: str
+    """Folder for the rendezvous, checkpoints and the figures of each rank."""
+
+    @property
+    def config(self) -> TrainerConfig:
+        return TrainerConfig.model_validate(self.trainer)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainFigures:
+    """Figures of one rank. Sizes are in GiB and times in seconds; those of the steps are medians."""
+
+    tokens: int
+    """Number of tokens of a step, on the first rank of a replica; 0 on its other ranks, which share the rows."""
+    step_s: float
+    steps_s: tuple[float, ...]
+    """Seconds of each step, also of those that are not counted."""
+    flops: float
+    """FLOPs of a step of this rank's replica, over the number of its ranks, see `step_flops`. What is computed again
+    does not count."""
+    mfu: float | None
+    """FLOPs per second over the device's peak in dense bfloat16; None where that is not known."""
+    peak_gib: float
+    families: dict[str, float]
+    """Seconds of each family of kernels in one more step, see `families`."""
+    longest: tuple[tuple[str, float], ...]
+    """The kernels that took longest in that step, and their seconds."""
+    check: dict[str, float]
+    """Differences to float32 on the CPU: `loss_off`, `gradient_off` (norm of the difference over the norm) and
+    `logprob_off`, with the loss itself; in float32 under `exact.` and in the trainer's own precision under `own.`."""
+    first_loss: float
+    first_norm: float
+    plain: dict[str, float]
+    """`step_s`, `peak_gib`, `first_loss` and `first_norm` of the step in plain torch; {} if it was not made."""
+    plain_problem: str
+    """Why plain torch gave no figures; "" if it did or was not asked for."""
+
+
+def run_rank(rank: int, task: TrainTask) -> None:
+    """Measure one rank and write its figures into the task's folder. Collective."""
+    disable_progress_bar()
+    device = _device(rank)
+    world = task.config.topology.world
+    with ExitStack() as stack:
+        if world > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            address = f"file://{task.folder}/rendezvous"
+            dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=_TIMEOUT)
+            stack.callback(dist.destroy_process_group)
+        figures = _measure(rank, world, device, task)
+    _path(task.folder, rank).write_text(json.dumps(asdict(figures)))
+
+
+def read_figures(folder: str, rank: int) -> TrainFigures:
+    """Return the figures that `run_rank` wrote."""
+    found = json.loads(_path(folder, rank).read_text())
+    found["steps_s"], found["longest"] = tuple(found["steps_s"]), tuple(map(tuple, found["longest"]))
+    return TrainFigures(**found)
+
+
+def _path(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank-{rank}.json")
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> TrainFigures:
+    checked = _check(rank, world, task)
+    topology = task.config.topology
+    place = topology.place(rank)
+    drawn = [_rows(task, place.dp * task.micros + number) for number in range(task.micros)]
+    micros = [micro_batch(rows, range(len(rows.ids)), task.prompt_share) for rows in drawn]
+    ours = _ours(rank, world, device, task, micros)
+    plain, problem = _plain(device, task, drawn) if task.plain else ({}, "")
+    lengths = np.concatenate([micro.lengths for micro in micros])
+    median = statistics.median(ours.seconds[UNCOUNTED:])
+    flops = step_flops(AutoConfig.from_pretrained(task.model), lengths) / topology.replica_size
+    device_peak = BF16_PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    known = device_peak is not None and task.config.mixed_precision
+    return TrainFigures(
+        tokens=int(lengths.sum()) if rank == topology.writer(place.dp) else 0,
+        step_s=median,
+        steps_s=ours.seconds,
+        flops=flops,
+        mfu=flops / median / device_peak if known and device_peak else None,
+        peak_gib=ours.peak_gib,
+        families=ours.families,
+        longest=ours.longest,
+        check=checked,
+        first_loss=ours.first["train/loss"],
+        first_norm=ours.first["train/grad_norm"],
+        plain=plain,
+        plain_problem=problem,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """What the backend's steps gave."""
+
+    seconds: tuple[float, ...]
+    first: dict[str, float]
+    """Metrics of the first step."""
+    peak_gib: float
+    families: dict[str, float]
+    longest: tuple[tuple[str, float], ...]
+
+
+def _ours(rank: int, world: int, device: torch.device, task: TrainTask, micros: Sequence[MicroBatch]) -> _Ours:
+    """Make the steps of a backend, which is gone when this returns. Collective."""
+    _reset_peak(device)
+    backend = build_backend(BackendConfig(task.model, task.config, LOSS), rank, world)
+
+    def step() -> dict[str, float]:
+        backend.begin_step()
+        backend.accumulate(iter(micros), len(micros))
+        return backend.finish_step()
+
+    seconds, metrics = list[float](), list[dict[str, float]]()
+    for _ in range(task.steps):
+        started = time.perf_counter()
+        metrics.append(step())
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    peak = _peak_gib(device)
+    families, longest = profiled(step, device)
+    backend.close()
+    return _Ours(tuple(seconds), metrics[0], peak, families, tuple(longest))
+
+
+def step_flops(config: Any, lengths: np.ndarray) -> float:
+    """Return the model FLOPs of a forward and a backward pass over rows of these lengths (int64 `[N]`).
+
+    They are 6 for each token and parameter that it uses, and those of causal attention.
+
+    The parameters are those of the matrices: a tied embedding counts once, an untied one besides the output layer. Of
+    experts, those of the experts that a token is routed to count.
+    """
+    model = flop_model(config)
+    assert model is not None, config.model_type
+    tied = config.tie_word_embeddings
+    per_token = model.per_token + model.per_logits * (1 if tied else 2)
+    pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
+    return 2.0 * BACKWARD * (per_token * float(lengths.sum()) + model.per_pair * pairs)
+
+
+def _rows(task: TrainTask, seed: int) -> Rows:
+    """Return the rows of one microbatch, which have `task.tokens` tokens at most."""
+    config = AutoConfig.from_pretrained(task.model)
+    rng = np.random.default_rng(seed)
+    if task.row_tokens:
+        lengths = np.full(task.tokens // task.row_tokens, task.row_tokens)
+    else:
+        longest = min(4096, config.max_position_embeddings, task.tokens)
+        drawn = np.clip(rng.lognormal(6.5, 0.7, task.tokens), longest // 64, longest).astype(int)
+        lengths = drawn[: int(np.searchsorted(np.cumsum(drawn), task.tokens, side="right"))]
+        lengths = np.append(lengths, task.tokens - int(lengths.sum()))  # the last row fills the microbatch
+        lengths = lengths[lengths > 1]
+    return random_rows(seed, lengths.tolist(), config.vocab_size)
+
+
+# ---------------------------------------------------------------- the check
+
+
+def _check(rank: int, world: int, task: TrainTask) -> dict[str, float]:
+    """Compare a step of the small model with float32 on the CPU, once in float32 and once as the trainer computes."""
+    vocabulary = AutoConfig.from_pretrained(task.small).vocab_size
+    rows = random_rows(1, _CHECK_LENGTHS, vocabulary)
+    columns, loss, _ = by_hand(task.small, rows)
+    wanted = _gradient_by_hand(task.small, rows)
+    found: dict[str, float] = {"loss": loss}
+    for name, half in (("exact", False), ("own", task.config.mixed_precision)):
+        trainer = task.config.model_copy(update={"mixed_precision": half, "grad_clip": None, "weight_decay": 0.0})
+        loss_off, gradient_off, logprob_off = _step_off(rank, world, task, trainer, rows, columns, loss, wanted)
+        found |= {f"{name}.loss_off": loss_off, f"{name}.gradient_off": gradient_off}
+        found |= {f"{name}.logprob_off": logprob_off}
+    return found
+
+
+def _gradient_by_hand(folder: str, rows: Rows) -> dict[str, torch.Tensor]:
+    """Return the gradient of the mean loss by parameter of the HF model, in float32 on the CPU."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = object.__new__(PlainStep)
+    plain.model, plain._device, plain._half = model, torch.device("cpu"), False
+    tokens = 0
+    for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
+        mask = np.arange(len(ids)) >= max(1, len(ids) // 2)
+        plain._row_loss(ids, sampled, float(advantage), mask).backward()
+        tokens += int(mask.sum())
+    return {name: param.grad / tokens for name, param in model.named_parameters() if param.grad is not None}
+
+
+def _step_off(
+    rank: int, world: int, task: TrainTask, trainer: TrainerConfig, rows: Rows, columns: Sequence[torch.Tensor],
+    loss: float, wanted: dict[str, torch.Tensor],
+) -> tuple[float, float, float]:  # fmt: skip
+    """Return how far the loss, the gradient and the log-probs of one step are from those on the CPU. Collective."""
+    topology = trainer.topology
+    backend = build_backend(BackendConfig(task.small, trainer, LOSS), rank, world)
+    every = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)
+    mine = range(topology.place(rank).dp, len(rows.ids), topology.dp)
+    half = max(1, len(mine) // 2)
+    backend.begin_step()
+    backend.accumulate(iter([micro_batch(rows, mine[:half]), micro_batch(rows, mine[half:])]), 2)
+    metrics = backend.finish_step()
+    path = f"{task.folder}/check-{int(trainer.mixed_precision)}"
+    backend.save(path)
+    backend.close()
+    gc.collect()
+    # After one step AdamW's first moment is the gradient, times one minus its decay rate.
+    share = 1.0 - trainer.betas[0]
+    difference = square = 0.0
+    stored = _stored(path)
+    for name, gradient in wanted.items():
+        ours = stored[f"optimizer.{name}.exp_avg"] / share
+        difference += float((ours - gradient).double().square().sum())
+        square += float(gradient.double().square().sum())
+    logprob_off = max((float((one - torch.cat(list(columns))).abs().max()) for one in every), default=0.0)
+    return abs(metrics["train/loss"] - loss), (difference / square) ** 0.5, logprob_off
+
+
+def _stored(path: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a sharded checkpoint, whole."""
+    state: dict[str, Any] = {}
+    _load_state_dict(state, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return {name: value for name, value in _flat(state) if isinstance(value, torch.Tensor)}
+
+
+def _flat(state: dict[str, Any], prefix: str = "") -> Any:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# ---------------------------------------------------------------- plain torch
+
+
+def _plain(device: torch.device, task: TrainTask, drawn: Sequence[Rows]) -> tuple[dict[str, float], str]:
+    """Return the figures of the same steps in plain torch, or {} and why there are none."""
+    gc.collect()
+    _reset_peak(device)
+    trainer = task.config
+    try:
+        plain = PlainStep(
+            task.model, device, half=trainer.mixed_precision, recompute=trainer.recompute != "none", lr=trainer.lr
+        )
+        steps = [plain.run(drawn, task.prompt_share) for _ in range(max(3, task.steps - 2))]
+    except torch.cuda.OutOfMemoryError as error:
+        return {}, f"plain torch ran out of memory: {str(error).splitlines()[0]}"
+    loss, norm, _ = steps[0]
+    seconds = statistics.median(seconds for _, _, seconds in steps[1:])
+    return {"step_s": seconds, "peak_gib": _peak_gib(device), "first_loss": loss, "first_norm": norm}, ""
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak_gib(device: torch.device) -> float:
+    """Return the largest memory of tensors on the device since `_reset_peak`; on a CPU, that of the process so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

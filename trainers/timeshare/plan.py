@@ -1,0 +1,148 @@
+"""Describes a pool of GPUs and what is to be done with it: maps, grants, requests, orders and plans, all plain data.
+
+GPUs are numbered through the pool from 0. A tenant is one run; a shard is one of its engines, with the GPUs of that
+engine. Shrinking puts shards to sleep, expanding wakes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+Role = Literal["train", "rollout"]
+"""Side of a tenant that holds GPUs. Only `rollout` can be made to give GPUs back."""
+
+
+class Priority(IntEnum):
+    """Kind of work that GPUs are requested for. Smaller numbers come first. One grant of training may span the kinds
+    from TRAINING to VALUES."""
+
+    INITIALIZATION = 0
+    TRAINING = 1
+    CRITIC = 2
+    OLD_LOGPROBS = 3
+    REFERENCE_LOGPROBS = 4
+    VALUES = 5
+    GENERATION = 6
+
+
+@dataclass(frozen=True, slots=True)
+class TenantMap:
+    """GPUs that one tenant may be granted."""
+
+    name: str
+    weight: float
+    """Share of the pool relative to other tenants with as much work; above 0."""
+    train_gpus: tuple[int, ...]
+    """GPUs of the train ranks, in the order of the ranks."""
+    shards: tuple[tuple[int, ...], ...]
+    """GPUs of each engine. All engines have equally many, and no two share one."""
+
+    @property
+    def tp(self) -> int:
+        """Number of GPUs of an engine."""
+        return len(self.shards[0])
+
+    @property
+    def rollout_gpus(self) -> tuple[int, ...]:
+        """GPUs of all engines."""
+        return tuple(gpu for shard in self.shards for gpu in shard)
+
+    def gpus(self, role: Role) -> tuple[int, ...]:
+        """Return the GPUs that a role holds when it has all of its own."""
+        return self.train_gpus if role == "train" else self.rollout_gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """GPUs that a role holds as a whole and gives back by itself: all grants but those of generation."""
+
+    tenant: str
+    role: Role
+    priority: Priority
+    gpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A role's wait for all of its GPUs, for other work than generation."""
+
+    tenant: str
+    role: Role
+    priority: Priority
+    since_s: float
+    """Time at which it was made, by the pool's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """What the pool knows of one tenant when it makes a plan."""
+
+    map: TenantMap
+    awake: frozenset[int] = frozenset()
+    """Numbers of the shards that hold their GPUs for generation."""
+    remaining: int | None = None
+    """Number of groups that are still to be generated; None while that is unknown."""
+    estimate: int | None = None
+    """Number of groups that the generation request which waits now expects to generate; None if no request waits."""
+    generates: bool = False
+    """True from the first granted generation request until the tenant's end."""
+    ending: bool = False
+    """True when all shards of the tenant are to be put to sleep for good."""
+    left_out: frozenset[int] = frozenset()
+    """Numbers of the shards that could not be woken too often, and are not woken any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """All that a plan depends on."""
+
+    num_gpus: int
+    tenants: dict[str, TenantState]
+    grants: tuple[Grant, ...] = ()
+    requests: tuple[Request, ...] = ()
+    now_s: float = 0.0
+    """Time by the pool's clock."""
+    blocked: frozenset[int] = frozenset()
+    """GPUs that are in nobody's hands but cannot be granted yet, such as those of processes that are being ended."""
+
+    def holders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield (who holds them, GPUs) for all GPUs that are held or blocked."""
+        for grant in self.grants:
+            yield f"{grant.tenant} ({grant.role})", grant.gpus
+        for name, tenant in self.tenants.items():
+            for shard in sorted(tenant.awake):
+                yield f"{name} (shard {shard})", tenant.map.shards[shard]
+        if self.blocked:
+            yield "nobody (blocked)", tuple(sorted(self.blocked))
+
+    def idle(self) -> frozenset[int]:
+        """Return the GPUs that nobody holds."""
+        held = {gpu for _, gpus in self.holders() for gpu in gpus}
+        return frozenset(range(self.num_gpus)) - held
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardId:
+    """One engine of one tenant."""
+
+    tenant: str
+    shard: int
+    """Number of the engine within its tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one cycle of the pool does. All shrinks are acknowledged before grants take effect and expands begin."""
+
+    shrinks: tuple[ShardId, ...] = ()
+    """Shards to be put to sleep."""
+    grants: tuple[Grant, ...] = ()
+    """Requests to be granted, which are the pool's answers to them."""
+    expands: tuple[ShardId, ...] = ()
+    """Shards to be woken."""
+
+    def __bool__(self) -> bool:
+        return bool(self.shrinks or self.grants or self.expands)
