@@ -21,7 +21,7 @@ from ....actors.engines.config import RouterReplayConfig
 from ....actors.train.stage_fields import stage_layers
 from ....codecs.routes import RouteSpec
 from ....dataplane.topology import Topology
-from ..router_replay.replay import RouterReplay
+from ..router_replay.replay import RouterReplay, uncompiled
 from .library import MEGATRON_VERSION, TopKRouter
 from .mesh import Mesh
 from .model import PolicyModel
@@ -99,7 +99,7 @@ class PipelineReplay(RouterReplay):
         with super()._installed(routes):
             yield
 
-    @torch.compiler.disable
+    @uncompiled
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts to use, as `RouterReplay.choose`; in a recomputed layer those of its forward pass."""
         if self._routes is None and self._queues[layer]:

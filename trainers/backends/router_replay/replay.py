@@ -7,7 +7,7 @@ own, and gradients flow through them ("Rollout Routing Replay", arXiv:2510.11370
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,6 +20,13 @@ from ....codecs.routes import ROUTES, RouteSpec, check_routes
 from .native import NativeTally
 
 R = TypeVar("R", bound="RouterReplay")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Have compiled layers call `function` as it is, outside of their compiled code."""
+    wrapped: Any = torch.compiler.disable(function)
+    return wrapped
 
 
 def route_spec(model: Any) -> RouteSpec:
@@ -142,7 +149,7 @@ class RouterReplay:
         finally:
             self._routes, self._observed = None, False
 
-    @torch.compiler.disable  # what it returns depends on the pass
+    @uncompiled  # what it returns depends on the pass
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts that layer number `layer` of `spec.layers` must use for each token, int64 `[T, k]`.
 
@@ -164,7 +171,7 @@ class RouterReplay:
             return own
         return torch.where(missing, own, routes.long())
 
-    @torch.compiler.disable
+    @uncompiled
     def verify_used(self, layer: int, used: torch.Tensor) -> None:
         """Raise RoutesDiffer if layer number `layer` of `spec.layers` has sent a token to other experts than those of
         its route. used: bool `[T, num_experts]`, true for the experts that each token is sent to."""
