@@ -289,8 +289,9 @@ def test_a_resume_inside_an_epoch_is_exact(plane: DataPlane, model: str, tmp_pat
 @pytest.mark.parametrize("mode", ["streaming", "async_streaming"])
 def test_a_store_smaller_than_a_step_suffices_as_chunks_give_their_bytes_back(mode: str) -> None:
     small = DataPlaneConfig.model_validate({"store": {"kind": "local", "capacity_mib": 1}, "timeout_s": 2.0})
-    ahead = {"max_staleness": 0} if mode == "async_streaming" else {}
-    config = settings(mode, 2, chunk_groups=1, **ahead)
+    config = settings(mode, 2, chunk_groups=1)
+    if config.overlap.window:
+        config = settings(mode, 2, chunk_groups=1, max_staleness=0)
     with open_data_plane(small, run_id=fresh_run_id(), in_process=True) as plane:
         world = RowWorld(plane, config, random.Random(3))
         world.stretch = 1600

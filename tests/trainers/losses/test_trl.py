@@ -30,7 +30,6 @@ pytestmark = [
     ),
 ]
 
-CISPO = {"clip_low": 1.0, "clip_high": 0.25}  # TRL's has no lower bound
 CASES: dict[str, tuple[LossConfig, dict[str, Any]]] = {
     "token": (config_of("ppo_clip", clip_dual=None), {"loss_type": "bnpo"}),
     "token, dual clip": (config_of("ppo_clip"), {"loss_type": "bnpo", "delta": DUAL}),
@@ -38,7 +37,8 @@ CASES: dict[str, tuple[LossConfig, dict[str, Any]]] = {
     "sequence": (config_of("ppo_clip", "sequence", clip_dual=None), {"loss_type": "grpo"}),
     "sequence_sum": (config_of("ppo_clip", "sequence_sum", clip_dual=None), {"loss_type": "dr_grpo"}),
     "gspo": (config_of("gspo", "sequence"), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "cispo": (config_of("cispo", **CISPO), {"loss_type": "cispo", "epsilon_high": 1.25}),
+    # TRL's has no lower bound.
+    "cispo": (config_of("cispo", clip_low=1.0, clip_high=0.25), {"loss_type": "cispo", "epsilon_high": 1.25}),
 }
 
 

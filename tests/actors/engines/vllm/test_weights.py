@@ -93,7 +93,7 @@ class TestUpdates:
             subject.expect_logprobs(prompt, fresh[:3])
             distance = 0.0
             for one in mixed[:3]:
-                change_at = np.count_nonzero(one.versions < version)
+                change_at = int(np.count_nonzero(one.versions < version))
                 response = one.token_ids.tolist()
                 expected = mixed_logprobs([old, subject.model], prompt, response, change_at, kept=kv == "keep")
                 np.testing.assert_allclose(one.logprobs, expected, atol=3e-3)
