@@ -69,6 +69,8 @@ class RolloutSetup:
     mask_truncated: bool = False
     """True if samples that were cut off at the largest number of new tokens are not trained on
     (`algorithm.mask_truncated`)."""
+    keeps_old_kv: bool = False
+    """True if requests that go on after a weight update keep their keys and values (`sync.kv`)."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
     journal: JournalConfig | None = None
@@ -126,6 +128,7 @@ class RolloutActor(EngineHost):
             journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
             reward_timeout_s=setup.reward.timeout_s,
             mask_truncated=setup.mask_truncated,
+            keeps_old_kv=setup.keeps_old_kv,
         )
         return engine
 

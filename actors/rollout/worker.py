@@ -55,10 +55,11 @@ class RolloutWorker:
         journal: GroupJournal | None = None,
         reward_timeout_s: float = 60.0,
         mask_truncated: bool = False,
+        keeps_old_kv: bool = False,
     ) -> None:
         """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups (all rows
         of one prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one
-        row. mask_truncated: see `rollout_rows`."""
+        row. mask_truncated, keeps_old_kv: see `rollout_rows`."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -76,6 +77,7 @@ class RolloutWorker:
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
         self._mask_truncated = mask_truncated
+        self._keeps_old_kv = keeps_old_kv
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -223,7 +225,13 @@ class RolloutWorker:
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples)
-        batch, tags = rollout_rows(samples, scores, self._rubric.tagged, mask_truncated=self._mask_truncated)
+        batch, tags = rollout_rows(
+            samples,
+            scores,
+            self._rubric.tagged,
+            mask_truncated=self._mask_truncated,
+            keeps_old_kv=self._keeps_old_kv,
+        )
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [len(group) for group in groups.values()])
         keys = [row_key(sample.prompt.uid, sample.index) for sample in samples]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)

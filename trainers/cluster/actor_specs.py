@@ -231,6 +231,7 @@ def rollout_setup(
         check_prompts=index == 0,
         data_plane=handle,
         mask_truncated=config.algorithm.mask_truncated,
+        keeps_old_kv=config.sync.keeps_old_kv,
         engine_timeout_s=config.resources.stage_timeout_s,
         journal=journal(config),
     )
@@ -279,6 +280,8 @@ def _fingerprint(config: Config) -> str:
         decisive["reward"] = [config.reward.scale, config.reward.clip]
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
+    if config.sync.keeps_old_kv:
+        decisive["keeps_old_kv"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
-from ...actors.engines.protocol import CommitReport, PauseMode, Prepared, SamplingParams
+from ...actors.engines.protocol import CommitReport, KeysAndValues, PauseMode, Prepared, SamplingParams
 from ...actors.memory import ProcessMemory
 from ...actors.protocols import ActorInfo, OffloadReport
 from ...actors.remote_methods import encode_arguments
@@ -150,8 +150,8 @@ class EngineHandle(ActorHandle):
     def prepare_weights(self, update: WeightUpdate) -> Call[Prepared]:
         return self._call(EngineHost.prepare_weights, update)
 
-    def commit_weights(self, version: int, in_flight: PauseMode) -> Call[CommitReport]:
-        return self._call(EngineHost.commit_weights, version, in_flight)
+    def commit_weights(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> Call[CommitReport]:
+        return self._call(EngineHost.commit_weights, version, in_flight, kv)
 
     def drop_weights(self, version: int) -> Call[None]:
         return self._call(EngineHost.drop_weights, version)

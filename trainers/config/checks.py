@@ -63,10 +63,21 @@ def step_bytes(config: Config) -> int:
 
 
 def steps_in_store(config: Config) -> float:
-    """Return the number of steps whose rows may be in the data plane's store at the same time. It is above 1 if
-    rollouts run ahead or oversample, and may be a fraction."""
-    window = config.overlap.window
-    return 1 + window if window else config.algorithm.dynamic_sampling.oversample
+    """Return the number of steps whose rows the data plane's store must be able to hold at the same time. It is above 1
+    if rollouts run ahead or oversample, and may be a fraction.
+
+    Two chunks suffice, one that is trained on and one that comes, if a step is trained on by chunk and any groups may
+    be in a chunk: more groups then wait for room, which each chunk makes. Where groups have an order, those that wait
+    could be the ones that are needed next. With a reference model, the room could be that of its log-probs.
+    """
+    overlap, algorithm = config.overlap, config.algorithm
+    oversample = algorithm.dynamic_sampling.oversample
+    if overlap.window:
+        return 1 + overlap.window
+    any_order = algorithm.sampler == "ready_first" or (algorithm.sampler == "auto" and not config.run.deterministic)
+    if overlap.by_chunk and any_order and not config.with_reference:
+        return min(1.0, 2 * overlap.chunk / overlap.groups) + oversample - 1
+    return oversample
 
 
 def capacity_problems(config: Config) -> list[str]:

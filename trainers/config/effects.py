@@ -177,6 +177,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         )
     },
     "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),
+    "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
     "sync.dir": (_is("sync.transport", "disk"),),
     "dataplane.trusted_network": (_is("dataplane.store.kind", "simple", "mooncake"),),

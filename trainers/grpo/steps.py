@@ -263,6 +263,13 @@ def size_of(folder: Path) -> int:
     return total
 
 
+def give_back(run: Run, meta: KVBatchMeta) -> None:
+    """Give the bytes of the rows of `meta`, which no train worker reads again, back to the data plane, so that rollouts
+    that wait for room go on. The rows themselves stay, leased, until `retire`."""
+    with run.stages.timed("clear"):
+        run.client.free(meta.partition, meta.keys)
+
+
 def retire(run: Run, meta: KVBatchMeta) -> None:
     """Clear the rows of `meta`, which have been trained on, from the data plane. This also ends their leases."""
     with run.stages.timed("clear"):

@@ -76,7 +76,7 @@ class Decoding:
 
         version: policy version of the model's current weights, which may change only between two calls. The forward
         pass and the sampling of a token happen within the same call, so the recorded version of each token is exact.
-        Keys and values of earlier tokens are not recomputed.
+        Keys and values of earlier tokens are recomputed only after `forget_keys_and_values`.
         """
         rows = self._rows
         while self._step < self._params.max_new_tokens and rows.running.any():
@@ -89,10 +89,15 @@ class Decoding:
             self._step += 1
         return True
 
+    def forget_keys_and_values(self) -> None:
+        """Drop all keys and values. The next step computes them anew, with the weights that the model then has, for the
+        prompt and the tokens so far of every running row. Must not be called during `run`."""
+        self._window = None
+
     def _advance(self) -> _Window:
         """Run the forward pass that computes the logits of the next tokens. The first call prefills the prompts."""
         if self._window is None or self._tokens is None:
-            self._window = _Window(self._model, self._requests)
+            self._window = self._prefilled()
             return self._window
         live = self._rows.running[self._window.rows]
         if live.sum() < COMPACT_BELOW * len(live):
@@ -101,6 +106,17 @@ class Decoding:
             self._tokens = self._tokens[torch.from_numpy(keep).to(self._tokens.device)]
         self._window.advance(self._tokens)
         return self._window
+
+    def _prefilled(self) -> _Window:
+        """Compute keys and values from the start: of each prompt once for all its rows before the first token, and of
+        each running row's prompt and tokens after it."""
+        rows, prompts = self._rows, [request.prompt_ids for request in self._requests]
+        owners = np.repeat(np.arange(len(prompts)), [len(request.keys) for request in self._requests])
+        if not self._step:
+            return _Window(self._model, prompts, owners, np.arange(len(owners)))
+        live = np.flatnonzero(rows.running)
+        known = [np.concatenate([prompts[owners[row]], rows.tokens[row, : self._step]]) for row in live]
+        return _Window(self._model, known, np.arange(len(live)), live)
 
     def end(self, request: int) -> None:
         """Abort the running rows of the request with index `request`. Must not be called during `run`."""
@@ -196,24 +212,28 @@ class _Rows:
 class _Window:
     """The B rows that are still in the key-value cache, and the logits of their next token."""
 
-    def __init__(self, model: Any, requests: Sequence[DecodeRequest]) -> None:
+    def __init__(self, model: Any, known: Sequence[np.ndarray], owners: np.ndarray, rows: np.ndarray) -> None:
+        """Run a forward pass over `known`, the token ids that different rows may have in common, each int64 `[L]`.
+
+        owners: index in `known` of each row's tokens, int64 `[B]`. rows: number of each row in its batch, int64 `[B]`.
+        """
         self.model = model
         self.cache = DynamicCache(config=model.config)
-        lengths = np.array([len(request.prompt_ids) for request in requests])
+        lengths = np.array([len(ids) for ids in known])
         width = int(lengths.max())
-        ids = np.zeros((len(requests), width), dtype=np.int64)
+        ids = np.zeros((len(known), width), dtype=np.int64)
         # Padding on the left puts every row's next token into the last column.
         mask = np.arange(width) >= (width - lengths)[:, None]
-        ids[mask] = np.concatenate([request.prompt_ids for request in requests])
+        ids[mask] = np.concatenate(known)
         device = model.device
         # Without padding no mask is needed, and attention without one is faster.
         self.mask = None if mask.all() else torch.from_numpy(mask).to(device=device, dtype=torch.int64)
         positions = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)).to(device)
         self.next_position = torch.from_numpy(lengths).to(device)[:, None]
         self.logits = self._forward(torch.from_numpy(ids).to(device), positions)
-        self.rows = np.arange(len(requests))
-        self.keep(np.repeat(self.rows, [len(request.keys) for request in requests]))
-        self.rows = np.arange(len(self.rows))
+        self.rows = np.arange(len(known))
+        self.keep(owners)
+        self.rows = rows
 
     def keep(self, indices: np.ndarray) -> None:
         """Replace the cached rows by those at `indices`, in that order. An index that occurs several times duplicates

@@ -91,12 +91,12 @@ def test_an_actor_s_life(model_folder: str, plane: DataPlane, tmp_path: Path) ->
     assert got(actor.num_workers()) == 1
     got(actor.prepare_weights(publisher.publish(3, scaled(model_folder, 1.1))))
     assert ask(actor.ray_actor.version) == 0
-    report = got(actor.commit_weights(3, "keep"))
+    report = got(actor.commit_weights(3, "keep", "recompute"))
     assert (report.version, report.kept, ask(actor.ray_actor.version)) == (3, 0, 3)
     got(actor.prepare_weights(publisher.publish(4, scaled(model_folder, 1.2))))
     got(actor.drop_weights(4))
     with pytest.raises(ActorFailed, match="ValueError: .*got version 4 to commit, expected the prepared one, none"):
-        got(actor.commit_weights(4, "wait"))
+        got(actor.commit_weights(4, "wait", "recompute"))
     publisher.close()
     ask(actor.ray_actor.close)
     ask(actor.ray_actor.close)

@@ -31,6 +31,7 @@ from .gathering import OwnPieces, spread_weights
 from .library import get_forward_backward_func
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
+from .pipeline import OpenPipeline
 from .row_sums import sum_rows, whole_counts
 from .rows import PackedRows, pack_rows
 from .training_state import TrainingState
@@ -93,6 +94,7 @@ class MegatronBackend:
         if config.trainer.recompute == "selective":  # Megatron itself does `full`
             recompute_layers(layers, "selective")
         self._model = wrap_model(config, self._policy)
+        self._pipeline = OpenPipeline(self._model)
         self._optimizer = build_optimizer(config, self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._source, self._topology, dtype)
@@ -127,13 +129,15 @@ class MegatronBackend:
         """Run the forward pass, the summed loss and the backward pass of `count` microbatches. Gradients stay unscaled
         sums. Collective.
 
-        Every rank must pass the same number of microbatches; one without rows is allowed. The pipeline fills and drains
-        once per call. The last stage needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also
+        Every rank must pass the same number of microbatches; one without rows is allowed. The pipeline stays full at
+        the end of a call: the backward passes of the last microbatches run in the next call or in `finish_step`. The
+        last stage needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also
         `prev_logprobs` when `prev` is "recompute", and `ref_logprobs` with a KL term. Raises RuntimeError when no step
         is open, and ValueError naming a missing column.
         """
         with self._meter.working(), self._step.accumulating() as temperature:
-            self._run(micros, count, partial(self._train, temperature), forward_only=False)
+            with megatron_calls(self._device):
+                self._pipeline.run(iter(micros), count, partial(self._train, temperature))
 
     def finish_step(self) -> dict[str, float]:
         """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step the
@@ -151,6 +155,7 @@ class MegatronBackend:
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
+        self._pipeline.drop()
         if not self._residence.offloaded:  # the gradient buffers have no memory then, and are zero afterwards
             self._clear()
 
@@ -173,7 +178,7 @@ class MegatronBackend:
         columns: list[torch.Tensor] = []
         swapped = Swapped(self._policy, self._reference) if reference and self._reference else nullcontext()
         with swapped:
-            self._run(micros, count, partial(self._predict, temperature, columns), forward_only=True)
+            self._predict_all(micros, count, partial(self._predict, temperature, columns))
         return columns if self._rank == self._topology.writer(self._mesh.place.dp) else []
 
     # ------------------------------------------------------------ weights and state
@@ -275,8 +280,8 @@ class MegatronBackend:
         with megatron_calls(self._device):
             clear_gradients(self._model, self._optimizer)
 
-    def _run(self, micros: Iterable[MicroBatch], count: int, forward: Any, *, forward_only: bool) -> None:
-        """Run `count` microbatches through the pipeline with one of Megatron's schedules, which calls
+    def _predict_all(self, micros: Iterable[MicroBatch], count: int, forward: Any) -> None:
+        """Run the forward passes of `count` microbatches with one of Megatron's schedules, which calls
         `forward(iterator, model)` for each."""
         if count < 1:
             return
@@ -288,8 +293,8 @@ class MegatronBackend:
                 num_microbatches=count,
                 seq_length=1,  # lengths vary, and stages send them to each other
                 micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
+                forward_only=True,
+                collect_non_loss_data=True,
             )
 
     def _next(self, micros: Iterator[MicroBatch]) -> tuple[MicroBatch, PackedRows]:
@@ -353,6 +358,7 @@ class MegatronBackend:
         columns.append(column.cpu())
 
     def _finish(self) -> dict[str, float]:
+        self._pipeline.drain()
         norm = sum_gradients(self._model, self._optimizer)
         # The norm already covers all ranks, so only the first rank contributes it to the sum.
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
