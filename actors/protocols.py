@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..codecs.batch import Batch
+from ..codecs.routes import ROUTES, RouteSpec
 from ..codecs.schema import Field, Kind, Schema
 from .engines.protocol import Generator, SamplingParams
 from .visible_gpus import shown_gpus
@@ -78,7 +79,7 @@ class SpanTable:
 
 ROLLOUT_SCHEMA = Schema(
     [
-        Field("input_ids", Kind.PER_TOKEN, torch.int32),
+        Field("input_ids", Kind.PER_TOKEN, torch.int32, shared=True),
         Field("response_mask", Kind.PER_TOKEN, torch.uint8),
         Field("rollout_logprobs", Kind.PER_TOKEN, torch.float32),
         Field("prev_logprobs", Kind.PER_TOKEN, torch.float32),
@@ -107,6 +108,21 @@ ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs", "version_spa
 
 TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
 """Fields in ROLLOUT_FIELDS that a train step reads."""
+
+
+def row_schema(routes: RouteSpec | None) -> Schema:
+    """Return the schema of the rows of a run: ROLLOUT_SCHEMA, and with router replay the field `routed_experts`.
+
+    routes: shape of the model's routes; None for a run without router replay.
+    """
+    return ROLLOUT_SCHEMA if routes is None else Schema([*ROLLOUT_SCHEMA.values(), routes.field])
+
+
+def written_fields(routes: RouteSpec | None) -> tuple[str, ...]:
+    """Return the fields that rollout actors write: ROLLOUT_FIELDS, and with router replay `routed_experts`. routes: see
+    `row_schema`."""
+    return ROLLOUT_FIELDS if routes is None else (*ROLLOUT_FIELDS, ROUTES)
+
 
 # ---------------------------------------------------------------- prompts, environments, rewards
 
@@ -184,6 +200,10 @@ class Sample:
     error: str = ""
     """Message of the error that made the episode fail; "" if it did not fail. A failed sample becomes a row that is not
     trained on."""
+    routes: tuple[tuple[int, np.ndarray], ...] = ()
+    """Routes that the engine reported, in pieces (see `Completion.routes`): for each the index in `input_ids` of its
+    first token, and the routes `[n, layers, k]`. Where pieces overlap, the earlier one counts. Tokens without a route
+    are replayed as `router_replay.missing` says. () without router replay."""
 
     @property
     def version(self) -> int:
@@ -244,7 +264,8 @@ class MicroBatch:
 
     batch: Batch
     """Columns of the rows, packed without padding; the backend may pad them or repack them. A pipeline stage gets only
-    the fields that it uses (a middle stage gets none). A context-parallel rank gets only its parts of each row
+    the fields that it uses (a middle stage gets none, except for `routed_experts`, of which every stage gets its own
+    layers). A context-parallel rank gets only its parts of each row
     (`codecs.context_slices`)."""
     lengths: np.ndarray
     """Number of tokens in each row, int64 `[N]`. This is the length of the whole row, even if context parallelism gives

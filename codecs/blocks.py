@@ -2,7 +2,8 @@
 
 The parts of a block, in order:
   part 0                the header: schema of the fields, number of rows, checksums, int32 lengths of the rows `[N]`
-  then for each field   its values part; RAGGED and OBJECT fields have an index part after it
+  then for each field   its values part, in which tokens that rows of a group have in common may stand once
+                        (`BlockLayout.shared`); RAGGED and OBJECT fields have an index part after it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
 Fields with an index part come after all others, so that a block's layout is enough to find the parts of each field.
 When the parts are laid end to end, each starts at a multiple of ALIGN bytes (`BlockLayout.offsets`).
@@ -24,6 +25,15 @@ from .batch import Batch, Column, Jagged, Ragged
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_objects, gather_ragged
 from .integers import ALIGN, ceil_div, distinct, round_up
 from .schema import Field, Kind, Schema
+from .shared_rows import (
+    SharedRows,
+    find_shared,
+    gather_shared,
+    kept_ranges,
+    shared_fields,
+    stored_ends,
+    stored_pieces,
+)
 
 # ---------------- A block's part 0 describes the other parts without the partition's schema.
 #
@@ -122,6 +132,12 @@ class BlockLayout:
     """Number of tokens of all rows together; 0 when no field is PER_TOKEN."""
     part_bytes: tuple[int, ...]
     """Number of bytes of each part; the first part is the header."""
+    shared: SharedRows | None = None
+    """Groups whose rows begin with tokens that are stored once; None if all rows are stored whole."""
+
+    def shared_of(self, field: Field) -> SharedRows | None:
+        """Return the groups whose rows share tokens of `field`; None if the field's rows are stored whole."""
+        return self.shared if self.shared is not None and field.name in self.shared.fields else None
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -170,23 +186,36 @@ class EncodedBlock:
     """Block that is ready to be written to a store."""
 
     layout: BlockLayout
-    parts: tuple[np.ndarray, ...]
-    """Bytes of each part, uint8 `[part_bytes[i]]`: views of the batch's own memory where possible, new memory for the
-    header and for encoded objects."""
+    pieces: tuple[tuple[np.ndarray, ...], ...]
+    """Bytes of each part, as arrays (uint8) that follow one another: views of the batch's own memory where possible,
+    new memory for the header and for encoded objects. A part has several where rows share tokens."""
     row_starts: np.ndarray | None
-    """Position within the block of each row's first token, int64 `[N]`; None without PER_TOKEN fields."""
+    """Position within the block of each row's first token, counted as if every row were stored whole, int64 `[N]`; None
+    without PER_TOKEN fields."""
+
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        """Bytes of each part, uint8 `[part_bytes[i]]`. Parts of several pieces are joined, in new memory."""
+        return tuple(one[0] if len(one) == 1 else np.concatenate(one) for one in self.pieces)
 
 
-def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> EncodedBlock:
+def encode_block(
+    batch: Batch, start: int, stop: int, *, checksum: bool, groups: np.ndarray | None = None
+) -> EncodedBlock:
     """Encode rows `start:stop` of `batch` as one block; see `encode_blocks`."""
-    return encode_blocks(batch, [(start, stop)], checksum=checksum)[0]
+    return encode_blocks(batch, [(start, stop)], checksum=checksum, groups=groups)[0]
 
 
 def encode_blocks(
-    batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0
+    batch: Batch,
+    cuts: Sequence[tuple[int, int]],
+    *,
+    checksum: bool,
+    seed: int = 0,
+    groups: np.ndarray | None = None,
 ) -> list[EncodedBlock]:
     """Return one block of rows `start:stop` of `batch` for each (start, stop) in `cuts`; see `BatchEncoder.blocks`."""
-    return BatchEncoder(batch).blocks(cuts, checksum=checksum, seed=seed)
+    return BatchEncoder(batch).blocks(cuts, checksum=checksum, seed=seed, groups=groups)
 
 
 class BatchEncoder:
@@ -204,8 +233,18 @@ class BatchEncoder:
         """Number of bytes of each column's values. Objects count with the size of their encoded form."""
         return [column.nbytes for column in self._columns]
 
-    def blocks(self, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0) -> list[EncodedBlock]:
+    def blocks(
+        self,
+        cuts: Sequence[tuple[int, int]],
+        *,
+        checksum: bool,
+        seed: int = 0,
+        groups: np.ndarray | None = None,
+    ) -> list[EncodedBlock]:
         """Return one block of rows `start:stop` for each (start, stop) in `cuts`.
+
+        groups: number of each row's group, `[N]`; rows of a group that follow one another in a block share the tokens
+        with which they begin, in the fields that the schema marks as `shared`. None stores all rows whole.
 
         checksum: whether to write checksums, which `verify` can check. seed: number that a reader must pass to
         `verify`; a block of another data plane, written with another seed, then fails verification. Raises ValueError
@@ -213,28 +252,49 @@ class BatchEncoder:
         """
         lengths = self._batch.lengths
         tokens = None if lengths is None else exclusive_cumsum(lengths)
-        return [self._block(start, stop, lengths, tokens, checksum, seed) for start, stop in cuts]
+        fields = () if groups is None else shared_fields(self._batch)
+        found = [
+            None if groups is None else find_shared(self._batch, start, stop, groups, fields) for start, stop in cuts
+        ]
+        return [
+            self._block(start, stop, lengths, tokens, checksum, seed, shared)
+            for (start, stop), shared in zip(cuts, found, strict=True)
+        ]
 
     def _block(
-        self, start: int, stop: int, lengths: np.ndarray | None, tokens: np.ndarray | None, checksum: bool, seed: int
+        self,
+        start: int,
+        stop: int,
+        lengths: np.ndarray | None,
+        tokens: np.ndarray | None,
+        checksum: bool,
+        seed: int,
+        shared: SharedRows | None,
     ) -> EncodedBlock:
         assert 0 <= start <= stop <= self._batch.num_rows, (start, stop, self._batch.num_rows)
-        parts: list[np.ndarray] = []
+        pieces: list[tuple[np.ndarray, ...]] = []
         sums: list[int] = []
-        for column in self._columns:
-            values, index, ends = column.rows(start, stop)
-            parts.append(values)
-            if index is not None:
-                parts.append(index)
-            if checksum:
-                sums += map(_xxh3, _row_blocks(values, ends))
-                sums += () if index is None else (_xxh3(index),)
         lengths = None if lengths is None else lengths[start:stop]
-        parts.insert(0, encode_header(self._schema, stop - start, lengths, sums if checksum else None, seed))
+        for field, column in zip(self._schema.values(), self._columns, strict=True):
+            values, index, ends = column.rows(start, stop)
+            kept = (values,)
+            if shared is not None and field.name in shared.fields:
+                assert lengths is not None
+                size = field.item_bytes
+                kept = tuple(values[first * size : behind * size] for first, behind in kept_ranges(shared, lengths))
+                ends = stored_ends(shared, lengths) * size
+            pieces.append(kept)
+            if index is not None:
+                pieces.append((index,))
+            if checksum:
+                sums += map(_xxh3, _row_blocks(kept[0] if len(kept) == 1 else np.concatenate(kept), ends))
+                sums += () if index is None else (_xxh3(index),)
+        pieces.insert(0, (encode_header(self._schema, stop - start, lengths, sums if checksum else None, seed),))
         row_starts = None if tokens is None else tokens[start:stop] - (tokens[start] if start < stop else 0)
         num_tokens = 0 if lengths is None else int(lengths.sum())
-        layout = BlockLayout(tuple(self._schema), stop - start, num_tokens, tuple([part.nbytes for part in parts]))
-        return EncodedBlock(layout, tuple(parts), row_starts)
+        sizes = tuple([sum(piece.nbytes for piece in part) for part in pieces])
+        layout = BlockLayout(tuple(self._schema), stop - start, num_tokens, sizes, shared)
+        return EncodedBlock(layout, tuple(pieces), row_starts)
 
 
 class _Encoder:
@@ -352,7 +412,11 @@ def assemble(
         for field in wanted:
             parts = {number: layouts[number].field_parts(field) for number in used}
             values = {number: views[number][parts[number][0]] for number in used}
-            if field.kind is Kind.PER_TOKEN:
+            shared = {number: layouts[number].shared_of(field) for number in used}
+            if any(shared.values()):
+                pieces = stored_pieces(block, row, source.start, lengths, shared)
+                columns[field.name] = gather_shared(field, lengths, pieces, values)
+            elif field.kind is Kind.PER_TOKEN:
                 columns[field.name] = gather_jagged(field, lengths, source.start, runs, values)
             elif field.kind is Kind.PER_SAMPLE:
                 columns[field.name] = gather_dense(field, block, row, runs, values)
@@ -395,10 +459,17 @@ def verify(
     per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
     row_blocks = [0]
     if per_field > 1:
-        row_blocks = distinct(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
+        rows = source.row[source.block == block]
+        if layout.shared is not None:  # a row's common tokens may stand with a row of an earlier row block
+            rows = np.concatenate([rows, np.array(layout.shared.first, rows.dtype)])
+        row_blocks = distinct(rows // CHECKSUM_ROWS).tolist()
     sums = header.checksums.tolist()
-    token_ends = None if header.lengths is None else _piece_ends(np.cumsum(header.lengths, dtype=np.int64))
     for field in header.schema.values():
+        shared = layout.shared_of(field)
+        token_ends = None
+        if header.lengths is not None:
+            lengths = header.lengths.astype(np.int64)
+            token_ends = _piece_ends(np.cumsum(lengths) if shared is None else stored_ends(shared, lengths))
         if field.name in schema:
             _verify_field(field, header, token_ends, row_blocks, sums, [views[n] for n in layout.field_parts(field)])
         del sums[: per_field + (field.kind in _INDEXED)]

@@ -63,6 +63,9 @@ class Field:
     ndim: int = 1
     """Number of dimensions of one row, at least 1, for RAGGED only. Fields with a single number per row have the kind
     PER_SAMPLE."""
+    shared: bool = False
+    """Whether the tokens with which all rows of a group begin are stored once for these rows, for PER_TOKEN only. A put
+    compares the rows' bytes, and readers get whole rows, so this changes only the number of bytes."""
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -76,6 +79,8 @@ class Field:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
         if self.trailing and self.kind in (Kind.RAGGED, Kind.OBJECT):
             raise ValueError(f"field {self.name!r}: kind {self.kind.value} takes no trailing shape")
+        if self.shared and self.kind is not Kind.PER_TOKEN:
+            raise ValueError(f"field {self.name!r}: only per_token fields share tokens, got kind {self.kind.value}")
         if any(extent < 0 for extent in self.trailing):
             raise ValueError(f"field {self.name!r}: trailing shape {self.trailing}, expected no extent below 0")
         if self.ndim < 1:
@@ -108,6 +113,7 @@ class Field:
             "trailing": list(self.trailing),
             "pad_value": self.pad_value,
             "ndim": self.ndim,
+            "shared": self.shared,
         }
 
     @staticmethod
@@ -120,6 +126,7 @@ class Field:
             trailing=tuple(data["trailing"]),
             pad_value=data["pad_value"],
             ndim=data["ndim"],
+            shared=data.get("shared", False),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -13,6 +13,7 @@ import xxhash
 from ..codecs.blocks import BlockLayout, RowSource
 from ..codecs.integers import distinct
 from ..codecs.schema import Field, Kind, Schema
+from ..codecs.shared_rows import SharedRows
 from .compact import (
     pack_ints,
     pack_keys,
@@ -33,7 +34,7 @@ Tags: TypeAlias = "Mapping[str, np.ndarray | Sequence[str] | Sequence[float]]"
 _FORMAT = "receipt3"
 _SUM_BYTES = 8
 """Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
-_FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim")
+_FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim", "shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,15 @@ class KVBatchMeta:
                 [[name, values.dtype.str, pack_tag(values)] for name, values in self.tags.items()],
                 field_sets,
                 [
-                    [ref.block_id, ref.location, field_sets.index(at.fields), at.num_rows, at.num_tokens, at.part_bytes]
+                    [
+                        ref.block_id,
+                        ref.location,
+                        field_sets.index(at.fields),
+                        at.num_rows,
+                        at.num_tokens,
+                        at.part_bytes,
+                        None if at.shared is None else astuple(at.shared),
+                    ]
                     for ref, at in zip(self.blocks, layouts, strict=True)
                 ],
                 [pack_source(source, self.lengths) for source in self.sources],
@@ -267,14 +276,20 @@ def _from_body(body: bytes) -> KVBatchMeta:
         groups,
         {name: unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
         tuple(
-            BlockRef(block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes)))
-            for block_id, location, names, rows, tokens, part_bytes in blocks
+            BlockRef(
+                block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes), _shared(groups))
+            )
+            for block_id, location, names, rows, tokens, part_bytes, groups in blocks
         ),
         tuple(unpack_source(parts, lengths) for parts in sources),
         lease,
         schema=Schema(Field.from_dict(dict(zip(_FIELD_KEYS, item, strict=True))) for item in schema),
         plane_id=plane_id,
     )
+
+
+def _shared(groups: list[list[Any]] | None) -> SharedRows | None:
+    return None if groups is None else SharedRows(*map(tuple, groups))
 
 
 def check_tags(tags: Tags, num_rows: int) -> dict[str, np.ndarray]:

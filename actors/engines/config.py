@@ -1,4 +1,4 @@
-"""The sections `model`, `rollout` and `scripted` of the configuration: the model, and how engines generate with it."""
+"""The sections `model`, `rollout`, `router_replay` and `scripted`: the model, and how engines generate with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
+from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section, Share
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45
@@ -131,6 +131,32 @@ def memory_share(rollout: RolloutConfig, *, shared: bool) -> float:
     """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1]. shared: whether train
     workers use the same GPUs."""
     return rollout.gpu_memory_utilization or (SHARED_GPU_SHARE if shared else GPU_SHARE)
+
+
+class RouterReplayConfig(Section):
+    """Training of a mixture-of-experts policy on the experts that generated its rows. Engines record the experts that
+    their routers choose, and the train workers' routers use the same."""
+
+    enabled: bool = False
+    """Whether engines record the experts of each token, rows carry them as the column `routed_experts`, and the train
+    workers' forward and backward passes use them. Log-probs of the reference model are computed with its own
+    experts."""
+    missing: Literal["native", "mask", "error"] = "native"
+    """Treatment of tokens that an engine reported no experts for. `native`: the train workers' routers choose the
+    experts of these tokens themselves. `mask`: rows in which more than `router_replay.max_missing_share` of the tokens
+    lack them are not trained on and count as failed. `error`: the run ends."""
+    max_missing_share: Share = 0.01
+    """Largest share of the tokens of a step that may lack experts, whatever `router_replay.missing` says; with more the
+    run ends. With `missing=mask`, it is also the largest share of a row."""
+    verify: Literal["off", "values", "forward"] = "off"
+    """Checks of the experts that train workers replay. `values` checks before each microbatch that the ids are
+    possible. `forward` also compares, during the first `router_replay.verify_steps` steps, the experts that each layer
+    used with those of the rows, and leaves a trace in the run folder."""
+    verify_steps: Count = 1
+    """Number of steps, from the first step of the run or of its continuation on, that `verify=forward` traces."""
+    native_agreement_every: CountOrZero = 20
+    """Number of steps between measurements of `routes/native_agreement`, the share of choices in which the train
+    workers' own routers agree with the engine's; 0 turns them off."""
 
 
 class ScriptedConfig(Section):

@@ -54,18 +54,26 @@ async def _to_the_end(
         attempt += 1
         left = params.max_new_tokens - len(completion.token_ids)
         ids = [*prompt_ids, *completion.token_ids.tolist()]
-        rest = replace(params, n=1, max_new_tokens=left)
+        known = 0 if completion.routes is None else len(completion.routes)
+        rest = replace(params, n=1, max_new_tokens=left, routes_from=params.routes_from + known)
         [more] = await engine.generate(f"{name}{SESSION_SEPARATOR}again{attempt}", ids, rest)
         completion = _joined(completion, more)
     return _cut_at_stop(completion, tokenizer, params) if was_cut and params.stop else completion
 
 
 def _joined(first: Completion, more: Completion) -> Completion:
+    """Return a completion and its continuation as one.
+
+    The continuation computes all earlier tokens again, under the new weights, but has been asked only for the routes
+    after those of the first part: an earlier token keeps the route of the version that its successor was sampled with.
+    """
+    routes = [one.routes for one in (first, more) if one.routes is not None]
     return Completion(
         token_ids=np.concatenate([first.token_ids, more.token_ids]),
         logprobs=np.concatenate([first.logprobs, more.logprobs]),
         finish_reason=more.finish_reason,
         versions=np.concatenate([first.versions, more.versions]),
+        routes=np.concatenate(routes) if routes else None,
     )
 
 
@@ -75,4 +83,7 @@ def _cut_at_stop(completion: Completion, tokenizer: Any, params: SamplingParams)
     end = StopTexts(tokenizer, params.stop).first_end(completion.token_ids.tolist())
     if end is None or end >= len(completion.token_ids):
         return completion
-    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", completion.versions[:end])
+    routes = completion.routes
+    if routes is not None:
+        routes = routes[: len(routes) - (len(completion.token_ids) - end)]
+    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", completion.versions[:end], routes)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...codecs.imports import import_object
+from ...codecs.routes import RouteSpec
 from ...codecs.schema import DTYPES
 from ..weights.transports.protocol import ReceiverConfig
 from .config import ModelConfig, RolloutConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
@@ -36,6 +37,8 @@ class EngineConfig:
     """Policy version that the engine reports for the weights that it loads from the model's files."""
     receiver: ReceiverConfig | None = None
     """Settings of the receiver of new weights; None when the weights never change."""
+    routes: RouteSpec | None = None
+    """Shape of the model's routes, which the engine then records and returns; None to record none."""
     script: str = ""
     """Import path of the function that generates the responses of a `scripted` engine (see `Script`). Empty: random
     tokens of the tokenizer's vocabulary, drawn with `seed`."""
@@ -80,6 +83,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
         seed=config.seed,
         receiver=config.receiver,
         version=config.version,
+        routes=config.routes,
     )
 
 
@@ -98,6 +102,7 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
         seed=config.seed,
         receiver=config.receiver,
         version=config.version,
+        routes=config.routes,
         logprobs=rollout.logprobs,
         options=rollout.vllm,
         log=config.log,
@@ -121,4 +126,5 @@ def _build_scripted(config: EngineConfig) -> GenerationEngine:
         seed=config.seed,
         receiver=config.receiver,
         version=config.version,
+        routes=config.routes,
     )

@@ -14,12 +14,18 @@ def checked_prompt(
 ) -> np.ndarray:
     """Check a prompt and return its token ids as int64 `[L]`.
 
-    Raises ValueError if the prompt is empty, has ids outside the vocabulary, or is too long: prompt plus
-    `params.max_new_tokens` must fit into `context` tokens. With `context=None` no prompt is too long.
+    Raises ValueError if the prompt is empty, has ids outside the vocabulary, does not reach `params.routes_from`, or is
+    too long: prompt plus `params.max_new_tokens` must fit into `context` tokens. With `context=None` no prompt is too
+    long.
     """
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt):
         raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
+    if params.routes_from >= len(prompt):
+        raise ValueError(
+            f"request {request_id!r}: routes are wanted from token {params.routes_from} on, expected one of its "
+            f"{len(prompt)} prompt tokens"
+        )
     if context is not None and len(prompt) + params.max_new_tokens > context:
         raise ValueError(
             f"request {request_id!r}: {len(prompt)} prompt tokens + {params.max_new_tokens} new tokens exceed "

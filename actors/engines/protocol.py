@@ -60,6 +60,9 @@ class SamplingParams:
     """Token ids that end a completion, in addition to the model's own end tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, wherever they fall in its tokens. The tokens that complete such a text are kept."""
+    routes_from: int = 0
+    """Index of the first token of the prompt whose route is wanted, from engines that record routes. A request that
+    continues an earlier one asks for those that it does not have yet."""
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
@@ -69,6 +72,7 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("stop", all(self.stop), "texts that are not empty"),
+            ("routes_from", self.routes_from >= 0, "0 or more"),
         ):
             if not fits:
                 raise ValueError(f"sampling {name}: got {getattr(self, name)}, expected {expected}")
@@ -86,6 +90,11 @@ class Completion:
     """Reason why the completion ended: `stop`, `length` or `abort` (partial output)."""
     versions: np.ndarray
     """Policy version that produced each token, int32 `[T]`; it never decreases from one token to the next."""
+    routes: np.ndarray | None = None
+    """Experts that the model's routers chose, `[P + T - 1 - routes_from, layers, k]` (see `codecs.routes`): one route
+    for each token of the prompt and the completion from `SamplingParams.routes_from` on, except for the last. A route
+    has the version of the token after it, whose log-prob it shaped. None if the engine records no routes, or if the
+    completion has no tokens."""
 
     @staticmethod
     def empty() -> Completion:

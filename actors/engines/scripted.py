@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...codecs.routes import RouteSpec
 from ..memory import ProcessMemory, measure
 from ..weights.transports.protocol import ReceiverConfig, WeightUpdate
 from .incoming_weights import IncomingWeights
@@ -47,6 +48,17 @@ def random_tokens(vocab_size: int, seed: int = 0) -> Script:
     return script
 
 
+def scripted_routes(token_ids: np.ndarray, spec: RouteSpec) -> np.ndarray:
+    """Return made-up routes of a sequence, `[tokens, layers, k]`, which depend on token, position and layer alone.
+
+    Each route has k successive expert ids, so none of them twice. token_ids: int64 `[tokens]`.
+    """
+    layers, top_k = spec.trailing
+    position = np.arange(len(token_ids))[:, None, None]
+    first = 31 * token_ids[:, None, None] + 7 * position + 13 * np.arange(layers)[:, None]
+    return ((first + np.arange(top_k)) % spec.num_experts).astype(spec.numpy_dtype)
+
+
 def request_latency(request_id: str, seed: int, latency_s: float, sigma: float) -> float:
     """Return the simulated latency of a request in seconds. It is drawn from a log-normal distribution with median
     `latency_s`, with a seed that depends on `seed` and `request_id`.
@@ -77,13 +89,15 @@ class ScriptedEngine:
         seed: int = 0,
         receiver: ReceiverConfig | None = None,
         version: int = 0,
+        routes: RouteSpec | None = None,
     ) -> None:
         """Create an engine that serves `version`.
 
         latency_s: median latency of a request in seconds. latency_sigma: sigma of the log-normal distribution of
         latencies, each drawn with a seed of its own; 0.0 makes all latencies equal. logprob: log-prob reported for
         every token. tokenizer: needed only for requests with stop texts. receiver: settings of the receiver of new
-        weights; None when weights never change.
+        weights; None when weights never change. routes: shape of the routes that it makes up (see `scripted_routes`);
+        None to report none.
         """
         self._script = script
         self._latency_s = latency_s
@@ -92,6 +106,7 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._seed = seed
         self._version = version
+        self._routes = routes
         self._incoming: IncomingWeights[dict[str, torch.Tensor]] = IncomingWeights(receiver, _copied)
         self._clock = _FlowClock()
         self._requests: dict[str, _Request] = {}
@@ -145,7 +160,7 @@ class ScriptedEngine:
         try:
             await self._admit(request)
             completions = [
-                self._completion(request, self._script(request_id, prompt_ids, sample), params)
+                self._completion(request, prompt_ids, self._script(request_id, prompt_ids, sample), params)
                 for sample in range(params.n)
             ]
         finally:
@@ -196,7 +211,9 @@ class ScriptedEngine:
             except TimeoutError:
                 continue
 
-    def _completion(self, request: _Request, tokens: Sequence[int], params: SamplingParams) -> Completion:
+    def _completion(
+        self, request: _Request, prompt_ids: Sequence[int], tokens: Sequence[int], params: SamplingParams
+    ) -> Completion:
         tokens, stopped = self._stopped(tokens, params)
         wanted = min(len(tokens), params.max_new_tokens)
         got = request.num_flowed(wanted, request.flowed_s)
@@ -207,11 +224,16 @@ class ScriptedEngine:
         versions = np.full(got, request.versions[0][1] if got else 0, dtype=np.int32)
         for flowed_s, version in request.versions[1:]:
             versions[request.num_flowed(wanted, flowed_s) :] = version
+        routes = None
+        if self._routes is not None and got:
+            ids = np.array([*prompt_ids, *tokens[: got - 1]], dtype=np.int64)
+            routes = scripted_routes(ids, self._routes)[params.routes_from :]
         return Completion(
             token_ids=np.asarray(tokens[:got], dtype=np.int32),
             logprobs=np.full(got, self._logprob, dtype=np.float32),
             finish_reason=reason,
             versions=versions,
+            routes=routes,
         )
 
     def _stopped(self, tokens: Sequence[int], params: SamplingParams) -> tuple[Sequence[int], bool]:

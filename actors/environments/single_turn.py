@@ -65,4 +65,5 @@ def _sample(prompt: Prompt, index: int, prompt_ids: np.ndarray, completion: Comp
         text=text,
         finish_reason=completion.finish_reason,
         versions=versions,
+        routes=() if completion.routes is None else ((0, completion.routes),),
     )

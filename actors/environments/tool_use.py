@@ -79,7 +79,13 @@ class ToolUse:
     async def _turns(self, episode: _Episode, engine: Generator, tokenizer: Any, params: SamplingParams) -> Sample:
         for turn in range(self._max_turns):
             left = params.max_new_tokens - episode.num_response
-            of_turn = replace(params, n=1, max_new_tokens=left, stop=(*params.stop, CALL_END))
+            of_turn = replace(
+                params,
+                n=1,
+                max_new_tokens=left,
+                stop=(*params.stop, CALL_END),
+                routes_from=episode.num_routes,
+            )
             request_id = f"{episode.prompt.uid}.{episode.index}{SESSION_SEPARATOR}{turn}"
             (completion,) = await generate_whole(engine, tokenizer, request_id, episode.ids.tolist(), of_turn)
             (text,) = response_texts(tokenizer, [completion], of_turn)
@@ -136,14 +142,23 @@ class _Episode:
         self._versions = np.full(len(prompt_ids), -1, dtype=np.int32)
         self._num_prompt = len(prompt_ids)
         self._text = ""
+        self._routes: list[tuple[int, np.ndarray]] = []
 
     @property
     def num_response(self) -> int:
         """Number of tokens after the prompt."""
         return len(self.ids) - self._num_prompt
 
+    @property
+    def num_routes(self) -> int:
+        """Number of the episode's first tokens whose routes are known. The next turn, which computes the tokens of the
+        tool's result and the last one before them for the first time, adds those of the rest."""
+        return sum(len(routes) for _, routes in self._routes)
+
     def add_turn(self, completion: Completion, text: str) -> None:
-        """Append the tokens that the policy chose in one turn."""
+        """Append the tokens that the policy chose in one turn, and the routes that came with them."""
+        if completion.routes is not None:
+            self._routes.append((self.num_routes, completion.routes))
         count = len(completion.token_ids)
         self._append(completion.token_ids, np.ones(count, np.uint8), completion.logprobs, completion.versions)
         self._text = text
@@ -172,4 +187,5 @@ class _Episode:
             finish_reason=finish_reason,
             versions=self._versions,
             error=error,
+            routes=tuple(self._routes),
         )

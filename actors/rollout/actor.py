@@ -28,6 +28,7 @@ from ..rewards.factory import build_rubric
 from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
+from .routes import RouteRules
 from .worker import RolloutWorker
 
 VALIDATION_UID = "val-"
@@ -76,6 +77,8 @@ class RolloutSetup:
     journal: JournalConfig | None = None
     """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
     journal."""
+    routes: RouteRules | None = None
+    """The routes that rows carry; None without router replay."""
 
 
 class RolloutActor(EngineHost):
@@ -129,6 +132,7 @@ class RolloutActor(EngineHost):
             reward_timeout_s=setup.reward.timeout_s,
             mask_truncated=setup.mask_truncated,
             keeps_old_kv=setup.keeps_old_kv,
+            routes=setup.routes,
         )
         return engine
 

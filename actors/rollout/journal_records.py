@@ -83,9 +83,10 @@ class _Contents:
 def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
     """Return the group encoded as one record of the journal."""
     rows = group.rows
-    block = encode_block(rows.batch, 0, rows.batch.num_rows, checksum=False)
+    one_group = np.zeros(rows.batch.num_rows, np.int64)
+    block = encode_block(rows.batch, 0, rows.batch.num_rows, checksum=False, groups=one_group)
     contents = messages.encode(_Contents(rows.keys, rows.versions, dict(rows.tags), group.figures, block.layout))
-    body = b"".join((_DIGEST.pack(len(contents)), contents, *(part.data for part in block.parts)))
+    body = b"".join((_DIGEST.pack(len(contents)), contents, *(piece.data for part in block.pieces for piece in part)))
     head = _HEAD.pack(MAGIC, fingerprint, group.position, stamp, len(body), xxhash.xxh3_64_intdigest(body))
     return b"".join((head, _DIGEST.pack(xxhash.xxh3_64_intdigest(head)), body))
 

@@ -10,6 +10,7 @@ import numpy as np
 from ...dataplane.traffic import Traffic
 from ..engines.router import LeftOut
 from ..protocols import Sample, Score, Span, SpanTable
+from .routes import RouteCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class RolloutReport:
     """Number of rows taken from the journal instead of generated. The other counts and sums include these rows."""
     restored_tokens: int = 0
     """Number of response tokens of the rows taken from the journal."""
+    routes: RouteCounts = RouteCounts()
+    """Counts of the rows' routes; all 0 without router replay."""
 
     @property
     def valid(self) -> int:
@@ -81,6 +84,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
         restored=sum(r.restored for r in reports),
         restored_tokens=sum(r.restored_tokens for r in reports),
+        routes=sum((r.routes for r in reports), RouteCounts()),
     )
 
 
@@ -114,10 +118,13 @@ class GroupFigures:
     response_length_max: int
     reward_sum: float
     component_sums: dict[str, float]
+    routes: RouteCounts = RouteCounts()
 
 
-def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFigures:
-    """Return the counts and sums of scored samples."""
+def group_figures(
+    samples: Sequence[Sample], scores: Sequence[Score], routes: Sequence[RouteCounts] = ()
+) -> GroupFigures:
+    """Return the counts and sums of scored samples. routes: counts of each sample's routes, with router replay."""
     lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
     failed = [score for score in scores if not score.valid]
     component_sums: dict[str, float] = {}
@@ -134,6 +141,7 @@ def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFi
         response_length_max=max(lengths, default=0),
         reward_sum=sum(score.reward for score in scores if score.valid),
         component_sums=component_sums,
+        routes=sum(routes, RouteCounts()),
     )
 
 
@@ -154,6 +162,7 @@ class RolloutTally:
     spans: list[Span] = field(default_factory=list)
     restored: int = 0
     restored_tokens: int = 0
+    routes: RouteCounts = RouteCounts()
 
     def add(self, group: GroupFigures, *, restored: bool = False) -> None:
         """Add the counts and sums of a group. restored: True if the group comes from the journal."""
@@ -165,6 +174,7 @@ class RolloutTally:
         self.response_tokens += group.response_tokens
         self.response_length_max = max(self.response_length_max, group.response_length_max)
         self.reward_sum += group.reward_sum
+        self.routes += group.routes
         for name, total in group.component_sums.items():
             self.component_sums[name] = self.component_sums.get(name, 0.0) + total
         if restored:
@@ -189,4 +199,5 @@ class RolloutTally:
             left_out=tuple(left_out),
             restored=self.restored,
             restored_tokens=self.restored_tokens,
+            routes=self.routes,
         )

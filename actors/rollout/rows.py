@@ -10,7 +10,8 @@ import torch
 
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...codecs.jagged import concat, slice_rows
-from ..protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Sample, Score
+from ...codecs.routes import ROUTES, RouteSpec
+from ..protocols import Sample, Score, row_schema, written_fields
 from ..rewards.rubric import reward_tag
 
 TRAINED_TOKENS = "trained_tokens"
@@ -34,7 +35,7 @@ class RolloutRows:
     """Tags of the rows (metadata beside the fields): tag name -> array `[N]`. POSITION, the prompt's position in the
     prompt stream, is int64; all others are float32."""
     batch: Batch
-    """Columns of the rows, one for each field in ROLLOUT_FIELDS."""
+    """Columns of the rows, one for each of `written_fields`."""
 
     def split(self, counts: Sequence[int]) -> list[RolloutRows]:
         """Split the rows into consecutive parts, which are views. counts: number of rows of each part; they must add up
@@ -66,15 +67,18 @@ def rollout_rows(
     *,
     mask_truncated: bool = False,
     keeps_old_kv: bool = False,
+    routes: Sequence[np.ndarray] = (),
+    spec: RouteSpec | None = None,
 ) -> tuple[Batch, dict[str, np.ndarray]]:
-    """Convert N samples and their scores to rows with the fields ROLLOUT_FIELDS, and to tags, the metadata of the rows
-    (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is trained on.
+    """Convert N samples and their scores to rows with the fields of `written_fields`, and to tags, the metadata of the
+    rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is trained on.
 
     tagged: names of the rewards whose unweighted values also become tags, named by `reward_tag`, with 0 for failed
     rows. mask_truncated: whether to mask the rows of samples that were cut off (finish reason `length`), too. They
     keep their rewards, so that the baselines of their groups contain them. The tag TRAINED_TOKENS then has the number
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
-    of older weights; the tag KV_STALENESS then says how old they were at most.
+    of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
+    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay.
     """
     valid = np.array([score.valid for score in scores], dtype=bool)
     lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
@@ -86,10 +90,11 @@ def rollout_rows(
         "input_ids": np.concatenate([sample.input_ids for sample in samples]),
         "response_mask": np.concatenate([sample.response_mask for sample in samples]) * trained,
         "rollout_logprobs": np.concatenate([sample.logprobs for sample in samples]) * trained,
+        **({} if spec is None else {ROUTES: np.concatenate(routes)}),
     }
     versions = np.concatenate([sample.versions for sample in samples])
     batch = Batch(
-        ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS),
+        row_schema(spec).subset(written_fields(spec)),
         len(samples),
         {
             **{name: Jagged(torch.from_numpy(column), lengths) for name, column in columns.items()},

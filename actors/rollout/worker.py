@@ -31,6 +31,7 @@ from .journal import GroupJournal
 from .journal_records import JournaledGroup
 from .prompts import PromptStream, row_key
 from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
+from .routes import RouteCounts, RouteRules, checked_routes
 from .rows import RolloutRows, join, rollout_rows
 from .validation_figures import FigureSums
 
@@ -56,10 +57,12 @@ class RolloutWorker:
         reward_timeout_s: float = 60.0,
         mask_truncated: bool = False,
         keeps_old_kv: bool = False,
+        routes: RouteRules | None = None,
     ) -> None:
         """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups (all rows
         of one prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one
-        row. mask_truncated, keeps_old_kv: see `rollout_rows`."""
+        row. mask_truncated, keeps_old_kv: see `rollout_rows`. routes: the routes that the engine records and rows
+        carry; None without router replay."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -78,6 +81,7 @@ class RolloutWorker:
         self._reward_timeout_s = reward_timeout_s
         self._mask_truncated = mask_truncated
         self._keeps_old_kv = keeps_old_kv
+        self._routes = routes
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -225,33 +229,46 @@ class RolloutWorker:
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples)
+        columns: list[np.ndarray] = []
+        counts: list[RouteCounts] = []
+        if self._routes is not None:
+            with _span(tally, "routes"):
+                checked = await asyncio.to_thread(checked_routes, samples, scores, self._routes)
+            columns, scores, counts = checked.columns, checked.scores, checked.counts
         batch, tags = rollout_rows(
             samples,
             scores,
             self._rubric.tagged,
             mask_truncated=self._mask_truncated,
             keeps_old_kv=self._keeps_old_kv,
+            routes=columns,
+            spec=None if self._routes is None else self._routes.spec,
         )
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [len(group) for group in groups.values()])
         keys = [row_key(sample.prompt.uid, sample.index) for sample in samples]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
-        await self._keep(rows, scores, groups, tally)
+        await self._keep(rows, scores, groups, tally, counts)
         await self._put(rows, partition, tally)
 
     async def _keep(
-        self, rows: RolloutRows, scores: Sequence[Score], groups: Mapping[int, list[Sample]], tally: RolloutTally
+        self,
+        rows: RolloutRows,
+        scores: Sequence[Score],
+        groups: Mapping[int, list[Sample]],
+        tally: RolloutTally,
+        routes: Sequence[RouteCounts] = (),
     ) -> None:
-        """Add finished groups to the tally and write them to the journal. rows, scores: rows and scores of all groups,
-        in order.
+        """Add finished groups to the tally and write them to the journal. rows, scores, routes: rows, scores and counts
+        of routes of all groups, in order.
 
         Groups with failed rows are written only if the journal is meant for a replay (purpose `record`). After a resume
         they are generated again, so that a reward function that has since been fixed can score them.
         """
-        kept, left = [], list(scores)
+        kept, left, counts = [], list(scores), list(routes)
         parts = rows.split([len(samples) for samples in groups.values()])
         for (position, samples), part in zip(groups.items(), parts, strict=True):
-            figures = group_figures(samples, left[: len(samples)])
-            del left[: len(samples)]
+            figures = group_figures(samples, left[: len(samples)], counts[: len(samples)])
+            del left[: len(samples)], counts[: len(samples)]
             tally.add(figures)
             if not figures.failed or (self._journal is not None and self._journal.purpose == "record"):
                 kept.append(JournaledGroup(position, part, figures))

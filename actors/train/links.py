@@ -18,9 +18,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ...codecs.routes import ROUTES, RouteSpec
 from ...dataplane.topology import Place, Topology
 from .prefetch import PrefetchStopped
-from .stage_fields import EMBEDDED, stage_fields
+from .stage_fields import EMBEDDED, stage_fields, stage_layers
 from .wire import ReplicaLost
 
 GRACE_S = 5.0
@@ -44,14 +45,16 @@ class Part:
     group."""
 
 
-def parts_of(topology: Topology, dp: int) -> tuple[Part, ...]:
+def parts_of(topology: Topology, dp: int, routes: RouteSpec | None = None) -> tuple[Part, ...]:
     """Split replica `dp` into parts, each with the ranks that need identical data, and return them. The leader's own
-    part is first."""
-    members: dict[tuple[tuple[str, ...], int], list[int]] = {}
+    part is first. routes: shape of the routes, of which each pipeline stage needs those of its own layers; None without
+    router replay."""
+    members: dict[tuple[tuple[str, ...], int, range], list[int]] = {}
     for rank in topology.replica(dp):
         place = topology.place(rank)
-        needs = stage_fields(topology, place, (EMBEDDED, "any other"))
-        members.setdefault((needs, place.cp if needs else 0), []).append(rank)
+        needs = stage_fields(topology, place, (EMBEDDED, "any other", ROUTES), routes)
+        layers = range(0) if routes is None else stage_layers(topology, place, routes)
+        members.setdefault((needs, place.cp if needs else 0, layers), []).append(rank)
     leader = topology.leader(dp)
     return tuple(
         Part(topology.place(ranks[0]), tuple(ranks), tuple(sorted({leader, *ranks}))) for ranks in members.values()
@@ -65,21 +68,30 @@ class ReplicaLinks:
     make its collective calls in the same order.
     """
 
-    def __init__(self, topology: Topology, rank: int, *, name: str, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        *,
+        name: str,
+        timeout_s: float,
+        device: torch.device,
+        routes: RouteSpec | None = None,
+    ) -> None:
         """Create the process groups. The call is collective over all ranks of the mesh and needs their default process
         group.
 
         name: name of this process in other ranks' errors. timeout_s: seconds that each operation may take; siblings
         wait GRACE_S longer. device: device on which rows are needed; buffers for a GPU are broadcast by NCCL unless the
-        mesh has pipeline stages (see `on_device`). Raises RuntimeError when there is no default process group of the
-        mesh's size.
+        mesh has pipeline stages (see `on_device`). routes: see `parts_of`. Raises RuntimeError when there is no default
+        process group of the mesh's size.
         """
         if not dist.is_initialized() or dist.get_world_size() != topology.world:
             raise RuntimeError(f"replica links: expected a default process group of {topology.world} ranks")
         dp = topology.place(rank).dp
         self.rank = rank
         self.leader = topology.leader(dp)
-        self.parts = parts_of(topology, dp)
+        self.parts = parts_of(topology, dp, routes)
         self.own = next(part for part in self.parts if rank in part.members)
         self.on_device = device.type == "cuda" and topology.pp == 1
         """True if buffers are broadcast on the GPU, by the thread that computes. NCCL requires that every rank issues
@@ -91,7 +103,7 @@ class ReplicaLinks:
         self._names: dict[int, str] = {rank: name}
         bound = timedelta(seconds=timeout_s + 2 * GRACE_S)
         for replica in range(topology.dp):
-            for part in parts_of(topology, replica):
+            for part in parts_of(topology, replica, routes):
                 if len(part.ranks) > 1:
                     self._join(part, bound)
 

@@ -19,6 +19,7 @@ from typing import Literal, cast
 import torch
 
 from ...codecs.batch import Jagged
+from ...codecs.routes import RouteSpec
 from ...codecs.schema import Schema
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
@@ -53,7 +54,14 @@ def holds_receipt(topology: Topology, policy: FetchPolicy, rank: int) -> bool:
 
 
 def build_links(
-    topology: Topology, rank: int, policy: FetchPolicy, *, name: str, timeout_s: float, device: torch.device
+    topology: Topology,
+    rank: int,
+    policy: FetchPolicy,
+    *,
+    name: str,
+    timeout_s: float,
+    device: torch.device,
+    routes: RouteSpec | None = None,
 ) -> ReplicaLinks | None:
     """Create the process groups that the fetch policy needs, or return None when every rank reads for itself.
 
@@ -61,7 +69,7 @@ def build_links(
     """
     if not shares_reads(topology, policy):
         return None
-    return ReplicaLinks(topology, rank, name=name, timeout_s=timeout_s, device=device)
+    return ReplicaLinks(topology, rank, name=name, timeout_s=timeout_s, device=device, routes=routes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +99,18 @@ class ReplicaReader:
         links: ReplicaLinks | None,
         *,
         device: torch.device,
+        routes: RouteSpec | None = None,
     ) -> None:
         """Create a reader. Call `begin` before reading rows.
 
         schema: schema that contains at least the fields to be read. links: result of `build_links`. device: device to
-        which columns are delivered.
+        which columns are delivered. routes: shape of the field `routed_experts`, of which a pipeline stage gets its own
+        layers; None if `schema` has no such field.
         """
         self._client = client
         self._topology = topology
         self._links = links
-        self._view = RankView(topology, rank, schema, device)
+        self._view = RankView(topology, rank, schema, device, routes)
         self._shard: TrainShard | None = None
         self._rows: StepRows | None = None
         self._role: Role | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,11 +21,12 @@ import torch
 from ...codecs.batch import Batch
 from ...codecs.context_slices import piece_lengths, slice_batch
 from ...codecs.jagged import concat
+from ...codecs.routes import RouteSpec
 from ...codecs.schema import Schema
 from ...dataplane.topology import Place, Topology
 from ..protocols import MicroBatch, Span
 from .links import Part, ReplicaLinks
-from .stage_fields import stage_fields
+from .stage_fields import stage_batch, stage_fields, stage_schema
 from .step_rows import ColumnCache, StepRows, TrainShard, cut, load_of
 from .wire import (
     PROLOGUE_BYTES,
@@ -81,11 +82,15 @@ class RankView:
     """Cuts full rows to the slice that one rank needs, moves them to the rank's device, and times the work of its
     role."""
 
-    def __init__(self, topology: Topology, rank: int, schema: Schema, device: torch.device) -> None:
+    def __init__(
+        self, topology: Topology, rank: int, schema: Schema, device: torch.device, routes: RouteSpec | None = None
+    ) -> None:
+        """schema: fields of the whole rows. routes: shape of the routes of all layers; None without router replay."""
         self.topology = topology
         self.rank = rank
         self.place = topology.place(rank)
-        self.schema = schema
+        self.routes = routes
+        self.schema = stage_schema(schema, topology, self.place, routes)
         self.device = device
         self.spans: list[Span] = []
         """Timed pieces of work since the last report. Two threads append to it; it is read only while neither of them
@@ -106,10 +111,16 @@ class RankView:
                 self.spans.append(Span(name, start, taken_s))
 
     def slice(self, batch: Batch, lengths: np.ndarray, place: Place) -> Batch:
-        """Return the slice of full rows that the context-parallel rank at mesh coordinates `place` computes. lengths:
-        number of tokens of each row before slicing, int64 `[N]`."""
+        """Return the slice of full rows that the rank at mesh coordinates `place` computes: of all tokens those of its
+        context-parallel rank, and of the routes those of its pipeline stage. lengths: number of tokens of each row
+        before slicing, int64 `[N]`."""
         topology = self.topology
+        batch = stage_batch(batch, topology, place, self.routes)
         return batch if topology.cp == 1 else slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
+
+    def fields(self, place: Place, fields: Iterable[str]) -> tuple[str, ...]:
+        """Return those of `fields` that the rank at mesh coordinates `place` receives."""
+        return stage_fields(self.topology, place, fields, self.routes)
 
     def sent_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """Return how many tokens of each row this rank receives, int64 `[N]`. lengths: number of tokens of each row
@@ -153,7 +164,7 @@ class Independent:
 
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
         view, facts = self._view, self._rows.facts(range(index, index + 1))
-        wanted = stage_fields(view.topology, view.place, fields)
+        wanted = view.fields(view.place, fields)
         missing = self._own.missing(index, wanted)
         if missing:
             with view.span(f"read {index}"):
@@ -227,7 +238,7 @@ class Leader:
         """Encode the columns of `batch` that the ranks of `part` need and did not receive in an earlier pass over the
         step's rows."""
         view, sent = self._view, self._sent.get((part, load.start))
-        names = [name for name in stage_fields(view.topology, part.place, batch) if not sent or name not in sent]
+        names = [name for name in view.fields(part.place, batch) if not sent or name not in sent]
         self._sent[part, load.start] = {*(sent or ()), *names}
         sliced = view.slice(batch.subset(names), facts.lengths, part.place)
         header = describe(sliced, facts if sent is None else None)
@@ -258,7 +269,7 @@ class Leader:
                     for number, part in zip(load, cut(landed, self._sizes[load.start : load.stop]), strict=True):
                         self._own.add(number, part)
         facts = self._rows.facts(range(index, index + 1))
-        wanted = stage_fields(view.topology, view.place, fields)
+        wanted = view.fields(view.place, fields)
         missing = self._own.missing(index, wanted)
         if missing:
             own = view.slice(whole.subset(missing), facts.lengths, view.place)
@@ -294,7 +305,7 @@ class Sibling:
 
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
         load = load_of(index, len(self._sizes))
-        wanted = stage_fields(self._view.topology, self._view.place, fields)
+        wanted = self._view.fields(self._view.place, fields)
         land = self._receive(load, wanted, stop) if index == load.start else _nothing
 
         def deliver() -> MicroBatch:

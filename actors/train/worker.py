@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...codecs.batch import Jagged
+from ...codecs.routes import ROUTES, RouteSpec
 from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
 from ..memory import ProcessMemory, measure
 from ..protocols import (
-    ROLLOUT_SCHEMA,
     TRAIN_FIELDS,
     ActorInfo,
     OffloadReport,
@@ -26,6 +26,7 @@ from ..protocols import (
     TrainBackend,
     device_bytes_in_use,
     offloaded_error,
+    row_schema,
 )
 from ..remote_methods import in_thread_of
 from ..weights.config import SyncConfig
@@ -91,6 +92,8 @@ class WorkerSetup:
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
     one_host: bool = True
     """True if all processes of the run are on one host; the rank then listens on loopback only."""
+    routes: RouteSpec | None = None
+    """Shape of the routes that the policy's passes replay; None without router replay."""
     single_rank_groups: bool = False
     """True if the backend needs process groups even when there is only one rank, as Megatron does."""
 
@@ -160,8 +163,14 @@ class TrainWorker:
             name=str(ActorInfo.here(self._name)),
             timeout_s=setup.timeout_s,
             device=device,
+            routes=setup.routes,
         )
-        self._reader = ReplicaReader(self._client, ROLLOUT_SCHEMA, setup.topology, setup.rank, links, device=device)
+        schema = row_schema(setup.routes)
+        self._reader = ReplicaReader(
+            self._client, schema, setup.topology, setup.rank, links, device=device, routes=setup.routes
+        )
+        self._replayed = () if setup.routes is None else (ROUTES,)
+        """Fields that the policy's passes read for router replay. Those of the reference model have no use for them."""
         self._parts.callback(self._reader.close)
         self._backend = setup.backend(setup.rank, setup.world)
         self._parts.callback(self._backend.close)
@@ -193,7 +202,8 @@ class TrainWorker:
         """
         self._require_onloaded(f"{self._name}: write_logprobs")
         work = self._begun()
-        with self._span(f"logprobs {field}"), closing(self._reader.stream(("input_ids", "response_mask"))) as micros:
+        fields = ("input_ids", "response_mask", *(self._replayed if field == PREV else ()))
+        with self._span(f"logprobs {field}"), closing(self._reader.stream(fields)) as micros:
             columns = self._backend.logprobs(
                 micros, len(work.shard.sizes), reference=field == REF, temperature=self._setup.temperature
             )
@@ -216,7 +226,7 @@ class TrainWorker:
             if not self._open:
                 self._backend.begin_step(self._setup.temperature)
                 self._open = True
-            fields = (*TRAIN_FIELDS, *work.shard.columns, *work.written)
+            fields = (*TRAIN_FIELDS, *self._replayed, *work.shard.columns, *work.written)
             with self._span("forward backward"), closing(self._reader.stream(fields)) as micros:
                 self._backend.accumulate(micros, len(work.shard.sizes))
         except BaseException:

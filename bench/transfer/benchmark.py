@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...codecs.owned_folder import SHARED_MEMORY
+from ...codecs.schema import Kind
 from ...dataplane.config import StoreKind
 from ...dataplane.errors import DataPlaneError
 from ...trainers.errors import UserError
@@ -19,11 +21,20 @@ from ..conditions import conditions
 from .baselines import factory as baselines
 from .contenders import CHECKSUMMED, Contender, Op
 from .pool import PRODUCER, PoolHost, ProcessPool, RayPool, ThreadPool, call
-from .results import PAIRED, Result, StepResult, summarise, write_records, write_summary
+from .results import (
+    PAIRED,
+    Result,
+    RouteSizes,
+    StepResult,
+    route_summary,
+    summarise,
+    write_records,
+    write_summary,
+)
 from .rounds import Pattern, measure
 from .step import BLOCK_ROWS, DP, measure_steps
 from .stores import StoreContender
-from .workloads import STEP_ENDS, LoadSpec
+from .workloads import MOE, MOE_ROUTES, STEP_ENDS, LoadSpec, build_load
 from .workloads import WORKLOADS as DESCRIBED
 
 _logger = logging.getLogger(__name__)
@@ -143,9 +154,21 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
             results += _second_run(options, absent, tell)
     contender_of = {name: baselines.contender_name(name) for name in options.baselines}
     summary = summarise(results, steps, options.stores, contender_of, (baselines.SECOND_RUN,))
+    if MOE in options.workloads:
+        summary |= route_summary(results, summary, _route_sizes(LoadSpec(MOE, options.share)))
     write_records(options.out / "results.jsonl", [item.record() for item in (*results, *steps)], facts)
     write_summary(options.out / "summary.json", summary, facts | {"absent": absent})
     return TransferReport(results, steps, summary, absent, facts)
+
+
+def _route_sizes(spec: LoadSpec) -> RouteSizes:
+    """Return the sizes of the workload with routes, whose rows are built here once more."""
+    load = build_load(spec)
+    assert load.batch.lengths is not None
+    others = sum(load.schema[name].item_bytes for name in load.first if load.schema[name].kind is Kind.PER_TOKEN)
+    padded = 4 * math.prod(MOE_ROUTES.trailing) + others - MOE_ROUTES.token_bytes
+    longest = int(load.batch.lengths.max())
+    return RouteSizes(int(load.batch.lengths.sum()), load.formula_bytes(), load.num_rows * longest * padded)
 
 
 def why_absent(kind: str, in_process: bool) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .contenders import CHECKSUMMED
+from .workloads import MOE
 
 PAIRED = "+paired"
 """Suffix of a store's name in rounds with only one baseline, which cannot run beside the others."""
@@ -36,6 +37,9 @@ class Result:
     """Seconds of every run after the warm-up; () when the case failed."""
     failure: str = ""
     """Reason why the case failed. With "", every kind of read was verified once against the written bytes."""
+    wire_bytes: int = 0
+    """Number of bytes that one run writes, with block headers; 0 for reads and for contenders that do not count
+    them."""
 
     @property
     def median_s(self) -> float:
@@ -63,6 +67,7 @@ class Result:
             "p99_ms": self.p99_s * 1e3,
             "min_ms": min(self.seconds) * 1e3,
             "mib_per_s": self.mib_per_s if self.nbytes else None,
+            **({"wire_bytes": self.wire_bytes} if self.wire_bytes else {}),
             "verified": True,
             "times_ms": [round(seconds * 1e3, 4) for seconds in self.seconds],
         }
@@ -155,6 +160,37 @@ def summarise(
         if cost is not None:
             summary[f"checksum_cost.{store}"] = cost
     return summary
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSizes:
+    """Sizes of the workload with routes, to which the bytes that stores write are compared."""
+
+    tokens: int
+    """Number of tokens of all rows."""
+    formula_bytes: int
+    """Number of bytes of the columns if each group's prompt is written once."""
+    padded_bytes: int
+    """Number of bytes of the same columns if routes are int32 and all rows are padded to the longest, as peers store
+    them."""
+
+
+def route_summary(results: Iterable[Result], summary: Mapping[str, float], sizes: RouteSizes) -> dict[str, float]:
+    """Return the summary's figures of the workload `moe` beyond its ratios of times: what stores write for each token,
+    by how much that exceeds the formula, and how much larger padded int32 would be.
+
+    summary: the ratios of times, of which `put` to `tcp` against raw TCP gets the name `vs_raw_tcp`, too.
+    """
+    written = [r.wire_bytes for r in results if r.workload == MOE and r.op == "put" and r.wire_bytes]
+    if not written:
+        return {}
+    figures = {
+        "moe.bytes_put_per_token": max(written) / sizes.tokens,
+        "moe.bytes_over_formula": max(written) / sizes.formula_bytes,
+        "moe.padded_int32_over_formula": sizes.padded_bytes / sizes.formula_bytes,
+    }
+    raw = summary.get("moe.put.tcp.vs_tcp")
+    return figures if raw is None else {**figures, "moe.put.tcp.vs_raw_tcp": raw}
 
 
 def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[str, float]:

@@ -45,6 +45,8 @@ class Case:
     """Measured seconds for each operation. `gets` is recorded as `get2`, `get4`, ..., by the number of readers."""
     failure: str = ""
     iterations: int = 1
+    wire_bytes: int = 0
+    """Number of bytes that one put writes, with block headers; 0 if the contender does not count them."""
 
     @property
     def label(self) -> str:
@@ -58,7 +60,17 @@ class Case:
         name, contender = self.spec.name, self.contender.name
         if self.failure:
             return [Result(name, "all", contender, 0, (), self.failure)]
-        return [Result(name, op, contender, self._bytes(op), tuple(seconds)) for op, seconds in self.seconds.items()]
+        return [
+            Result(
+                name,
+                op,
+                contender,
+                self._bytes(op),
+                tuple(seconds),
+                wire_bytes=self.wire_bytes if op == "put" else 0,
+            )
+            for op, seconds in self.seconds.items()
+        ]
 
     def _bytes(self, op: str) -> int:
         if op in ("clear", "claim"):
@@ -170,7 +182,11 @@ def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: b
     if "claim" in ops:
         claiming = pool.start(consumer(1), "claim", label, case.size.num_rows, CLAIM_TIMEOUT_S)
         time.sleep(pool.lead_s)  # so that the claim is waiting when the put starts
+    before = call(pool, PRODUCER, "counters", label) if verify else {}
     token, span = call(pool, PRODUCER, "put", label, f"r{next(_runs)}")
+    if verify:
+        after = call(pool, PRODUCER, "counters", label)
+        case.wire_bytes = after.get("wire_bytes_put", 0) - before.get("wire_bytes_put", 0)
     if "put" in ops:
         case.note("put", span.seconds)
     if claiming is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,18 @@ from tensordict import NonTensorStack, TensorDict
 
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...codecs.jagged import pack, select_rows
+from ...codecs.routes import ROUTES, RouteSpec
 from ...codecs.schema import Field, Kind, Schema
 
 SEED = 20240
 WRITE_BACK = "written_back"
 """Name of the column that consumers write back, with a float32 per token, or per row when rows have no tokens."""
+MOE = "moe"
+"""Name of the workload with routes in groups that share their prompts; the summary has figures of its own for it."""
+MOE_ROUTES = RouteSpec(tuple(range(48)), 8, 128, 48)
+"""Shape of the routes of Qwen3-30B-A3B: 384 bytes a token."""
+MOE_GROUP = 8
+"""Number of rows of a prompt in the workload `moe`."""
 STEP_ENDS = "step-ends"
 """Name of the workload whose columns are converted from padded tensors and back."""
 STEP_FIRST = ("input_ids", "mask", "generation_logprobs")
@@ -51,6 +58,15 @@ class Load:
     @property
     def num_rows(self) -> int:
         return self.batch.num_rows
+
+    def formula_bytes(self) -> int:
+        """Return the number of bytes of the first put's values if the prompt part of token ids and routes is written
+        once for the rows of a group; 0 for a workload without routes."""
+        lengths = self.batch.lengths
+        if self.spec.name != MOE or lengths is None:
+            return 0
+        shared = (MOE_GROUP - 1) * int(moe_prompts(self.num_rows // MOE_GROUP).sum())
+        return self.nbytes() - shared * sum(self.schema[name].item_bytes for name in ("input_ids", ROUTES))
 
     def keys(self, run: str) -> list[str]:
         """Return the keys of all rows. They contain `run`, so that no other run has the same keys."""
@@ -181,6 +197,25 @@ def _moe(rng: np.random.Generator, share: float) -> Any:
     return values, [*_TEXT, Field("routed_experts", Kind.PER_TOKEN, torch.uint8, (48, 8))], 8
 
 
+def moe_prompts(groups: int) -> np.ndarray:
+    """Return the number of prompt tokens of each group of the workload `moe`, int64 `[groups]`: 256 to 992."""
+    return 256 + 32 * (np.arange(groups) % 24)
+
+
+def _moe_groups(rng: np.random.Generator, share: float) -> Any:
+    """Build rows in groups whose prompts are the same tokens with the same routes, as rollouts put them."""
+    lengths = rng.integers(1024, 4097, _rows(256, share, MOE_GROUP))
+    routes = rng.integers(0, MOE_ROUTES.num_experts, (int(lengths.sum()), *MOE_ROUTES.trailing), dtype=np.uint8)
+    values = _text_values(rng, lengths) | {ROUTES: Jagged(torch.from_numpy(routes), lengths)}
+    ids, starts = values["input_ids"].values, np.cumsum(lengths) - lengths
+    for group, prompt in enumerate(moe_prompts(len(lengths) // MOE_GROUP).tolist()):
+        first, *others = starts[group * MOE_GROUP : (group + 1) * MOE_GROUP].tolist()
+        for start in others:
+            ids[start : start + prompt] = ids[first : first + prompt]
+            routes[start : start + prompt] = routes[first : first + prompt]
+    return values, [replace(_TEXT[0], shared=True), *_TEXT[1:], MOE_ROUTES.field], MOE_GROUP
+
+
 def _wide(rng: np.random.Generator, share: float) -> Any:
     lengths = _even_lengths(rng, share)
     fields = [Field(f"column{number}", Kind.PER_TOKEN, torch.float32) for number in range(32)]
@@ -280,6 +315,7 @@ WORKLOADS = {
     "rl-1024": Description("1024 rows like those of rl-256", _rl(1024)),
     "long-64": Description("64 rows of 32k tokens", _long),
     "moe-256": Description("rl-256 with routed experts [T, 48, 8] uint8", _moe),
+    MOE: Description("256 rows of 1k to 4k tokens in groups of 8 with routed experts [T, 48, 8] uint8", _moe_groups),
     "wide-32": Description("256 MiB over 32 float32 columns", _wide),
     "narrow-1": Description("256 MiB in one column of 32 float32 per token", _narrow),
     "dense": Description("64 rows of 4 MiB float32", _dense),

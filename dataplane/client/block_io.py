@@ -9,6 +9,7 @@ import numpy as np
 
 from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.blocks import EncodedBlock, RowSource, assemble
+from ...codecs.gather import exclusive_cumsum
 from ...codecs.integers import distinct
 from ...codecs.schema import Schema
 from ..block_store import BlockStore, PutsMany, ReadsRanges, Want
@@ -51,18 +52,23 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
     return blocks
 
 
-def rows_a_block(num_rows: int, column_bytes: Sequence[int], block_rows: int | None) -> int:
+def rows_a_block(
+    num_rows: int, column_bytes: Sequence[int], block_rows: int | None, groups: np.ndarray | None = None
+) -> int:
     """Return the number of rows to put in a block: `block_rows` as configured, or if that is None, a number chosen by
     size.
 
     The chosen number is BLOCK_ROWS, raised until a block has LEAST_BYTES bytes, and lowered until no field has more
-    than MOST_BYTES bytes. column_bytes: number of encoded bytes of each column of `num_rows` rows.
+    than MOST_BYTES bytes, but never below the largest of `groups`, whose rows share tokens. column_bytes: number of
+    encoded bytes of each column of `num_rows` rows. groups: number of each row's group, int64 `[N]`; None if none share
+    tokens.
     """
     if block_rows is not None:
         return block_rows
     num_rows = max(1, num_rows)
     rows = max(BLOCK_ROWS, LEAST_BYTES * num_rows // max(1, sum(column_bytes)))
-    return max(1, min(rows, MOST_BYTES * num_rows // max(1, *column_bytes), MAX_BLOCK_ROWS))
+    largest = 1 if groups is None or not len(groups) else int(np.bincount(groups).max())
+    return min(max(largest, min(rows, MOST_BYTES * num_rows // max(1, *column_bytes))), MAX_BLOCK_ROWS)
 
 
 def write_blocks(
@@ -76,10 +82,14 @@ def write_blocks(
     """
     timeout_s = max(0.0, deadline - time.monotonic())
     if space:
-        parts = [part for block in blocks for part in block.parts]
         ends = np.cumsum([block.layout.nbytes for block in blocks]).tolist()
-        bases = [0, *ends[:-1]]
-        offsets = [base + at for base, block in zip(bases, blocks, strict=True) for at in block.layout.offsets]
+        parts: list[np.ndarray] = []
+        offsets: list[int] = []
+        for base, block in zip([0, *ends[:-1]], blocks, strict=True):
+            for at, pieces in zip(block.layout.offsets, block.pieces, strict=True):
+                sizes = [piece.nbytes for piece in pieces]
+                offsets += [base + at + before for before in exclusive_cumsum(np.array(sizes)).tolist()]
+                parts += pieces
         store.put(first_id, space, parts, offsets, timeout_s)
         return None
     if isinstance(store, PutsMany):

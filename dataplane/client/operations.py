@@ -18,6 +18,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import BatchEncoder, EncodedBlock
 from ...codecs.schema import Field, Schema
+from ...codecs.shared_rows import shared_fields
 from ..block_store import BlockStore
 from ..compact import check_keys, pack_keys, unpack_keys
 from ..directory import requests
@@ -163,8 +164,10 @@ class Operations:
         """Encode a batch as blocks, of which none holds part of a group that would fit in it as a whole."""
         config = self.handle.config
         encoder = BatchEncoder(batch)
-        cuts = cut(grouping.index, rows_a_block(batch.num_rows, encoder.column_bytes, config.block_rows))
-        return encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id)
+        groups = grouping.index if shared_fields(batch) else None
+        rows = rows_a_block(batch.num_rows, encoder.column_bytes, config.block_rows, groups)
+        cuts = cut(grouping.index, rows)
+        return encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id, groups=groups)
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
         """Carry out a put: write its blocks into space that was granted ahead, or else into space that is reserved now,

@@ -31,6 +31,7 @@ from ...codecs.gather import (
 from ...codecs.integers import ALIGN, distinct, round_up
 from ...codecs.memory import fresh
 from ...codecs.schema import Field, Kind, Schema
+from ...codecs.shared_rows import SharedRows, gather_shared, stored_pieces
 from ..block_store import ByteRanges, ReadsRanges
 from ..meta import KVBatchMeta
 from .verification import verify_rows
@@ -113,6 +114,9 @@ class RangedReader:
         assert wanted.dtype is not None
         parts = self._parts(source, wanted, 0)
         per_token = wanted.kind is Kind.PER_TOKEN
+        shared = {number: self._layouts[number].shared_of(wanted) for number in parts}
+        if any(shared.values()):
+            return self._plan_shared(source, wanted, parts, shared, first)
         lengths = np.ascontiguousarray(self._meta.lengths, dtype=np.int64)
         items = lengths if per_token else np.ones(len(source.row), np.int64)
         counts = runs.totals(items)
@@ -138,6 +142,29 @@ class RangedReader:
             ):
                 first.views.setdefault(number, {})[parts[number]] = into[start:stop]
         return lambda: lambda: Jagged(out, lengths) if per_token else out
+
+    def _plan_shared(
+        self,
+        source: RowSource,
+        wanted: Field,
+        parts: dict[int, int],
+        shared: dict[int, SharedRows | None],
+        first: _Reads,
+    ) -> Callable[[], Callable[[], Column]]:
+        """Plan the read of a PER_TOKEN field whose blocks store common tokens of rows once. Parts are read whole unless
+        that takes more bytes than the rows' own pieces."""
+        assert wanted.dtype is not None
+        lengths = np.ascontiguousarray(self._meta.lengths, dtype=np.int64)
+        pieces = stored_pieces(source.block, source.row, source.start, lengths, shared)
+        block, begin, count = pieces
+        sizes = sum(self._layouts[number].part_bytes[part] for number, part in parts.items())
+        if self._check or sizes <= count.sum() * wanted.item_bytes + SMALL_BYTES * len(count):
+            first.whole.update(dict.fromkeys(parts.items()))
+            return lambda: lambda: gather_shared(wanted, lengths, pieces, self._views(first, parts))
+        out = fresh(wanted.dtype, (int(lengths.sum()), *wanted.trailing))
+        size = wanted.item_bytes
+        first.ranges.append(self._ranges(as_bytes(out), block, parts, begin * size, count * size))
+        return lambda: lambda: Jagged(out, lengths)
 
     def _gather_indexed(
         self,

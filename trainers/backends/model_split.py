@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...codecs.integers import ceil_div
+from ...codecs.routes import expert_layers
 from ...dataplane.plans import Packing
 from ...dataplane.topology import Topology
 from .config import TrainerConfig
@@ -121,14 +122,7 @@ def resolved_packing(trainer: TrainerConfig, model: Any, *, gpu: bool) -> Packin
 
 def has_experts(model: Any) -> bool:
     """Return whether any decoder layer of a model has experts in place of an MLP."""
-    return any(is_expert_layer(model, layer) for layer in range(getattr(model, "num_hidden_layers", None) or 0))
-
-
-def is_expert_layer(model: Any, layer: int) -> bool:
-    """Return whether decoder layer `layer` (from 0) of a model has experts in place of an MLP."""
-    if not getattr(model, "num_experts", 0) or layer in (getattr(model, "mlp_only_layers", None) or ()):
-        return False
-    return (layer + 1) % (getattr(model, "decoder_sparse_step", None) or 1) == 0
+    return bool(expert_layers(model))
 
 
 def expert_tensor_size(topology: Topology) -> int:

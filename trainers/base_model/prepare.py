@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ...codecs.routes import RouteSpec
 from ..backends.model_split import check_split
+from ..config.checks import capacity_problems
 from ..config.config import Config
 from ..errors import UserError
 from ..observe.progress import Progress
@@ -87,9 +89,22 @@ def model_config(config: Config) -> dict[str, Any]:
     return content
 
 
+def route_spec(config: Config) -> RouteSpec | None:
+    """Return the shape of the model's routes, with which rows carry the experts that the engine chose; None without
+    router replay. Raises UserError if router replay is on and the model has no experts, or is not on this machine."""
+    if not config.router_replay.enabled:
+        return None
+    model = model_config(config)
+    spec = RouteSpec.of(SimpleNamespace(**model))
+    if spec is None:
+        expected = "false, because the model has no experts" if model else "a folder, whose config.json is read"
+        raise UserError(f"router_replay.enabled: got true with model.path={config.model.path!r}, expected {expected}")
+    return spec
+
+
 def check_model(config: Config) -> None:
-    """Raise UserError when the longest row exceeds the model's context, or the train mesh or an engine's processes
-    cannot split the model.
+    """Raise UserError when the longest row exceeds the model's context, the train mesh or an engine's processes cannot
+    split the model, or router replay is on for a model without experts.
 
     A model whose config is not on this machine is not checked here; its backend checks it when it starts.
     """
@@ -98,6 +113,9 @@ def check_model(config: Config) -> None:
         check_split(config.trainer, SimpleNamespace(**model))
     except ValueError as error:
         raise UserError(str(error)) from None
+    routes = route_spec(config)
+    if routes is not None and (problems := capacity_problems(config, routes.token_bytes)):
+        raise UserError(problems[0])
     tp, heads = config.rollout.tp, model.get("num_attention_heads")
     if config.rollout.engine == "vllm" and heads and heads % tp:
         raise UserError(f"rollout.tp: got {tp}, expected a divisor of the model's num_attention_heads = {heads}")

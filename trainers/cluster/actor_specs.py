@@ -17,6 +17,7 @@ from ...actors.engines.protocol import SamplingParams
 from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
+from ...actors.rollout.routes import RouteRules
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
@@ -29,7 +30,7 @@ from ..backends.config import BackendConfig, PrevSource
 from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend
 from ..backends.model_split import resolved_packing
-from ..base_model.prepare import model_config
+from ..base_model.prepare import model_config, route_spec
 from ..config.config import Config
 from ..errors import UserError
 from .placement import Placement
@@ -171,6 +172,7 @@ def engine_config(
         log=engine_log(config, name),
         seed=config.run.seed,
         receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
+        routes=route_spec(config),
     )
 
 
@@ -216,7 +218,7 @@ def rollout_setup(
     device: device of the engine that it embeds; None if engines run in actors of their own. shared_gpu: see
     `engine_config`.
     """
-    name = f"rollout {index}"
+    name, spec = f"rollout {index}", route_spec(config)
     return RolloutSetup(
         name=name,
         threads=threads(config),
@@ -234,6 +236,7 @@ def rollout_setup(
         keeps_old_kv=config.sync.keeps_old_kv,
         engine_timeout_s=config.resources.stage_timeout_s,
         journal=journal(config),
+        routes=None if spec is None else RouteRules(spec, config.router_replay),
     )
 
 
@@ -264,12 +267,14 @@ def _fingerprint(config: Config) -> str:
     model = config.model.model_dump()
     if config.model.dtype == "auto":
         model["dtype"] = "float32"  # the default when the first journals were written
+    sampled = asdict(sampling(config))
+    del sampled["routes_from"]  # came later; it decides nothing
     decisive = {
         "seed": seed,
         "model": model,
         "warmup": config.warmup.model_dump(),
         "data": {**read, "source": data.train, "seed": seed, "held_out": False},
-        "sampling": asdict(sampling(config)),
+        "sampling": sampled,
         "environment": [rollout.environment, rollout.tools, rollout.max_turns],
         "rewards": [
             {**term.model_dump(), "name": term.label, "tagged": term.label in tagged}
@@ -278,6 +283,8 @@ def _fingerprint(config: Config) -> str:
     }
     if config.reward.scale != 1.0 or config.reward.clip is not None:  # these came later
         decisive["reward"] = [config.reward.scale, config.reward.clip]
+    if config.router_replay.enabled:
+        decisive["routes"] = config.router_replay.model_dump(include={"missing", "max_missing_share"})
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
     if config.sync.keeps_old_kv:
@@ -322,6 +329,7 @@ def worker_setup(
         bucket_bytes=bucket_mib(config, kind, device) << 20,
         one_host=one_host,
         single_rank_groups=config.trainer.backend == "megatron",
+        routes=route_spec(config),
     )
 
 

@@ -52,13 +52,14 @@ def cautions(config: Config) -> list[str]:
     return lines
 
 
-def step_bytes(config: Config) -> int:
+def step_bytes(config: Config, route_bytes: int = 0) -> int:
     """Return the number of bytes that the rows of one step take in the data plane's store if every row has the maximum
-    length."""
+    length. route_bytes: bytes of the routes of one token, which only the model's config tells; 0 without router
+    replay."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     algorithm = config.algorithm
     columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
-    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns) + ROLLOUT_ROW_BYTES
+    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
     return config.rows_per_step * row
 
 
@@ -80,11 +81,11 @@ def steps_in_store(config: Config) -> float:
     return oversample
 
 
-def capacity_problems(config: Config) -> list[str]:
+def capacity_problems(config: Config, route_bytes: int = 0) -> list[str]:
     """Return a list with one sentence if the data plane's store may be too small for the rows that it must hold at the
-    same time, which would stop the run; else an empty list."""
+    same time, which would stop the run; else an empty list. route_bytes: see `step_bytes`."""
     capacity = config.dataplane.store.capacity_mib
-    needed = math.ceil(step_bytes(config) * steps_in_store(config))
+    needed = math.ceil(step_bytes(config, route_bytes) * steps_in_store(config))
     if needed <= capacity << 20:
         return []
     return [
@@ -215,6 +216,7 @@ def meaning_problems(config: Config) -> list[str]:
             f"reward.functions: got the name {label!r}, which is taken, expected a different `name` for each function"
         )
     problems += admission_problems(config) + replay_problems(config) + objective_problems(config)
+    problems += route_problems(config)
     if config.resources.switch_roles == "always":
         problems += [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in switch_obstacles(config)]
     return problems
@@ -330,6 +332,27 @@ def replay_problems(config: Config) -> list[str]:
             "has the groups that it had in the recorded run"
         )
     return problems
+
+
+NO_ROUTES_WITH = {
+    "decode_context_parallel_size": (None, 1),
+    "kv_transfer_config": (None,),
+    "enable_eplb": (None, False),
+}
+"""Argument of vLLM with which it reports no routes (0.30) -> its values with which it does."""
+
+
+def route_problems(config: Config) -> list[str]:
+    """Return one sentence for each argument in `rollout.vllm` with which vLLM cannot report the experts that it
+    chose."""
+    if not config.router_replay.enabled:
+        return []
+    return [
+        f"rollout.vllm.{name}: got {config.rollout.vllm[name]!r} with router_replay.enabled=true, expected it unset, "
+        "because vLLM reports no experts with it"
+        for name, fine in NO_ROUTES_WITH.items()
+        if name in config.rollout.vllm and config.rollout.vllm[name] not in fine
+    ]
 
 
 def objective_problems(config: Config) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from ...actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
+from ...actors.engines.config import ModelConfig, RolloutConfig, RouterReplayConfig, ScriptedConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.validation_figures import REWARD, figure_names, find_figure
@@ -263,6 +263,7 @@ class Config(Section):
     warmup: WarmupConfig = WarmupConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     advantage: AdvantageConfig = AdvantageConfig()

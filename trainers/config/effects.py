@@ -147,6 +147,11 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "rollout.stop": (MODEL_ENGINES,),
     "rollout.tools": (TOOL_USE,),
     "rollout.max_turns": (TOOL_USE,),
+    **{
+        f"router_replay.{name}": (_is("router_replay.enabled", True),)
+        for name in ("missing", "max_missing_share", "verify", "native_agreement_every")
+    },
+    "router_replay.verify_steps": (_is("router_replay.verify", "forward"),),
     "algorithm.max_staleness": (AHEAD,),
     "algorithm.stale_groups": (AHEAD, OVERTAKING),
     "algorithm.sampler_options": (OWN_OPTIONS,),

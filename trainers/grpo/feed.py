@@ -26,13 +26,16 @@ from typing import Protocol
 import numpy as np
 
 from ...actors.engines.protocol import SamplingParams
-from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, Span
+from ...actors.protocols import TRAIN_FIELDS, Span, row_schema
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.report import RolloutReport
+from ...actors.rollout.routes import RouteCounts
+from ...codecs.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost
 from ...dataplane.meta import POSITION, KVBatchMeta
+from ..base_model.prepare import route_spec
 from ..cluster import actor_specs
 from ..cluster.actor_specs import TASK
 from ..cluster.calls import ActorFailed, Call
@@ -73,6 +76,10 @@ LOOK_AFTER_S = 1.0
 
 class TooManyFailedRows(RuntimeError):
     """The reward function or the episode failed for more rows of a step than `reward.max_error_share` allows."""
+
+
+class TooManyMissingRoutes(RuntimeError):
+    """More tokens of a step lack the experts that the engine chose than `router_replay` allows."""
 
 
 class Rollouts(Protocol):
@@ -196,7 +203,10 @@ class Feed:
         self._sampling = sampling
         self._partition = partition
         task = actor_specs.task(config, state.position, state.outstanding)
-        client.register(partition, ROLLOUT_SCHEMA, [task], group_size=algorithm.group_size)
+        routes = route_spec(config)
+        client.register(partition, row_schema(routes), [task], group_size=algorithm.group_size)
+        self._fields = TRAIN_FIELDS if routes is None else (*TRAIN_FIELDS, ROUTES)
+        """Fields of the rows that are claimed."""
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)
         """Prompts to issue before new ones, as (position in the prompt stream, fresh). If `fresh` is true, the group is
@@ -425,6 +435,7 @@ class Feed:
         self._tally.reports.append(report)
         self._tally.generated.append(issue.busy_until(issue.call.started + report.generate_s))
         self._expect_few_errors()
+        self._expect_routes()
 
     def _expect_few_errors(self) -> None:
         """Raise TooManyFailedRows if the share of failed rows in the current step exceeds reward.max_error_share. The
@@ -437,6 +448,21 @@ class Feed:
             raise TooManyFailedRows(
                 f"the reward function or the episode failed for {failed} of {rows} rows of a step, more than "
                 f"reward.max_error_share={share:g} allows; the first error was: {first}"
+            )
+
+    def _expect_routes(self) -> None:
+        """Raise TooManyMissingRoutes if more tokens of the current step lack a route than `router_replay` allows. The
+        share is taken of the tokens reported so far, or of as many more as a full step has rows."""
+        routes = sum((report.routes for report in self._tally.reports), RouteCounts())
+        config = self._config.router_replay
+        allowed = 0.0 if config.missing == "error" else config.max_missing_share
+        rows = sum(report.rows for report in self._tally.reports)
+        step = max(1.0, self._config.rows_per_step / max(rows, 1))
+        if routes.missing > allowed * step * routes.possible:
+            key = "missing='error'" if config.missing == "error" else f"max_missing_share={allowed:g}"
+            raise TooManyMissingRoutes(
+                f"the engines reported no experts for {routes.missing} of {routes.possible} tokens of a step, more "
+                f"than router_replay.{key} allows"
             )
 
     def _lost(self, issue: _Issue) -> None:
@@ -487,7 +513,7 @@ class Feed:
                 wait_s = LOOK_AFTER_S if self._issues else min(left_s, LOOK_AFTER_S)
                 try:
                     return self._client.claim(
-                        self._partition, TASK, TRAIN_FIELDS, count * self._group_size,
+                        self._partition, TASK, self._fields, count * self._group_size,
                         at_least=at_least * self._group_size, whole_groups=True,
                         min_version=self._oldest if self._overtaking else None, timeout_s=wait_s,
                     )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...actors.rollout.report import merge_reports
+from ...actors.rollout.routes import RouteCounts
 from ...actors.rollout.rows import KV_STALENESS
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
@@ -128,7 +129,20 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
         **{f"reward/{name}": value for name, value in rollout.component_means().items()},
         "rollout/truncated_rows": float(rollout.truncated),
         "rollout/restored_rows": float(rollout.restored),
+        **route_metrics(rollout.routes),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
+    }
+
+
+def route_metrics(routes: RouteCounts) -> dict[str, float]:
+    """Return the metrics of the routes in rows that rollout actors have written; {} if no row has routes."""
+    if not routes.possible:
+        return {}
+    return {
+        "routes/missing_share": routes.missing / routes.possible,
+        "routes/rows_missing": float(routes.rows_missing),
+        "routes/mixed_context_share": routes.mixed_context / max(routes.sampled, 1),
+        "time/routes_s": routes.seconds,
     }
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...actors.engines.config import engine_batch
+from ...actors.engines.key_value_memory import default_on_cpu, token_bytes
 from ...actors.memory import gpu_sizes
+from ...codecs.host_memory import available_memory
 from ...codecs.integers import ceil_div, round_up
+from ...codecs.routes import RouteSpec
 from ...dataplane.topology import Topology
-from ..base_model.prepare import check_model
+from ..base_model.prepare import check_model, model_config, route_spec
 from ..cluster.gpu_memory import (
     decide_roles,
     engine_bytes,
@@ -17,11 +21,15 @@ from ..cluster.gpu_memory import (
     host_bytes,
     parameters,
     trained_bytes,
+    value_bytes,
 )
-from ..config.checks import cautions, step_bytes
+from ..config.checks import ROLLOUT_TOKEN_BYTES, cautions, step_bytes
 from ..config.config import Config
 from ..errors import UserError
 from .gpu_table import gpu_lines, plan_here
+
+VLLM_BYTE_EXPERTS = 256
+"""Largest number of experts whose ids vLLM (0.30) keeps in one byte each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +113,12 @@ def describe(config: Config) -> str:
             f"{_size(host_bytes(config, params, gpus=True))} with GPUs"
         ]
         lines += _memory_lines(config)
-    store = config.dataplane.store
+    store, routes = config.dataplane.store, route_spec(config)
+    route_bytes = 0 if routes is None else routes.token_bytes
+    lines += [] if routes is None else _route_lines(config, routes)
     lines += [
         f"  store ({store.kind})".ljust(19)
-        + f"at most {_size(step_bytes(config))} a step; {store.capacity_mib} MiB in all",
+        + f"at most {_size(step_bytes(config, route_bytes))} a step; {store.capacity_mib} MiB in all",
         "plan of a step",
         f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
         "tokens",
@@ -127,6 +137,27 @@ def _gpu_lines(config: Config) -> list[str]:
     if placement is None:
         return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]
     return gpu_lines(placement)
+
+
+def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
+    """Return what the routes cost: bytes of each token in the store, and the host memory in which a vLLM engine keeps
+    them, one route for each token of its key-value cache, with all layers."""
+    lines = [f"  routes           {routes.token_bytes} bytes a token, beside {ROLLOUT_TOKEN_BYTES} without them"]
+    rollout = config.rollout
+    if rollout.engine != "vllm":
+        return lines
+    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
+    slot = routes.hidden_layers * routes.top_k * (1 if routes.num_experts <= VLLM_BYTE_EXPERTS else 2)
+    if per_token is None:
+        return lines
+    if rollout.kv_cache != "auto" or not has_gpus():
+        size = (
+            rollout.kv_cache << 20
+            if rollout.kv_cache != "auto"
+            else default_on_cpu(per_token, config.engine_length, engine_batch(rollout, gpu=False), available_memory())
+        )
+        return [*lines, f"  route buffer     {_size(size / per_token * slot)} of host memory in each engine"]
+    return [*lines, f"  route buffer     {slot / per_token:.2%} of the size of a GPU's key-value cache, in host memory"]
 
 
 def _memory_lines(config: Config) -> list[str]:

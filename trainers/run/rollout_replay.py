@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ...actors.protocols import ROLLOUT_SCHEMA
+from ...actors.protocols import row_schema
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.journal import GroupJournal, JournalConfig
 from ...actors.rollout.journal_records import JournaledGroup
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import connect, open_data_plane
+from ..base_model.prepare import route_spec
 from ..cluster import actor_specs
 from ..config.config import Config
 from ..config.load import load_config
@@ -150,7 +151,7 @@ async def _replay(
     positions = sorted(recorded)
     local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
     with open_data_plane(local, in_process=True) as plane, connect(plane.handle, name="replay") as client:
-        client.register(_PARTITION, ROLLOUT_SCHEMA, group_size=config.algorithm.group_size)
+        client.register(_PARTITION, row_schema(route_spec(config)), group_size=config.algorithm.group_size)
         setup = actor_specs.rollout_setup(config, 0, model, plane.handle, device)
         assert setup.engine is not None
         actor = RolloutActor(replace(setup, engine=replace(setup.engine, version=version), journal=None))

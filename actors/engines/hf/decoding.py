@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from ..protocol import Completion, SamplingParams
 from ..sampling import draw, log_distribution, uniforms
 from ..stop_texts import StopTexts
+from .routers import RouteRecorder
 
 COMPACT_BELOW = 0.75
 """Share of running rows in the key-value cache below which finished rows are removed from it. They are not removed one
@@ -34,6 +35,8 @@ class DecodeRequest:
     """Token ids of the prompt, int64 `[L]`, L >= 1."""
     keys: np.ndarray
     """Key of the random-number stream of each of the n samples (from `sampling.row_keys`), uint64 `[n]`."""
+    routes_from: int = 0
+    """Index of the first token whose route is wanted (`SamplingParams.routes_from`)."""
 
 
 class Decoding:
@@ -47,16 +50,22 @@ class Decoding:
         params: SamplingParams,
         stop_ids: np.ndarray,
         stop_texts: StopTexts | None = None,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         """Set the batch up without computing anything.
 
-        params: sampling parameters of all requests; its `n`, `seed` and `stop` are not read. model: a Hugging Face
-        causal LM in eval mode. stop_ids: ids of tokens that end a row and are kept in it, int64. stop_texts: finds
-        texts that end a row; None when there are none.
+        params: sampling parameters of all requests; its `n`, `seed`, `stop` and `routes_from` are not read. model: a
+        Hugging Face causal LM in eval mode. stop_ids: ids of tokens that end a row and are kept in it, int64.
+        stop_texts: finds texts that end a row; None when there are none. recorder: records the routes of `model`; None
+        if completions have no routes.
         """
         self._model = model
         self._requests = requests
         self._params = params
+        self._recorder = recorder
+        self._routes: list[np.ndarray] = []
+        """Routes of the forward passes so far: those of the padded prompts, `[requests, width, layers, k]`, then for
+        each decoding step those of its input tokens, `[rows, layers, k]`; empty without a recorder."""
         self._rows = _Rows(requests, params.max_new_tokens, stop_ids, stop_texts)
         self._window: _Window | None = None
         self._tokens: torch.Tensor | None = None
@@ -98,6 +107,7 @@ class Decoding:
         """Run the forward pass that computes the logits of the next tokens. The first call prefills the prompts."""
         if self._window is None or self._tokens is None:
             self._window = self._prefilled()
+            self._note_routes(self._window)
             return self._window
         live = self._rows.running[self._window.rows]
         if live.sum() < COMPACT_BELOW * len(live):
@@ -105,7 +115,21 @@ class Decoding:
             self._window.keep(keep)
             self._tokens = self._tokens[torch.from_numpy(keep).to(self._tokens.device)]
         self._window.advance(self._tokens)
+        self._note_routes(self._window)
         return self._window
+
+    def _note_routes(self, window: _Window) -> None:
+        """Keep the routes of a forward pass: of all prompts in the first, and of each row's last token in the others,
+        whose earlier tokens were computed anew if there are any."""
+        if self._recorder is None:
+            return
+        if not self._routes:
+            self._routes.append(self._recorder.take(len(self._requests)))
+            return
+        chosen = self._recorder.take(len(window.rows))
+        routes = np.zeros((len(self._rows.running), *chosen.shape[2:]), chosen.dtype)
+        routes[window.rows] = chosen[:, -1]
+        self._routes.append(routes)
 
     def _prefilled(self) -> _Window:
         """Compute keys and values from the start: of each prompt once for all its rows before the first token, and of
@@ -127,7 +151,25 @@ class Decoding:
 
         Raises FloatingPointError when the model's logits were not finite.
         """
-        return self._rows.completions(request)
+        completions = self._rows.completions(request)
+        if self._recorder is None:
+            return completions
+        first = int(self._rows.bounds[request])
+        return [
+            replace(one, routes=self._row_routes(request, row, len(one.token_ids)))
+            for row, one in enumerate(completions, start=first)
+        ]
+
+    def _row_routes(self, request: int, row: int, num_tokens: int) -> np.ndarray | None:
+        """Return the routes of one row of a request, from the token on that the request asks for; None for a row
+        without tokens."""
+        if not num_tokens:
+            return None
+        prompts, *steps = self._routes
+        asked = self._requests[request]
+        prompt = prompts[request, prompts.shape[1] - len(asked.prompt_ids) :]
+        response = [step[None, row] for step in steps[: num_tokens - 1]]
+        return np.concatenate([prompt, *response])[asked.routes_from :]
 
 
 def _sample(

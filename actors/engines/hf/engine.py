@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....codecs.routes import RouteSpec
 from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightUpdate
 from ..incoming_weights import IncomingWeights
@@ -36,6 +37,7 @@ from ..tokenizer import load_tokenizer
 from .decoding import DecodeRequest, Decoding
 from .model import load_model, model_stop_ids
 from .requests import Batch, Pending
+from .routers import RouteRecorder
 
 _ASLEEP = "asleep: wake it first"
 _CLOSED = "closed"
@@ -66,18 +68,21 @@ class HfEngine:
         seed: int = 0,
         receiver: ReceiverConfig | None = None,
         version: int = 0,
+        routes: RouteSpec | None = None,
     ) -> None:
         """Load the model from `path`, a local folder or a hub id.
 
         max_batch: largest number of rows decoded together. A request is never split, so one whose `n` is larger runs
         alone. receiver: settings of the receiver of new weights; None when weights never change. version: policy
-        version of the loaded weights. Raises ValueError if there is no such model, or if it is not a decoder-only
-        causal LM.
+        version of the loaded weights. routes: shape of the model's routes, which are then recorded; None to record
+        none. Raises ValueError if there is no such model, if it is not a decoder-only causal LM, or if its routers are
+        of an unknown class.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
         self._path = path
         self._model: Any = load_model(path, dtype).to(torch.device(device))
+        self._recorder = None if routes is None else RouteRecorder(self._model, routes)
         self._device = torch.device(device)
         self._parameters = ParameterSet(self._model)
         self._incoming: IncomingWeights[list[tuple[str, torch.Tensor]]] = IncomingWeights(
@@ -138,7 +143,9 @@ class HfEngine:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
-        pending = Pending(DecodeRequest(prompt, keys), params, asyncio.get_running_loop().create_future())
+        pending = Pending(
+            DecodeRequest(prompt, keys, params.routes_from), params, asyncio.get_running_loop().create_future()
+        )
         self._in_flight[request_id] = pending
         (self._held if self._paused else self._queue).append(pending)
         self._serve_on()
@@ -358,7 +365,9 @@ class HfEngine:
             params = batch.params
             stop_ids = np.union1d(self._stop_ids, np.array(params.stop_token_ids, dtype=np.int64))
             requests = [pending.request for pending in batch.pendings]
-            batch.decoding = Decoding(self._model, requests, params, stop_ids, self._stop_texts(params.stop))
+            batch.decoding = Decoding(
+                self._model, requests, params, stop_ids, self._stop_texts(params.stop), self._recorder
+            )
         return batch.decoding.run(version, self._interrupt)
 
     def _stop_texts(self, texts: tuple[str, ...]) -> StopTexts | None:

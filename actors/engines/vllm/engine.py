@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from ....codecs.host_memory import available_memory
+from ....codecs.routes import RouteSpec
 from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
@@ -38,7 +39,7 @@ from . import library
 from .logprobs import LogprobTaker
 from .names import WeightNames
 from .process import LOOK_S, ProcessSettings, VllmProcess
-from .requests import BusyClock, RequestChecks, RunningRequest, completion
+from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
 from .updates import WeightUpdates
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class VllmEngine:
         receiver: ReceiverConfig | None = None,
         version: int = 0,
         logprobs: LogprobWay = "auto",
+        routes: RouteSpec | None = None,
         options: Mapping[str, Any] = types.MappingProxyType({}),
         log: str = "",
     ) -> None:
@@ -78,7 +80,8 @@ class VllmEngine:
         GPU's memory that a worker takes; it takes less if less is free. max_model_len: largest number of tokens of a
         prompt and its completion together; None takes the model's own limit. receiver: settings with which new weights
         are received; None if the weights never change. version: policy version of the weights that are loaded at the
-        start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. options: further
+        start. logprobs: way in which log-probs come from the workers, see `rollout.logprobs`. routes: shape of the
+        model's routes, which vLLM then records; None to record none. options: further
         arguments of vLLM's AsyncEngineArgs, by name. log: path of the file that receives the output of vLLM's
         processes; "" for none.
 
@@ -95,10 +98,14 @@ class VllmEngine:
             seed=seed,
             max_model_len=max_model_len,
             options=options,
+            routes=routes is not None,
             log=log,
         )
+        self._routes = routes
         self._process = VllmProcess(_checked(settings, cpu=library.on_cpu()), version)
-        self._checks = RequestChecks(model, self._process.context, self._process.vocab_size, seed)
+        self._checks = RequestChecks(
+            model, self._process.context, self._process.vocab_size, seed, routes=routes is not None
+        )
         several = "speculative decoding samples several tokens at once" if "speculative_config" in options else ""
         self._logprobs = LogprobTaker(self._process, logprobs, several)
         self._updates = WeightUpdates(self._process, model, receiver, tp)
@@ -201,7 +208,7 @@ class VllmEngine:
             if request.submitted:
                 kept = await self._logprobs.keeps()
                 sampling = self._checks.sampling(request_id, params, with_logprobs=not kept)
-                completions = await self._samples(request, prompt, sampling)
+                completions = await self._samples(request, prompt, sampling, params.routes_from)
             else:
                 completions = [Completion.empty() for _ in range(params.n)]
         finally:
@@ -213,10 +220,10 @@ class VllmEngine:
         return completions
 
     async def _samples(
-        self, request: RunningRequest, prompt: list[int], sampling: list[library.SamplingParams]
+        self, request: RunningRequest, prompt: list[int], sampling: list[library.SamplingParams], routes_from: int
     ) -> list[Completion]:
         tasks = [
-            asyncio.ensure_future(self._sample(request, sample_id, prompt, params))
+            asyncio.ensure_future(self._sample(request, sample_id, prompt, params, routes_from))
             for sample_id, params in zip(request.sample_ids, sampling, strict=True)
         ]
         self._busy.change(running=1)
@@ -231,7 +238,12 @@ class VllmEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(
-        self, request: RunningRequest, sample_id: str, prompt: list[int], params: library.SamplingParams
+        self,
+        request: RunningRequest,
+        sample_id: str,
+        prompt: list[int],
+        params: library.SamplingParams,
+        routes_from: int,
     ) -> Completion:
         versions = self._process.versions
         versions.open(sample_id)
@@ -246,10 +258,12 @@ class VllmEngine:
                     final = None
             if final is None:
                 return Completion.empty()
-            logprobs = None
+            logprobs, routes = None, None
             if not taken:
                 taken, logprobs = True, await self._logprobs.take(sample_id, len(final.token_ids))
-            return completion(final, logprobs, versions.of(sample_id, len(final.token_ids)), request.id)
+            if self._routes is not None:
+                routes = reported_routes(final, len(prompt) - routes_from, self._routes, request.id)
+            return completion(final, logprobs, versions.of(sample_id, len(final.token_ids)), request.id, routes)
         finally:
             versions.close(sample_id)
             if not taken:

@@ -31,6 +31,7 @@ OWN_KEYS: Mapping[str, str] = {
     "max_model_len": "rollout.max_model_len",
     "kv_cache_memory_bytes": "rollout.kv_cache",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enable_return_routed_experts": "router_replay.enabled",
 }
 """Argument of vLLM -> the config key that sets it."""
 OWN_VALUES: Mapping[str, str] = {

@@ -46,6 +46,8 @@ class ProcessSettings:
     """Largest number of tokens of a prompt and its completion together; None takes the model's own limit."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's AsyncEngineArgs, by name; they take precedence over the engine's own defaults."""
+    routes: bool = False
+    """Whether vLLM records the experts that the model's routers choose, and returns them with each sample."""
     log: str = ""
     """Path of the file that receives the output of vLLM's processes; "" for a file without a name."""
 
@@ -294,6 +296,8 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "worker_extension_cls": WORKER,
         "weight_transfer_config": library.WeightTransferConfig(backend=BACKEND),
     }
+    if settings.routes:
+        given["enable_return_routed_experts"] = True
     if settings.max_model_len is not None:
         given["max_model_len"] = settings.max_model_len
     if cpu and settings.tp == 1:

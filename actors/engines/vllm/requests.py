@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
+from ....codecs.routes import RouteSpec, select_moe_layers
 from ..prompt_checks import checked_prompt
 from ..protocol import Completion, EngineStats, SamplingParams
 from ..sampling import row_keys
@@ -46,7 +47,9 @@ class RunningRequest:
 class RequestChecks:
     """Checks requests against the model and converts their sampling parameters."""
 
-    def __init__(self, model: str, context: int, vocab_size: int, seed: int) -> None:
+    def __init__(self, model: str, context: int, vocab_size: int, seed: int, *, routes: bool = False) -> None:
+        """routes: whether vLLM records routes, and is told which ones a request wants."""
+        self._routes = routes
         self._context = context
         self._vocab_size = vocab_size
         self._seed = seed
@@ -70,6 +73,7 @@ class RequestChecks:
         with_logprobs: whether vLLM itself returns log-probs.
         """
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
+        wanted: dict[str, Any] = {"routed_experts_prompt_start": params.routes_from} if self._routes else {}
         return [
             library.SamplingParams(
                 temperature=params.temperature,
@@ -84,14 +88,22 @@ class RequestChecks:
                 flat_logprobs=with_logprobs,
                 detokenize=bool(params.stop),
                 output_kind=library.RequestOutputKind.FINAL_ONLY,
+                **wanted,
             )
             for key in keys
         ]
 
 
-def completion(output: Any, logprobs: np.ndarray | None, versions: np.ndarray, request_id: str) -> Completion:
+def completion(
+    output: Any,
+    logprobs: np.ndarray | None,
+    versions: np.ndarray,
+    request_id: str,
+    routes: np.ndarray | None = None,
+) -> Completion:
     """Convert vLLM's final output of one sample into a Completion. logprobs: log-prob of each token, float32 `[T]`;
-    None if they are in the output. versions: weight version of each token, int32 `[T]`.
+    None if they are in the output. versions: weight version of each token, int32 `[T]`. routes: the sample's routes,
+    see `reported_routes`.
 
     Raises RuntimeError when vLLM ended the sample with an error, and FloatingPointError when log-probs are not finite.
     """
@@ -105,7 +117,26 @@ def completion(output: Any, logprobs: np.ndarray | None, versions: np.ndarray, r
         raise FloatingPointError(
             f"request {request_id!r}: log-probs are not finite under policy version {versions.max(initial=-1)}"
         )
-    return Completion(tokens, logprobs, output.finish_reason, versions)
+    return Completion(tokens, logprobs, output.finish_reason, versions, routes)
+
+
+def reported_routes(output: Any, num_prompt: int, spec: RouteSpec, request_id: str) -> np.ndarray | None:
+    """Return the routes that vLLM reported for one sample, `[num_prompt + T - 1, layers, k]`; None for a sample without
+    tokens.
+
+    num_prompt: number of prompt tokens whose routes were asked for. vLLM reports all decoder layers, with zeros for
+    those without experts, which are left out. Routes that vLLM did not report are missing at the end. Raises ValueError
+    if it reported more than there are tokens, or routes of another model.
+    """
+    if not output.token_ids:
+        return None
+    wanted = num_prompt + len(output.token_ids) - 1
+    if output.routed_experts is None:
+        return spec.missing(wanted)
+    routes = select_moe_layers(output.routed_experts, spec)
+    if len(routes) > wanted:
+        raise ValueError(f"request {request_id!r}: vLLM reported {len(routes)} routes, expected {wanted}")
+    return np.concatenate([routes, spec.missing(wanted - len(routes))]) if len(routes) < wanted else routes
 
 
 class BusyClock:

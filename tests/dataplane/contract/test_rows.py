@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headrace.codecs.jagged import pack, unpack
+from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import (
     AlreadyWritten,
@@ -27,6 +28,7 @@ from headrace.dataplane.errors import (
     StoreLost,
 )
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.planes import OTHER_STORES, store_config
 from headrace.tests.dataplane.rows import (
     BYTES,
@@ -273,6 +275,61 @@ def test_freed_rows_give_their_bytes_back_and_stay_with_their_lease(tight_plane:
     assert client.status().store_bytes == 0
     client.close()
     other.close()
+
+
+# ------------------------------------------------------------------ sharing inside a group
+
+PROMPT, GROUP = 200, 4
+SHARED = Schema(
+    [
+        Field("ids", Kind.PER_TOKEN, torch.int32, shared=True),
+        Field("routes", Kind.PER_TOKEN, torch.uint8, (12, 8), pad_value=255, shared=True),
+        Field("logp", Kind.PER_TOKEN, torch.float32),
+    ]
+)
+
+
+@pytest.mark.also_over(*OTHER_STORES)
+def test_a_groups_prompt_is_stored_once_and_every_row_is_read_whole(
+    client: Any, plane: DataPlane, partition: str
+) -> None:
+    client.register(partition, SHARED, ("train",), group_size=GROUP, redefine=True)
+    rng = np.random.default_rng(0)
+    rows: dict[str, dict[str, np.ndarray]] = {}
+    for prompt in range(3):
+        ids, routes = rng.integers(0, 9, PROMPT), rng.integers(0, 99, (PROMPT, 12, 8))
+        for sample in range(GROUP):
+            rest = int(rng.integers(0, 30))
+            rows[f"{prompt}.{sample}"] = {
+                "ids": np.concatenate([ids, rng.integers(0, 9, rest)]).astype(np.int32),
+                "routes": np.concatenate([routes, rng.integers(0, 99, (rest, 12, 8))]).astype(np.uint8),
+                "logp": rng.random(PROMPT + rest).astype(np.float32),
+            }
+    keys = list(rows)
+    fields = {name: [torch.from_numpy(row[name]) for row in rows.values()] for name in SHARED}
+    meta = client.put(partition, keys, fields)
+    written = client.status().bytes_used
+    whole = sum(row[name].nbytes for row in rows.values() for name in SHARED)
+    saved = 3 * (GROUP - 1) * PROMPT * (4 + 96)
+    assert whole - saved <= written <= 1.01 * (whole - saved) + 1500, (written, whole, saved)
+
+    def expect(receipt: Any, asked: list[str]) -> None:
+        batch = client.get(receipt)
+        for name in SHARED:
+            column = batch.jagged(name)
+            for key, values in zip(asked, np.split(column.values.numpy(), np.cumsum(column.lengths)[:-1]), strict=True):
+                np.testing.assert_array_equal(values, rows[key][name])
+
+    expect(meta, keys)
+    asked = [keys[7], keys[2], keys[2], keys[11], keys[4]]
+    expect(client.lookup(partition, asked), asked)
+    expect(KVBatchMeta.from_bytes(meta.to_bytes()).select([9]), [keys[9]])
+    for number, key in enumerate(keys[:-1]):
+        client.clear(partition, [key])
+        expect(client.lookup(partition, keys[number + 1 :]), keys[number + 1 :])
+    assert client.status().bytes_used > 0
+    client.clear(partition, keys[-1:])
+    assert client.status().bytes_used == 0, "the last row's clear left the common tokens"
 
 
 # ------------------------------------------------------------------ twins and the end

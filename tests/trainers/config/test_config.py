@@ -311,3 +311,16 @@ def test_modes_that_give_room_back_need_less_of_the_store(sections: dict[str, An
     assert steps_in_store(config) == steps
     needed_mib = steps_in_store(config) * step_bytes(config) / (1 << 20)
     assert bool(capacity_problems(config)) == (needed_mib > config.dataplane.store.capacity_mib) == (steps >= 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("decode_context_parallel_size", 2), ("kv_transfer_config", {"kv_connector": "x"}), ("enable_eplb", True)],
+)
+def test_vllm_arguments_without_routes_are_refused_with_router_replay(name: str, value: Any) -> None:
+    data = {"rollout": {"engine": "vllm", "vllm": {name: value}}, "router_replay": {"enabled": True}}
+    assert only_problem(data) == (
+        f"rollout.vllm.{name}: got {value!r} with router_replay.enabled=true, expected it unset, because vLLM reports "
+        "no experts with it"
+    )
+    build_config({**data, "router_replay": {"enabled": False}})

@@ -17,6 +17,7 @@ from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rollout.prompts import base36
 from headrace.actors.rollout.report import RolloutReport, RolloutTally
+from headrace.actors.rollout.routes import RouteCounts
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.batch import Batch, Jagged, Ragged
 from headrace.dataplane.client.client import DataPlaneClient
@@ -94,6 +95,7 @@ class World:
     """Number of looks at its calls for which the feed waits in vain, as all actors are at work."""
     reported_rows: int = 1
     reported_failed: int = 0
+    routes: RouteCounts = RouteCounts()
     """Rows, and rows whose reward raised, that every call reports."""
     hung: list[Actor] = field(default_factory=list)
     """Actors that do nothing more, until they are killed."""
@@ -194,9 +196,10 @@ class World:
         while timeout_s and not done and self.put_one():
             done = [work for work in works if work.dead or not work.left]
         self.works = [work for work in self.works if work not in done]
-        report = RolloutTally(rows=self.reported_rows, failed=self.reported_failed, first_error="no answer").report(
-            Traffic()
+        tally = RolloutTally(
+            rows=self.reported_rows, failed=self.reported_failed, first_error="no answer", routes=self.routes
         )
+        report = tally.report(Traffic())
         return [(work.call, ActorFailed("it died", died=True) if work.dead else report) for work in done]
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace.actors.engines.config import RouterReplayConfig
+from headrace.actors.rollout.routes import RouteCounts
 from headrace.dataplane.client.renewal import LeaseRenewal
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import LeaseLost
@@ -20,7 +23,7 @@ from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo import steps as grpo
-from headrace.trainers.grpo.feed import TooManyFailedRows
+from headrace.trainers.grpo.feed import TooManyFailedRows, TooManyMissingRoutes
 
 PROMPTS = 3
 FOR_EVER = 1 << 30
@@ -295,6 +298,32 @@ def test_failed_rows_are_counted_over_the_step(plane: DataPlane) -> None:
             with pytest.raises(TooManyFailedRows, match="failed for 16 of 24 rows of a step.*: no answer"):
                 feed.drain()
         world.inner.clear(world.partition)
+
+
+@pytest.mark.parametrize(
+    ("missing", "tokens", "text"),
+    [
+        ("native", 24, None),
+        ("native", 25, r"no experts for 25 of 800 tokens of a step, more than router_replay.max_missing_share=0.01"),
+        ("error", 0, None),
+        ("error", 1, r"no experts for 1 of 800 tokens of a step, more than router_replay.missing='error' allows"),
+    ],
+)
+def test_missing_routes_are_counted_over_the_step(
+    plane: DataPlane, missing: str, tokens: int, text: str | None
+) -> None:
+    """One call of three has a third of the step's tokens."""
+    config = build_config(
+        {"algorithm": {"prompts_per_step": 3, "group_size": 8, "steps": 10}, "validation": {"every": 0}}
+    )
+    replay = RouterReplayConfig(missing=missing)  # pyright: ignore[reportArgumentType]
+    world = World(plane, config.model_copy(update={"router_replay": replay}), random.Random(1), reported_rows=8)
+    world.routes = RouteCounts(possible=800, missing=tokens)
+    feed = world.begin(grpo.State())
+    feed.top_up()
+    with contextlib.nullcontext() if text is None else pytest.raises(TooManyMissingRoutes, match=text):
+        feed._look_after(1.0)
+    world.inner.clear(world.partition)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines.config import ModelConfig
+from headrace.actors.engines.config import ModelConfig, RolloutConfig, RouterReplayConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.config.config import AlgorithmConfig, Config
@@ -113,3 +113,40 @@ def test_the_memory_of_a_shared_gpu_is_shown_part_by_part(monkeypatch: pytest.Mo
     assert "share GPUs and both stay in memory, because together they need about" in text
     monkeypatch.setattr(dry_run, "gpu_sizes", lambda: ())
     assert "both resident" not in describe(chosen)
+
+
+MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 64, "model_type": "qwen3_moe"}
+
+
+def with_routes(folder: Path, sizes: dict[str, Any], **sections: Any) -> Config:
+    (folder / "config.json").write_text(json.dumps({**TINY_QWEN3, **sizes}))
+    plain = config().model_copy(update={"model": ModelConfig(path=str(folder))})
+    return plain.model_copy(update={"router_replay": RouterReplayConfig(enabled=True), **sections})
+
+
+def test_routes_are_counted_in_the_store_and_in_vllms_host_memory(tmp_path: Path) -> None:
+    """Two layers of 8 experts: 16 bytes a token; a slot of keys and values takes 2 x 2 x 4 x 32 x 4 bytes."""
+    plain = describe(with_routes(tmp_path, MOE, router_replay=RouterReplayConfig()))
+    text = describe(with_routes(tmp_path, MOE))
+    assert "  routes           16 bytes a token, beside 9 without them" in text and "routes  " not in plain
+    assert "route buffer" not in text
+    vllm = RolloutConfig(engine="vllm", kv_cache=256, max_new_tokens=config().rollout.max_new_tokens)
+    text = describe(with_routes(tmp_path, MOE, rollout=vllm))
+    assert "  route buffer     2.0 MiB of host memory in each engine" in text
+
+
+def test_router_replay_needs_a_model_with_experts_that_is_here(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected false, because the model has no experts"):
+        describe(with_routes(tmp_path, {}))
+    elsewhere = with_routes(tmp_path, MOE, model=ModelConfig(path="org/model"))
+    with pytest.raises(UserError, match="router_replay.enabled: got true with model.path='org/model', expected a fold"):
+        describe(elsewhere)
+
+
+def test_a_store_without_room_for_routes_is_refused(tmp_path: Path) -> None:
+    many = {**MOE, "num_hidden_layers": 48}
+    plain = with_routes(tmp_path, many, router_replay=RouterReplayConfig())
+    small = plain.dataplane.model_copy(update={"store": plain.dataplane.store.model_copy(update={"capacity_mib": 1})})
+    describe(plain.model_copy(update={"dataplane": small}))
+    with pytest.raises(UserError, match="dataplane.store.capacity_mib: got 1, expected at least"):
+        describe(with_routes(tmp_path, many, dataplane=small))

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from ....codecs.integers import ceil_div
+from ....codecs.routes import is_expert_layer
 from ..config import BackendConfig
 from ..hf_source import HfSource
-from ..model_split import is_expert_layer
 from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import rotary_frequencies, transformer_config
 from .attention import PackedAttention

@@ -1,0 +1,196 @@
+"""Finds leading tokens that successive rows of a group have in common, and reads rows whose common part is stored once.
+
+All rows of a prompt begin with the same tokens, and with the same routes for them. A block stores that part with the
+first row of the group alone:
+
+    rows in memory   prompt a, prompt b, prompt c        positions count whole rows, as everywhere else
+    values part      prompt a, b, c                      `stored_pieces` says where a row's two pieces are
+
+The part is found by comparing bytes, so that rows whose routes differ somewhere in the prompt share what is before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .batch import Batch, Jagged
+from .gather import Parts, as_bytes, copy_runs
+from .memory import fresh
+from .schema import Field, Kind
+
+LEAST_BYTES = 128
+"""Smallest number of bytes that a group must save for its rows to share them: receipts say where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Description of the groups of a block whose rows share their leading tokens. A group is a run of successive
+    rows."""
+
+    fields: tuple[str, ...]
+    """Names of the fields whose leading tokens are stored once for each group."""
+    first: tuple[int, ...]
+    """Position in the block of each group's first row, ascending."""
+    counts: tuple[int, ...]
+    """Number of rows of each group, at least 2."""
+    tokens: tuple[int, ...]
+    """Number of leading tokens that the rows of each group share; none of the rows is shorter."""
+    starts: tuple[int, ...]
+    """Position of each group's first token in the block, counted as if every row were stored whole."""
+
+
+def shared_fields(batch: Batch) -> tuple[str, ...]:
+    """Return the fields of `batch` whose schema says that rows of a group share their leading tokens."""
+    return tuple(name for name, field in batch.schema.items() if field.shared)
+
+
+def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields: Sequence[str]) -> SharedRows | None:
+    """Return the groups among rows `start:stop` of `batch` whose rows begin with the same tokens in all of `fields`;
+    None if there are none.
+
+    groups: number of each row's group, `[N]` for all rows of the batch. Only rows that follow one another form a group
+    here.
+    """
+    lengths = batch.lengths
+    if lengths is None or not fields or stop - start < 2:
+        return None
+    ends = np.cumsum(lengths, dtype=np.int64)
+    begins = ends - lengths
+    column = groups[start:stop]
+    heads = start + np.concatenate([[0], np.flatnonzero(column[1:] != column[:-1]) + 1])
+    sizes = np.diff(heads, append=stop)
+    named = sorted(fields, key=lambda name: batch.schema[name].item_bytes)  # the cheapest comparison comes first
+    columns = [(batch.schema[name].item_bytes, as_bytes(batch.jagged(name).values)) for name in named]
+    bytes_a_token = sum(size for size, _ in columns)
+    found: list[tuple[int, int, int, int]] = []
+    for head, size in zip(heads.tolist(), sizes.tolist(), strict=True):
+        for first, count, tokens in _runs(columns, begins, lengths, head, head + size):
+            if tokens * bytes_a_token * (count - 1) >= LEAST_BYTES:
+                found.append((first - start, count, tokens, int(begins[first] - begins[start])))
+    if not found:
+        return None
+    first, counts, shared, starts = zip(*found, strict=True)
+    return SharedRows(tuple(fields), first, counts, shared, starts)
+
+
+def _runs(
+    columns: Sequence[tuple[int, np.ndarray]], begins: np.ndarray, lengths: np.ndarray, start: int, stop: int
+) -> Iterator[tuple[int, int, int]]:
+    """Divide the rows `start:stop` of one group into runs that begin alike: (first row, number of rows, number of
+    leading tokens in common). A row that begins with another token, such as one without routes, begins a run.
+
+    columns: bytes of a token, and bytes (uint8 1-D), of each column. begins, lengths: first token and number of tokens
+    of each row of the batch.
+    """
+    first, tokens = start, int(lengths[start])
+    for row in range(start + 1, stop):
+        common = min(tokens, int(lengths[row]))
+        for item_bytes, values in columns:
+            common = _common(values, int(begins[first]), int(begins[row]), item_bytes, common)
+        if common:
+            tokens = common
+        else:
+            yield first, row - first, tokens
+            first, tokens = row, int(lengths[row])
+    yield first, stop - first, tokens
+
+
+def _common(values: np.ndarray, one: int, other: int, item_bytes: int, tokens: int) -> int:
+    """Return how many of the first `tokens` tokens are the same in the rows that begin at the tokens `one` and `other`.
+    values: bytes of the column, uint8 1-D."""
+    width = next(width for width in (8, 4, 2, 1) if item_bytes % width == 0)  # wide words compare faster than bytes
+    size, first, second = tokens * item_bytes, one * item_bytes, other * item_bytes
+    words = [values[start : start + size].view(f"u{width}") for start in (first, second)]
+    differ = words[0] != words[1]
+    return int(differ.argmax()) * width // item_bytes if differ.any() else tokens
+
+
+def _saved_before(shared: SharedRows) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of tokens that the groups before each group save, and that each group saves, int64 `[G]`."""
+    saved = (np.array(shared.counts, np.int64) - 1) * np.array(shared.tokens, np.int64)
+    return np.cumsum(saved) - saved, saved
+
+
+def kept_ranges(shared: SharedRows, lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Return the ranges of tokens (start, stop) of whole rows that a values part stores, in order. lengths: number of
+    tokens of each row of the block, int `[N]`."""
+    begins = np.cumsum(lengths, dtype=np.int64) - lengths
+    ranges, start = [], 0
+    for first, count, tokens in zip(shared.first, shared.counts, shared.tokens, strict=True):
+        for row in range(first + 1, first + count):
+            ranges.append((start, int(begins[row])))
+            start = int(begins[row]) + tokens
+    return [*ranges, (start, int(lengths.sum()))]
+
+
+def stored_ends(shared: SharedRows, lengths: np.ndarray) -> np.ndarray:
+    """Return the position in the values part at which each row ends, in tokens, int64 `[N]`. lengths: as in
+    `kept_ranges`."""
+    kept = np.array(lengths, dtype=np.int64)
+    for first, count, tokens in zip(shared.first, shared.counts, shared.tokens, strict=True):
+        kept[first + 1 : first + count] -= tokens
+    return np.cumsum(kept)
+
+
+def stored_pieces(
+    block: np.ndarray, row: np.ndarray, start: np.ndarray, lengths: np.ndarray, shared: Mapping[int, SharedRows | None]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where the pieces of the wanted rows are stored: block, first token in the values part, and number of
+    tokens of each piece, int64 `[P]`, in the order of the rows. Pieces that follow one another are one.
+
+    block, row, start: block of each wanted row, its position there, and the position of its first token counted as if
+    all rows were stored whole, `[N]`. lengths: number of tokens of each wanted row, `[N]`. shared: for each block, its
+    groups that share tokens.
+    """
+    begin = np.stack([np.zeros(len(row), np.int64), start.astype(np.int64)], axis=1)
+    count = np.stack([np.zeros(len(row), np.int64), lengths.astype(np.int64)], axis=1)
+    for number, groups in shared.items():
+        if groups is None:
+            continue
+        at = np.flatnonzero(block == number)
+        firsts, counts, tokens, starts = (
+            np.array(one, np.int64) for one in (groups.first, groups.counts, groups.tokens, groups.starts)
+        )
+        before, saved = _saved_before(groups)
+        group = np.searchsorted(firsts, row[at], side="right") - 1
+        known = group >= 0
+        at, group = at[known], group[known]
+        index = row[at] - firsts[group]
+        inside, later = index < counts[group], (index > 0) & (index < counts[group])
+        # Rows behind a group are moved by all that it saves, its own rows by what those before them save.
+        moved = before[group] + np.where(inside, np.maximum(index - 1, 0) * tokens[group], saved[group])
+        begin[at, 1] -= moved
+        count[at[later], 1] -= tokens[group[later]]
+        count[at[later], 0] = tokens[group[later]]
+        begin[at[later], 0] = starts[group[later]] - before[group[later]]
+    return _joined(np.repeat(block, 2).astype(np.int64), begin.reshape(-1), count.reshape(-1))
+
+
+def _joined(block: np.ndarray, begin: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Drop empty pieces, and join those that follow one another in the same block."""
+    full = np.flatnonzero(count)
+    block, begin, count = block[full], begin[full], count[full]
+    if not len(full):
+        return block, begin, count
+    breaks = np.ones(len(full), dtype=bool)
+    breaks[1:] = (block[1:] != block[:-1]) | (begin[1:] != begin[:-1] + count[:-1])
+    heads = np.flatnonzero(breaks)
+    return block[heads], begin[heads], np.add.reduceat(count, heads)
+
+
+def gather_shared(
+    field: Field, lengths: np.ndarray, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], values: Parts
+) -> Jagged:
+    """Gather the wanted rows of a PER_TOKEN field out of values parts that store common tokens once. lengths: number of
+    tokens of each wanted row, int64 `[N]`. pieces: what `stored_pieces` returned for them. Raises ValueError when a
+    piece reaches beyond its part."""
+    assert field.dtype is not None and field.kind is Kind.PER_TOKEN
+    block, begin, count = pieces
+    if (begin < 0).any() or (count < 0).any():
+        raise ValueError(f"field {field.name!r}: the block's layout describes rows before its first byte")
+    out = fresh(field.dtype, (int(lengths.sum()), *field.trailing))
+    copy_runs(as_bytes(out), values, block, begin * field.item_bytes, count * field.item_bytes)
+    return Jagged(out, lengths)
