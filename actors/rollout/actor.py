@@ -25,6 +25,7 @@ from ..environments.factory import build_environment
 from ..remote_engine import RemoteEngine
 from ..rewards.config import RewardConfig
 from ..rewards.factory import build_rubric
+from ..samples import SampleFile
 from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
@@ -71,6 +72,8 @@ class RolloutSetup:
     (`algorithm.mask_truncated`)."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
+    samples: SampleFile | None = None
+    """File of episodes for people to read; None when none is written."""
     journal: JournalConfig | None = None
     """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
     journal."""
@@ -126,6 +129,7 @@ class RolloutActor(EngineHost):
             journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
             reward_timeout_s=setup.reward.timeout_s,
             mask_truncated=setup.mask_truncated,
+            samples=setup.samples,
         )
         return engine
 

@@ -36,6 +36,7 @@ class RunFolder:
     journal/        finished groups that no checkpoint covers yet
     engines/        what vLLM's processes wrote, engine-N.log of each engine
     report.html     metrics and plots in one page that needs no network
+    samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
     reward_errors.jsonl  why rewards failed, a line for each rollout call with failed rows; only if any did
     error.txt       the traceback, when the run failed
     watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run
@@ -73,6 +74,7 @@ class RunFolder:
             self.checkpoints_dir.mkdir(exist_ok=True)
             if not resume:
                 shutil.rmtree(self.path / "journal", ignore_errors=True)  # left by a run without metrics
+                (self.path / "samples.jsonl").unlink(missing_ok=True)
             self._write_config(config)
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)

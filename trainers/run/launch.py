@@ -7,7 +7,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from ...actors.memory import gpu_sizes
@@ -35,6 +35,7 @@ from ..grpo.stages import Stages
 from ..grpo.validation import BEST
 from ..grpo.weight_sync import WeightSync
 from ..observe.data_plane_watch import DataPlaneWatch
+from ..observe.live_report import LiveReport
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import PrometheusEndpoint
@@ -91,8 +92,10 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
+            live_report = LiveReport(folder.path, 60 * config.logging.report_minutes)
             try:
-                _Training(config, folder, endpoint, progress, watch, times, cluster).run(resume)
+                with closing(live_report):
+                    _Training(config, folder, endpoint, progress, watch, times, cluster, live_report).run(resume)
             finally:
                 tell_how_to_go_on(folder, progress)
     return folder.path
@@ -127,7 +130,9 @@ class _Training:
         watch: WatchdogProcess,
         times: StartTimes,
         cluster: Cluster | None,
+        live_report: LiveReport,
     ) -> None:
+        self._live_report = live_report
         self._config = config
         self._folder = folder
         self._endpoint = endpoint
@@ -160,6 +165,7 @@ class _Training:
         self._watch.heartbeat.enter("writing the report")
         self._tracer.write(self._folder.trace_path)
         self._folder.metrics.finish(state.step)
+        self._live_report.close()
         write_report(self._folder.path)
         self._progress.message(f"report: {self._folder.report_path}")
 
@@ -235,6 +241,7 @@ class _Training:
             folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)
+            self._live_report.tick()
             if checkpoints.is_due(config.run, state.step):
                 checkpoints.save(run, state)
 
