@@ -19,13 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..codecs.owned_folder import try_lock
 from ..dataplane.section import Count, CountOrZero, Section
-from .protocols import Sample, Score
+
+if TYPE_CHECKING:  # the configuration imports this module, and a mistake in it is told without loading torch
+    from .protocols import Sample, Score
 
 EPISODE, TRAINED = "episode", "trained"
 """Values of `kind`, the first entry of every line."""
