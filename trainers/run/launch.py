@@ -94,6 +94,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             live_report = LiveReport(folder.path, 60 * config.logging.report_minutes)
             try:
+                progress.doing = lambda: watch.heartbeat.stage
                 with closing(live_report):
                     _Training(config, folder, endpoint, progress, watch, times, cluster, live_report).run(resume)
             finally:
@@ -108,11 +109,15 @@ def _steps_done(folder: RunFolder) -> int:
 
 
 def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
-    """Print the newest checkpoint's step and the command that continues the run from it. Prints nothing if there is no
-    checkpoint."""
+    """Print the newest checkpoint's step and the command that continues the run from it, or that there is no
+    checkpoint. Prints nothing if the run has not begun."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
-    except (UserError, OSError):  # a disk that fails has been told of
+    except UserError:
+        if folder.metrics.begun and not folder.metrics.finished:
+            progress.message(f"{folder.path} has no checkpoint, so this run cannot be continued")
+        return
+    except OSError:  # a disk that fails has been told of
         return
     progress.message(f"to go on from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
 
@@ -228,7 +233,12 @@ class _Training:
         config, folder = self._config, self._folder
         checkpoints = Checkpoints(folder.checkpoints_dir, keep=config.run.keep_checkpoints, warn=self._progress.message)
         self._endpoint.run.watch(run.watch)
-        run.actors.on_death.append(lambda died: folder.metrics.event(REPLACED, state.step, died=died))
+
+        def replaced(died: str) -> None:
+            folder.metrics.event(REPLACED, state.step, died=died)
+            folder.incident(state.step, f"{died} (replaced)")
+
+        run.actors.on_death.append(replaced)
         checkpoints.load(run, state)
         if state.step:
             grpo.sync_weights(run, state)
@@ -288,7 +298,10 @@ class _Training:
         stopped the run."""
         if self._watch.reason() is not None or not self._config.run.saves_checkpoints:
             return
-        if state.ahead or not state.step:  # the optimizer step was under way, or there is nothing to save
+        if not state.step:
+            return
+        if state.ahead:
+            self._progress.message(f"interrupted during the update of step {state.step + 1}, which is not saved")
             return
         self._progress.message(
             f"interrupted: saving a checkpoint of step {state.step} (interrupt again to stop at once)"
@@ -344,6 +357,7 @@ class _Training:
         where = f"the checkpoint of step {state.step}" if state.step else "the start, as there is no checkpoint yet"
         limit = f"run.max_restarts={self._config.run.max_restarts}"
         self._progress.message(f"{lost}\nrestart {self._restarts} ({limit}): going on from {where}")
+        self._folder.incident(state.step, f"{lost} (restart {self._restarts}, going on from {where})")
         return state
 
 

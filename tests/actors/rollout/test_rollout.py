@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -237,7 +238,7 @@ def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) ->
     rollouts = worker(engine, tokenizer, client, rubric(("picky", picky, 1.0)))
     report = asyncio.run(rollouts.rollout(range(3), PARTITION, SamplingParams(n=3, max_new_tokens=10)))
     assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
-    assert report.first_error == "reward 'picky' raised RuntimeError: no end"
+    assert re.fullmatch(r"reward 'picky' raised RuntimeError: no end \(test_rollout.py line \d+\)", report.first_error)
     assert report.component_means()["picky"] == 1.0 and report.reward_sum >= 1.5 * report.valid
     for keys, batch, tags in client.puts:
         failed = np.array([key.endswith(".2") for key in keys])
