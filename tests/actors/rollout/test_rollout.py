@@ -29,11 +29,13 @@ from headrace.actors.rollout.report import merge_reports
 from headrace.actors.rollout.rows import version_spans
 from headrace.actors.rollout.tasks import TaskSource
 from headrace.actors.rollout.worker import RolloutWorker, generation_spans
+from headrace.actors.samples import SampleFile, SamplesConfig
 from headrace.codecs.batch import Batch
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.traffic import ClientStats, Traffic
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.trainers.observe.samples import read_samples
 
 PARTITION = "train"
 EOS = 2
@@ -63,7 +65,12 @@ def right_then_wrong(tokenizer: Any) -> Any:
 
 
 def worker(
-    engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None, reward_timeout_s: float = 60.0
+    engine: Any,
+    tokenizer: Any,
+    client: Any,
+    rewards: Rubric | None = None,
+    reward_timeout_s: float = 60.0,
+    samples: SampleFile | None = None,
 ) -> RolloutWorker:
     return RolloutWorker(
         engine=engine,
@@ -74,7 +81,24 @@ def worker(
         held_out=PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-"),
         client=client,
         reward_timeout_s=reward_timeout_s,
+        samples=samples,
     )
+
+
+def test_picked_groups_and_held_out_prompts_are_written_for_people(tokenizer: Any, tmp_path: Path) -> None:
+    file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(every=2, groups=1), prompts_per_step=4)
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer), version=7), tokenizer, FakeClient(), samples=file)
+    params = SamplingParams(n=2, max_new_tokens=12)
+    asyncio.run(rollouts.rollout(range(12), PARTITION, params))
+    asyncio.run(rollouts.validate(0, 3, SamplingParams(n=1, max_new_tokens=12)))
+    rows = read_samples(file.path)
+    assert sorted((row["set"], row["key"]) for row in rows) == [
+        ("train", "0.0"), ("train", "0.1"), ("train", "8.0"), ("train", "8.1"), ("validation", "val-0.0"),
+    ]  # fmt: skip
+    right = next(row for row in rows if row["key"] == "8.0")
+    assert right["turns"][0]["text"] == right["answer"] + "<eos>" and right["reward"] == 1.0 and right["version"] == 7
+    assert right["prompt"] == PromptStream(TaskSource("reverse", held_out=False))[8].text
+    assert set(right["rewards"]) == {"exact_match", "per_position"}
 
 
 def spans_of(batch: Batch) -> list[list[list[int]]]:
