@@ -225,7 +225,9 @@ class TrainWorker:
             advantages, most = meta.tags["advantage"], file.config.max_tokens
             file.append(
                 [
-                    trained_line(meta.keys[row], work.shard.step, advantages[row], masks[row].numpy(), logprobs, most)
+                    trained_line(
+                        meta.keys[row], work.shard.step, float(advantages[row]), masks[row].numpy(), logprobs, most
+                    )
                     for row, logprobs in zip(rows, values, strict=True)
                 ]
             )
