@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
 from .rows import RolloutRows, join, rollout_rows
 from .validation_figures import FigureSums
 
+_log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
 """Largest number of groups from the journal that are written to the data plane in one call."""
 
@@ -280,7 +282,10 @@ class RolloutWorker:
                 [episode_line(tokenizer, s, score, row_key(s.prompt.uid, s.index), most, name) for s, score in chosen]
             )
 
-        await asyncio.to_thread(write)
+        try:
+            await asyncio.to_thread(write)
+        except Exception as error:  # a tokenizer may raise anything, and nothing that is trained on depends on it
+            _log.warning("%d samples are not written: %s: %s", len(chosen), type(error).__name__, error)
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the policy version of each row's oldest token, int64 `[N]`. A row without tokens from the policy gets

@@ -101,6 +101,20 @@ def test_picked_groups_and_held_out_prompts_are_written_for_people(tokenizer: An
     assert set(right["rewards"]) == {"exact_match", "per_position"}
 
 
+def test_samples_that_cannot_be_written_cost_no_row(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise OverflowError("no such token")
+
+    monkeypatch.setattr("headrace.actors.rollout.worker.episode_line", broken)
+    file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(), prompts_per_step=4)
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient(), samples=file)
+    report = asyncio.run(rollouts.rollout(range(2), PARTITION, SamplingParams(n=2, max_new_tokens=12)))
+    assert (report.rows, report.failed) == (4, 0)
+    assert "samples are not written: OverflowError: no such token" in caplog.text
+
+
 def spans_of(batch: Batch) -> list[list[list[int]]]:
     """`version_spans`, row by row."""
     spans = batch.ragged("version_spans")
