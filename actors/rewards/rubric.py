@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import os
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -89,7 +91,8 @@ class Rubric:
             try:
                 value = _finite(name, _value(reward, counts, prompt, response, finish_reason, response_tokens))
             except Exception as error:  # user code may raise anything; the row is masked and the error reported
-                errors.append(f"reward {name!r} raised {type(error).__name__}: {' '.join(str(error).split())}")
+                said = " ".join(str(error).split())
+                errors.append(f"reward {name!r} raised {type(error).__name__}: {said}{_place(error)}")
                 continue
             components[name] = value
             total += weight * value
@@ -115,6 +118,12 @@ def _value(
     if response_tokens is None:
         raise ValueError("it asks for response_tokens, and the caller does not know how many there are")
     return reward(prompt, response, finish_reason, response_tokens=response_tokens)
+
+
+def _place(error: Exception) -> str:
+    """Return where the user's code raised `error`, as text for the end of a message; "" if this module raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if frame.filename == __file__ else f" ({os.path.basename(frame.filename)} line {frame.lineno})"
 
 
 def _finite(name: str, value: object) -> float:

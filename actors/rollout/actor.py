@@ -25,6 +25,7 @@ from ..environments.factory import build_environment
 from ..remote_engine import RemoteEngine
 from ..rewards.config import RewardConfig
 from ..rewards.factory import build_rubric
+from ..samples import SampleFile
 from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
@@ -74,6 +75,8 @@ class RolloutSetup:
     """True if requests that go on after a weight update keep their keys and values (`sync.kv`)."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
+    samples: SampleFile | None = None
+    """File of episodes for people to read; None when none is written."""
     journal: JournalConfig | None = None
     """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
     journal."""
@@ -133,6 +136,7 @@ class RolloutActor(EngineHost):
             mask_truncated=setup.mask_truncated,
             keeps_old_kv=setup.keeps_old_kv,
             routes=setup.routes,
+            samples=setup.samples,
         )
         return engine
 

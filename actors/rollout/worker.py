@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..protocols import EPISODE_ERRORS, Environment, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
+from ..samples import TRAINING, SampleFile, episode_line
 from ..user_threads import UserThreads
 from .journal import GroupJournal
 from .journal_records import JournaledGroup
@@ -35,6 +37,7 @@ from .routes import RouteCounts, RouteRules, checked_routes
 from .rows import RolloutRows, join, rollout_rows
 from .validation_figures import FigureSums
 
+_log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
 """Largest number of groups from the journal that are written to the data plane in one call."""
 
@@ -58,11 +61,12 @@ class RolloutWorker:
         mask_truncated: bool = False,
         keeps_old_kv: bool = False,
         routes: RouteRules | None = None,
+        samples: SampleFile | None = None,
     ) -> None:
         """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups (all rows
         of one prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one
         row. mask_truncated, keeps_old_kv: see `rollout_rows`. routes: the routes that the engine records and rows
-        carry; None without router replay."""
+        carry; None without router replay. samples: file of episodes for people to read; None writes none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -82,6 +86,7 @@ class RolloutWorker:
         self._mask_truncated = mask_truncated
         self._keeps_old_kv = keeps_old_kv
         self._routes = routes
+        self._samples = samples
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -189,6 +194,9 @@ class RolloutWorker:
         for group in groups:
             sums.add_group(group, list(itertools.islice(left, len(group))))
         failed = [score for score in scores if not score.valid]
+        most = 0 if self._samples is None else self._samples.config.groups
+        picked = np.repeat(np.arange(start, start + count) < most, [len(group) for group in groups])
+        await self._write_samples("validation", samples, scores, picked)
         return ValidationReport(
             rows=len(samples),
             failed=len(failed),
@@ -249,6 +257,8 @@ class RolloutWorker:
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
         await self._keep(rows, scores, groups, tally, counts)
         await self._put(rows, partition, tally)
+        picked = [self._samples is not None and self._samples.picks(position) for position in groups]
+        await self._write_samples(TRAINING, samples, scores, np.repeat(picked, [len(g) for g in groups.values()]))
 
     async def _keep(
         self,
@@ -281,6 +291,26 @@ class RolloutWorker:
         with _span(tally, "put"):
             await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
         self._step()
+
+    async def _write_samples(
+        self, name: str, samples: Sequence[Sample], scores: Sequence[Score], picked: np.ndarray
+    ) -> None:
+        """Append scored samples to the file of episodes. name: name of their set. picked: which of them, bool `[N]`."""
+        file = self._samples
+        if file is None or not picked.any():
+            return
+        chosen = [(samples[index], scores[index]) for index in np.flatnonzero(picked)]
+        tokenizer, most = self._tokenizer, file.config.max_tokens
+
+        def write() -> None:
+            file.append(
+                [episode_line(tokenizer, s, score, row_key(s.prompt.uid, s.index), most, name) for s, score in chosen]
+            )
+
+        try:
+            await asyncio.to_thread(write)
+        except Exception as error:  # a tokenizer may raise anything, and nothing that is trained on depends on it
+            _log.warning("%d samples are not written: %s: %s", len(chosen), type(error).__name__, error)
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the policy version of each row's oldest token, int64 `[N]`. A row without tokens from the policy gets

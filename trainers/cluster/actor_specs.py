@@ -18,6 +18,7 @@ from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
 from ...actors.rollout.routes import RouteRules
+from ...actors.samples import SampleFile
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
@@ -235,9 +236,19 @@ def rollout_setup(
         mask_truncated=config.algorithm.mask_truncated,
         keeps_old_kv=config.sync.keeps_old_kv,
         engine_timeout_s=config.resources.stage_timeout_s,
+        samples=sample_file(config),
         journal=journal(config),
         routes=None if spec is None else RouteRules(spec, config.router_replay),
     )
+
+
+def sample_file(config: Config) -> SampleFile | None:
+    """Return the run's file of episodes for people to read. None for a run that writes none, because it has no folder,
+    because it is told so, or because it trains on recorded groups, whose texts are not recorded."""
+    samples = config.logging.samples
+    if not samples.every or config.run.dir is None or config.run.replay:
+        return None
+    return SampleFile(os.path.join(config.run.dir, "samples.jsonl"), samples, config.algorithm.prompts_per_step)
 
 
 def journal(config: Config) -> JournalConfig | None:
@@ -327,6 +338,7 @@ def worker_setup(
         sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
+        samples=sample_file(config),
         one_host=one_host,
         single_rank_groups=config.trainer.backend == "megatron",
         routes=route_spec(config),

@@ -57,6 +57,9 @@ class TrainHandle(ActorHandle):
     def write_logprobs(self, field: str) -> Call[WorkerReport]:
         return self._call(TrainWorker.write_logprobs, field)
 
+    def write_samples(self) -> Call[WorkerReport]:
+        return self._call(TrainWorker.write_samples)
+
     def accumulate(self) -> Call[WorkerReport]:
         return self._call(TrainWorker.accumulate)
 

@@ -13,6 +13,7 @@ from ...actors.engines.config import ModelConfig, RolloutConfig, RouterReplayCon
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.validation_figures import REWARD, figure_names, find_figure
+from ...actors.samples import SamplesConfig
 from ...actors.weights.config import SyncConfig
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
@@ -252,6 +253,11 @@ class LoggingConfig(Section):
     and the address is printed and written to prometheus.txt in the run folder. Unset: there is no endpoint."""
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)
     """Address on which the Prometheus endpoint listens. Anyone who can reach it can read the run's metrics."""
+    report_minutes: NonNegative = 5.0
+    """Minutes between two builds of report.html while the run goes on, by a process of its own. With 0 the report is
+    built only at the end."""
+    samples: SamplesConfig = SamplesConfig()
+    """Episodes that are written to samples.jsonl."""
 
 
 class Config(Section):

@@ -198,6 +198,11 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "resources.num_cpus": (_unset("resources.ray_address"),),
     "resources.residual_mib": (_is("resources.switch_roles", "auto", "always"),),
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
+    "logging.samples.every": (_unset("run.replay"),),
+    **{
+        f"logging.samples.{name}": (_above_zero("logging.samples.every"), _unset("run.replay"))
+        for name in ("groups", "max_tokens", "max_mib")
+    },
     "scripted.latency_s": (_is("rollout.engine", "scripted"),),
     "scripted.latency_sigma": (_is("rollout.engine", "scripted"), _above_zero("scripted.latency_s")),
     "scripted.train_row_s": (_is("trainer.backend", "scripted"),),

@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
+from .peers import leaves, meant_keys
 
 SHOWN_CHARS = 80
 SectionT = TypeVar("SectionT", bound=Section)
@@ -204,7 +205,9 @@ def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
         text = str(context["error"])
         return [f"{key}: {text}"] if key else text.split("\n")
     if kind == "extra_forbidden":
-        return [f"{key}: unknown key; {_suggestion(problem['loc'], root)}"]
+        return _of_another_library(problem["loc"], problem["input"], root) or [
+            f"{key}: unknown key; {_suggestion(problem['loc'], root)}"
+        ]
     if kind == "missing":
         return [f"{key}: not set, expected a value"]
     got = _shown(problem["input"])
@@ -258,63 +261,21 @@ SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.75
 """Smallest similarity of two names (`difflib`, 0 to 1) at which an unknown key counts as a misspelling: first for keys
 of the same section, then for keys of other sections."""
 
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "adv_estimator": ("advantage.kind",),
-    "batch_size": ("algorithm.prompts_per_step",),
-    "beta": ("loss.kl_coef",),
-    "bf16": ("trainer.mixed_precision", "model.dtype"),
-    "clip_ratio": ("loss.clip_low", "loss.clip_high"),
-    "clip_ratio_high": ("loss.clip_high",),
-    "clip_ratio_low": ("loss.clip_low",),
-    "cliprange": ("loss.clip_low", "loss.clip_high"),
-    "entropy_coeff": ("loss.entropy_coef",),
-    "epsilon": ("loss.clip_low", "loss.clip_high"),
-    "epsilon_high": ("loss.clip_high",),
-    "eval_steps": ("validation.every",),
-    "gradient_checkpointing": ("trainer.recompute",),
-    "kl_loss_coef": ("loss.kl_coef",),
-    "kl_loss_type": ("loss.kl_kind",),
-    "learning_rate": ("trainer.lr",),
-    "loss_agg_mode": ("loss.aggregation",),
-    "loss_type": ("loss.kind",),
-    "lr_scheduler_type": ("trainer.schedule",),
-    "mask_truncated_completions": ("algorithm.mask_truncated",),
-    "max_completion_length": ("rollout.max_new_tokens",),
-    "max_grad_norm": ("trainer.grad_clip",),
-    "max_prompt_length": ("data.max_prompt_tokens",),
-    "max_response_length": ("rollout.max_new_tokens",),
-    "max_steps": ("algorithm.steps",),
-    "max_tokens": ("rollout.max_new_tokens",),
-    "micro_batch_size": ("trainer.tokens_per_microbatch",),
-    "min_lr_rate": ("trainer.min_lr",),
-    "min_lr_ratio": ("trainer.min_lr",),
-    "model_name_or_path": ("model.path",),
-    "n": ("algorithm.group_size",),
-    "num_generations": ("algorithm.group_size",),
-    "num_iterations": ("algorithm.epochs",),
-    "num_train_epochs": ("algorithm.steps",),
-    "optim": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
-    "optimizer": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
-    "output_dir": ("run.dir",),
-    "per_device_train_batch_size": ("trainer.tokens_per_microbatch",),
-    "ppo_epochs": ("algorithm.epochs",),
-    "ppo_micro_batch_size": ("trainer.tokens_per_microbatch",),
-    "ppo_micro_batch_size_per_gpu": ("trainer.tokens_per_microbatch",),
-    "ppo_mini_batch_size": ("algorithm.minibatches",),
-    "prompt_key": ("data.prompt_field",),
-    "save_freq": ("run.checkpoint_every",),
-    "save_steps": ("run.checkpoint_every",),
-    "scale_rewards": ("advantage.normalize_std",),
-    "tensor_model_parallel_size": ("rollout.tp", "trainer.tp"),
-    "tensor_parallel_size": ("rollout.tp", "trainer.tp"),
-    "test_freq": ("validation.every",),
-    "total_epochs": ("algorithm.steps",),
-    "train_batch_size": ("algorithm.prompts_per_step",),
-    "train_files": ("data.train",),
-    "val_files": ("data.validation",),
-    "warmup_ratio": ("trainer.warmup_steps",),
-}
-"""Name of a setting in TRL or verl -> the config keys that do the same."""
+
+_NO_COUNTERPART = "it has no counterpart here"
+
+
+def _of_another_library(location: Sequence[str | int], value: Any, root: type[BaseModel]) -> list[str]:
+    """Return one sentence for each key in an unknown section that another library writes just so. [] if there is no
+    such key, so that the section itself is what is wrong."""
+    if not isinstance(value, dict):
+        return []
+    above, own = [str(part) for part in location], {last for _, last in _all_keys(root, "")}
+    found = [((*above, *path), meant_keys((*above, *path), own)) for path in leaves(value)]
+    if not any(meant.parts > 1 for _, meant in found):
+        return []
+    hints = [f"did you mean {' or '.join(meant.keys)}?" if meant.keys else _NO_COUNTERPART for _, meant in found]
+    return [f"{'.'.join(path)}: unknown key; {hint}" for (path, _), hint in zip(found, hints, strict=True)]
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
@@ -328,7 +289,7 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     siblings = list(model.model_fields) if model else []
     prefix = "".join(f"{part}." for part in parents)
     known = dict(_all_keys(root, ""))
-    meant = OTHER_NAMES.get(name)
+    meant = meant_keys([str(part) for part in location], set(known.values())).keys
     if meant:
         return f"did you mean {' or '.join(meant)}?"
     elsewhere = [dotted for dotted, last in known.items() if last == name]

@@ -21,9 +21,10 @@ from ...actors.train.reader import holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import REF, WorkerReport
 from ...dataplane.client.client import DataPlaneClient
-from ...dataplane.meta import KVBatchMeta
+from ...dataplane.meta import POSITION, KVBatchMeta
 from ...dataplane.plans import Budget, plan_shards
 from ..advantages.estimator import AdvantageEstimator, RewardRows
+from ..cluster import actor_specs
 from ..cluster.calls import Call, DriverMeter, gather
 from ..cluster.engine_pool import EnginePool, NoEngineLeft
 from ..cluster.handles import TrainHandle
@@ -189,6 +190,20 @@ def write_logprobs(run: Run, columns: Sequence[str]) -> list[WorkerReport]:
     return _traced(run, reports)
 
 
+def write_samples(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
+    """Have the train workers write what `step` makes of the picked rows among those of the receipt `meta` to
+    samples.jsonl: advantages, and log-probs under the policy before the step. Returns their reports, none if no row is
+    picked. meta: with the tag `advantage`."""
+    file = actor_specs.sample_file(run.config)
+    picked = [] if file is None else [row for row, at in enumerate(meta.tags[POSITION].tolist()) if file.picks(at)]
+    if not picked:
+        return []
+    ship_plan(run, meta.select(np.array(picked)), step)
+    with run.stages.timed("logprob"):
+        reports = run.gather([worker.write_samples() for worker in run.workers], "samples")
+    return _traced(run, reports)
+
+
 def accumulate(run: Run) -> list[WorkerReport]:
     """Have the train workers add the gradients of their shards to the current optimizer step, which the first such call
     opens. Returns their reports."""
@@ -208,8 +223,10 @@ def finish(run: Run) -> list[WorkerReport]:
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
     """Do the work of an optimizer update of `step`, up to the update itself, on some of its rows: compute advantages,
     plan, compute the reference's log-probs, accumulate gradients. Returns the train workers' reports."""
-    ship_plan(run, with_advantages(run.estimate, meta), step)
-    return write_logprobs(run, reference_columns(run.config)) + accumulate(run)
+    meta = with_advantages(run.estimate, meta)
+    samples = write_samples(run, meta, step)
+    ship_plan(run, meta, step)
+    return samples + write_logprobs(run, reference_columns(run.config)) + accumulate(run)
 
 
 def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:

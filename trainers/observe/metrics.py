@@ -69,6 +69,11 @@ def judged_format(judged: str) -> str:
     return ".1%" if needs_answers(judged) else ".3f"
 
 
+ATTEMPT = "run/attempt"
+"""Metric that counts how often the run had gone back to a checkpoint, or was resumed, when a line was written. If a
+step has several lines, the one with the largest value counts."""
+
+
 class MetricsWriter:
     """Appends metrics to metrics.jsonl, flushing every line, and to TensorBoard. Must be used by one thread of one
     process only."""
@@ -79,6 +84,8 @@ class MetricsWriter:
         self._start = time.monotonic()
         self.begun = False
         """Whether a step has been logged."""
+        self.finished = False
+        """Whether the run has reached its end."""
         self._board = None
         if tensorboard_dir is not None:
             try:
@@ -88,6 +95,7 @@ class MetricsWriter:
             self._board = SummaryWriter(str(tensorboard_dir), flush_secs=10)
         self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
         _drop_torn_line(Path(path))
+        self._attempt = _num_resumed(Path(path))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line for `step`. Values are numbers, numpy or torch scalars, or None; NaN and infinity become null.
@@ -97,7 +105,7 @@ class MetricsWriter:
         line: dict[str, Any] = {"step": int(step)}
         for key, value in metrics.items():
             line[key] = _number(key, value)
-        line[ELAPSED] = self.elapsed_s
+        line |= {ELAPSED: self.elapsed_s, ATTEMPT: self._attempt}
         self._append(line)
         self.begun = True
         if self._board is not None:
@@ -109,10 +117,12 @@ class MetricsWriter:
         """Append an event, `{"event": name, "step": step, ...}`. An event is a line that reports something other than
         the metrics of a step. fields: JSON values."""
         self._append({"event": name, "step": step, ELAPSED: self.elapsed_s, **fields})
+        self._attempt += name == RESUMED
 
     def finish(self, step: int, **fields: Any) -> None:
         """Append the `finished` event, the last line of a run that reached its end."""
         self.event(FINISHED, step, **fields)
+        self.finished = True
 
     @property
     def elapsed_s(self) -> float:
@@ -145,6 +155,12 @@ def _number(key: str, value: Any) -> float | int | None:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     raise ValueError(f"metric {key!r}: got {value!r}, expected a number or None")
+
+
+def _num_resumed(path: Path) -> int:
+    """Return the number of `resumed` events in a metrics file."""
+    mark = f'"event": "{RESUMED}"'.encode()
+    return sum(line.startswith(b"{" + mark) for line in path.read_bytes().splitlines())
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import shutil
 import traceback
@@ -36,7 +37,9 @@ class RunFolder:
     journal/        finished groups that no checkpoint covers yet
     engines/        what vLLM's processes wrote, engine-N.log of each engine
     report.html     metrics and plots in one page that needs no network
+    samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
     reward_errors.jsonl  why rewards failed, a line for each rollout call with failed rows; only if any did
+    incidents.txt   what died or failed while the run went on, a sentence a line; only if anything did
     error.txt       the traceback, when the run failed
     watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run
     """
@@ -58,6 +61,7 @@ class RunFolder:
         self.report_path = self.path / "report.html"
         self.error_path = self.path / "error.txt"
         self.watchdog_path = self.path / "watchdog.txt"
+        self.incidents_path = self.path / "incidents.txt"
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         """Folders that did not exist before and are created for this run, the deepest first."""
         if resume and not self.holds_run:
@@ -73,6 +77,7 @@ class RunFolder:
             self.checkpoints_dir.mkdir(exist_ok=True)
             if not resume:
                 shutil.rmtree(self.path / "journal", ignore_errors=True)  # left by a run without metrics
+                (self.path / "samples.jsonl").unlink(missing_ok=True)
             self._write_config(config)
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)
@@ -133,6 +138,12 @@ class RunFolder:
         process.
         """
         self.metrics.event(RESUMED, step, **({"died": died} if died else {}))
+
+    def incident(self, step: int, sentence: str) -> None:
+        """Append a sentence about something that died or failed in `step`, with the time, to incidents.txt."""
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        with self.incidents_path.open("a", encoding="utf-8") as file:
+            file.write(f"{now} step {step}: {' '.join(sentence.split())}\n")
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""

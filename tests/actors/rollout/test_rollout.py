@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,13 @@ from headrace.actors.rollout.report import merge_reports
 from headrace.actors.rollout.rows import version_spans
 from headrace.actors.rollout.tasks import TaskSource
 from headrace.actors.rollout.worker import RolloutWorker, generation_spans
+from headrace.actors.samples import SampleFile, SamplesConfig
 from headrace.codecs.batch import Batch
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.traffic import ClientStats, Traffic
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.trainers.observe.samples import read_samples
 
 PARTITION = "train"
 EOS = 2
@@ -62,7 +65,12 @@ def right_then_wrong(tokenizer: Any) -> Any:
 
 
 def worker(
-    engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None, reward_timeout_s: float = 60.0
+    engine: Any,
+    tokenizer: Any,
+    client: Any,
+    rewards: Rubric | None = None,
+    reward_timeout_s: float = 60.0,
+    samples: SampleFile | None = None,
 ) -> RolloutWorker:
     return RolloutWorker(
         engine=engine,
@@ -73,7 +81,38 @@ def worker(
         held_out=PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-"),
         client=client,
         reward_timeout_s=reward_timeout_s,
+        samples=samples,
     )
+
+
+def test_picked_groups_and_held_out_prompts_are_written_for_people(tokenizer: Any, tmp_path: Path) -> None:
+    file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(every=2, groups=1), prompts_per_step=4)
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer), version=7), tokenizer, FakeClient(), samples=file)
+    params = SamplingParams(n=2, max_new_tokens=12)
+    asyncio.run(rollouts.rollout(range(12), PARTITION, params))
+    asyncio.run(rollouts.validate(0, 3, SamplingParams(n=1, max_new_tokens=12)))
+    rows = read_samples(file.path)
+    assert sorted((row["set"], row["key"]) for row in rows) == [
+        ("train", "0.0"), ("train", "0.1"), ("train", "8.0"), ("train", "8.1"), ("validation", "val-0.0"),
+    ]  # fmt: skip
+    right = next(row for row in rows if row["key"] == "8.0")
+    assert right["turns"][0]["text"] == right["answer"] + "<eos>" and right["reward"] == 1.0 and right["version"] == 7
+    assert right["prompt"] == PromptStream(TaskSource("reverse", held_out=False))[8].text
+    assert set(right["rewards"]) == {"exact_match", "per_position"}
+
+
+def test_samples_that_cannot_be_written_cost_no_row(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise OverflowError("no such token")
+
+    monkeypatch.setattr("headrace.actors.rollout.worker.episode_line", broken)
+    file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(), prompts_per_step=4)
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient(), samples=file)
+    report = asyncio.run(rollouts.rollout(range(2), PARTITION, SamplingParams(n=2, max_new_tokens=12)))
+    assert (report.rows, report.failed) == (4, 0)
+    assert "samples are not written: OverflowError: no such token" in caplog.text
 
 
 def spans_of(batch: Batch) -> list[list[list[int]]]:
@@ -237,7 +276,7 @@ def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) ->
     rollouts = worker(engine, tokenizer, client, rubric(("picky", picky, 1.0)))
     report = asyncio.run(rollouts.rollout(range(3), PARTITION, SamplingParams(n=3, max_new_tokens=10)))
     assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
-    assert report.first_error == "reward 'picky' raised RuntimeError: no end"
+    assert re.fullmatch(r"reward 'picky' raised RuntimeError: no end \(test_rollout.py line \d+\)", report.first_error)
     assert report.component_means()["picky"] == 1.0 and report.reward_sum >= 1.5 * report.valid
     for keys, batch, tags in client.puts:
         failed = np.array([key.endswith(".2") for key in keys])

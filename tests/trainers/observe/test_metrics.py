@@ -24,7 +24,7 @@ def test_lines_are_flat_flushed_and_finite(tmp_path: Path) -> None:
     )
     [line] = lines(path)  # before close: every line is flushed
     assert list(line)[0] == "step"
-    assert line.pop("time/elapsed_s") >= 0
+    assert line.pop("time/elapsed_s") >= 0 and line.pop("run/attempt") == 0
     assert line == {"step": 1, "reward/mean": 0.5, "train/loss": None, "policy/version": 1, "val/x": None}
     writer.finish(1, reward=0.5)
     writer.close()
@@ -64,6 +64,19 @@ def test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path: Path) -> None
     assert [(record["step"], record["a"]) for record in records] == [(0, 0), (1, 0), (2, 0), (3, 1)]
     assert records[-1]["val/exact_match"] == 0.5
     assert [event["event"] for event in events] == ["resumed"]
+
+
+def test_every_line_says_after_how_many_restarts_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for attempt in range(2):
+        writer = MetricsWriter(path)
+        if attempt:
+            writer.event("resumed", 1)
+        writer.log(2, {"a": attempt})
+        writer.event("resumed", 1, died="train worker 0")
+        writer.log(2, {"a": attempt})
+        writer.close()
+    assert [line["run/attempt"] for line in lines(path) if "event" not in line] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("broken", ["nonsense", "[]", '{"reward": 1}', ""])
