@@ -1,4 +1,4 @@
-"""The command `headrace`: train, simulate, replay, doctor, report and bench.
+"""The command `headrace`: train, eval, simulate, replay, doctor, report and bench.
 
 Exit codes: 0 success, 1 failure, 2 user error (each error reported in one sentence, without a traceback), 130
 interrupted (Ctrl-C), 143 terminated (SIGTERM). Heavy packages (torch, ray, transformers, matplotlib) are imported only
@@ -165,6 +165,31 @@ def _replay(arguments: argparse.Namespace) -> int:
         highlight=False,
     )
     return DONE if report.rows_alike == report.rows else FAILED
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from .trainers.config.load import load_config
+    from .trainers.run.evaluate import evaluate_model, write_results
+
+    _import_from_here()
+    config = load_config(arguments.config, arguments.overrides)
+    with _status("starting") as (console, tell):
+        results = evaluate_model(config, arguments.model, _chosen(arguments.set, ()), tell)
+    table = Table(title=f"Evaluation of {results[0].model}", title_justify="left")
+    for column in ("set", "metric", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for result in results:
+        for index, (key, value) in enumerate(result.metrics.items()):
+            table.add_row(result.name if not index else "", key, f"{value:.4f}")
+    _print_table(console, table)
+    for result in results:
+        line = f"{result.name}: {result.rows} samples of {result.source} in {result.seconds:.1f} s"
+        if result.failed:
+            line += f"; {result.failed} failed, the first one: {result.first_error}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    write_results(results, arguments.out)
+    console.print(f"results: {arguments.out}", highlight=False, soft_wrap=True)
+    return FAILED if any(result.failed for result in results) else DONE
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -488,7 +513,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit(MISTAKE)
     arguments, rest = parser.parse_known_args(argv)
     # argparse treats overrides behind an option as unknown arguments. A malformed one is refused where all are read.
-    if arguments.command in (_train, _simulate, _gpu):
+    if arguments.command in (_train, _simulate, _eval, _gpu):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]
     if arguments.command in (_gpu_train, _gpu_weights):
@@ -527,6 +552,20 @@ def _add_run_commands(commands: Any) -> None:
         "--gpus", nargs="+", type=int, default=[], metavar="N", help="also simulate these numbers of GPUs"
     )
     simulate.set_defaults(command=_simulate)
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a model on the sets of a config, without a trainer",
+        description="Evaluate a model on validation prompts and evaluation sets of a config, without a trainer. The "
+        "exit code is 1 when a sample's reward or episode failed.",
+    )
+    _config_and_overrides(evaluate)
+    evaluate.add_argument("--model", metavar="PATH", help="model folder or hub id; default: model.path of the config")
+    evaluate.add_argument("--set", nargs="+", metavar="NAME", help="sets, `validation` among them; default: all")
+    evaluate.add_argument(
+        "--out", type=Path, default=Path("eval.json"), metavar="FILE", help="file for the results; default: eval.json"
+    )
+    evaluate.set_defaults(command=_eval)
 
     replay = commands.add_parser(
         "replay",

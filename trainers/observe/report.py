@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...actors.rollout.validation_figures import EXACT_MATCH, REWARD, find_figure
+from ...actors.rollout.evaluation_figures import EXACT_MATCH, REWARD, find_figure
 from ..errors import UserError
 from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_metrics
 
