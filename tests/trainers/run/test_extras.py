@@ -50,8 +50,8 @@ def test_a_run_names_all_missing_extras_before_it_starts(bare: None) -> None:
     assert list(caught.value.problems) == [
         "report.html, which every run ends with, needs matplotlib, which is not installed: "
         "pip install 'headrace[report]'",
-        "logging.tensorboard=true needs tensorboard, which is not installed: pip install 'headrace[report]'",
         "the tracker wandb needs wandb, which is not installed: pip install 'headrace[trackers]'",
+        "logging.tensorboard=true needs tensorboard, which is not installed: pip install 'headrace[report]'",
         "dataplane.store.kind=simple needs transfer_queue, which is not installed: "
         "pip install 'headrace[transferqueue]'",
         "data.train=org/math needs datasets, which is not installed: pip install 'headrace[datasets]'",

@@ -45,8 +45,8 @@ class WandbTracker:
             # It must neither capture what the run prints nor measure the machine.
             settings=wandb.Settings(console="off", x_disable_stats=True, silent=True),
         )
-        # wandb 0.31 counts the packages that a run uses by hooks on their imports. Once its helper process has died these
-        # hooks raise, and with them every later import of such a package (torch, tensorboard) in this process.
+        # wandb 0.31 counts the packages that a run uses by hooks on their imports. Once its helper process has died,
+        # these hooks raise, and with them every later import of such a package (torch, tensorboard) in this process.
         unregister_all_post_import_hooks()
         return name
 
