@@ -1,4 +1,4 @@
-"""The command `headrace`: train, eval, simulate, replay, doctor, report and bench.
+"""The command `headrace`: train, eval, recipe, simulate, replay, doctor, report and bench.
 
 Exit codes: 0 success, 1 failure, 2 user error (each error reported in one sentence, without a traceback), 130
 interrupted (Ctrl-C), 143 terminated (SIGTERM). Heavy packages (torch, ray, transformers, matplotlib) are imported only
@@ -92,13 +92,19 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
+    if arguments.machine is not None and not arguments.dry_run:
+        raise UserError("--machine: got a machine without --dry-run, expected both, because a run takes what is there")
     if arguments.dry_run:
+        from .actors.memory import assume_machine
         from .trainers.run.dry_run import describe
         from .trainers.run.preflight import check_start
 
-        left = check_start(config, resume=arguments.resume)
-        print(resolved_yaml(config))
-        print(describe(config))
+        with assume_machine(arguments.machine):
+            left = check_start(config, resume=arguments.resume)
+            print(resolved_yaml(config))
+            print(describe(config))
+        if arguments.machine is not None:
+            left = [*left, "host memory, and Ray's cluster, which --machine stands for"]
         for line in left:
             print(f"not checked: {line}")
         return DONE
@@ -190,6 +196,29 @@ def _eval(arguments: argparse.Namespace) -> int:
     write_results(results, arguments.out)
     console.print(f"results: {arguments.out}", highlight=False, soft_wrap=True)
     return FAILED if any(result.failed for result in results) else DONE
+
+
+def _recipe(arguments: argparse.Namespace) -> int:
+    from .trainers.recipes.gallery import find_recipe, recipes
+    from .trainers.recipes.offline import write_offline
+
+    if arguments.name is None:
+        for name, recipe in recipes().items():
+            print(f"{name:<20} {recipe.file.summary} ({recipe.file.hardware})")
+        return DONE
+    recipe = find_recipe(arguments.name)
+    if not arguments.offline and not arguments.small:
+        print(
+            f"{recipe.name}: {recipe.file.summary}\nhardware: {recipe.file.hardware}\npage: {recipe.folder}/README.md"
+        )
+        print(f"command: headrace train {recipe.config}")
+        return DONE
+    out = arguments.out or Path(f"recipe-{recipe.name}")
+    for line in write_offline(recipe, out, small=arguments.small):
+        print(line)
+    machine = f" --machine {recipe.file.machine}" if recipe.file.machine else ""
+    print(f"command: headrace train {out}/config.yaml" + ("" if arguments.small else f" --dry-run{machine}"))
+    return DONE
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -532,6 +561,12 @@ def _add_run_commands(commands: Any) -> None:
         action="store_true",
         help="print the resolved config, placement, memory and plan, and start nothing",
     )
+    train.add_argument(
+        "--machine",
+        type=_machine,
+        metavar="HOSTSxGPUSxGIB",
+        help="with --dry-run: plan for this machine instead of the present one, such as 4x8x80",
+    )
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
     train.set_defaults(command=_train)
 
@@ -583,12 +618,41 @@ def _add_run_commands(commands: Any) -> None:
     replay.add_argument("--out", type=Path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
     replay.set_defaults(command=_replay)
 
+    recipe = commands.add_parser(
+        "recipe",
+        help="list the recipes of examples/, or make one work without a network",
+        description="List the recipes of examples/, show one, or write a copy of it whose model and data sets are "
+        "replaced by stand-ins that are made on the spot.",
+    )
+    recipe.add_argument("name", nargs="?", metavar="NAME", help="recipe; default: list all")
+    recipe.add_argument(
+        "--offline",
+        action="store_true",
+        help="write a copy that needs no network, for --dry-run, and say what is replaced",
+    )
+    recipe.add_argument(
+        "--small", action="store_true", help="as --offline, with a tiny model and a short run that trains on a CPU"
+    )
+    recipe.add_argument("--out", type=Path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
+    recipe.set_defaults(command=_recipe)
+
     doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
     doctor.set_defaults(command=_doctor)
 
     report = commands.add_parser("report", help="build report.html of a run folder again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     report.set_defaults(command=_report)
+
+
+def _machine(text: str) -> Any:
+    """Return the machine that a text such as `4x8x80` describes: hosts, GPUs of each, and GiB of each GPU."""
+    from .actors.memory import AssumedMachine
+
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected HOSTSxGPUSxGIB, such as 4x8x80")
+    hosts, gpus, gib = map(int, parts)
+    return AssumedMachine(hosts, gpus, gib << 30)
 
 
 def _config_and_overrides(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from ...actors.engines.key_value_memory import check_cache, token_bytes
 from ...actors.engines.vllm.options import problems_in_child
 from ...actors.environments.tools import build_tools
+from ...actors.memory import assumed_machine
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
 from ...codecs.host_memory import total_memory
@@ -198,7 +199,7 @@ def _check_sampler(config: Config) -> None:
 def _check_ray_address(config: Config) -> None:
     """Raise ValueError when no connection to the cluster at `resources.ray_address` can be opened."""
     given = config.resources.ray_address
-    if given is None or given == "local":
+    if given is None or given == "local" or assumed_machine() is not None:
         return
     try:
         address = _cluster_address(given)
@@ -238,10 +239,12 @@ def _check_gpus(config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Check that the model fits into this machine's memory. Without GPUs, raises ValueError if the weights, gradients
-    and optimizer state of all train workers and engines need more. With GPUs, raises UserError if the part that the
-    train workers keep in host memory needs more."""
+    """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
+    ValueError if the weights, gradients and optimizer state of all train workers and engines need more. With GPUs,
+    raises UserError if the part that the train workers keep in host memory needs more."""
     params = parameters(config)
+    if assumed_machine() is not None:
+        return
     if params is not None:
         check_host_memory(config, params, total_memory())
     if params is None or config.resources.ray_address is not None or has_gpus():
