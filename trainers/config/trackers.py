@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ...dataplane.section import Positive, Section
 
@@ -80,7 +80,7 @@ class TrackerConfig(Section):
     @model_validator(mode="after")
     def _known_options(self) -> TrackerConfig:
         try:
-            self.section()
+            options_section(self.kind, self.options)
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(str(part) for part in problem["loc"])
@@ -90,6 +90,7 @@ class TrackerConfig(Section):
             ) from None
         return self
 
-    def section(self) -> BaseModel:
-        """Return the options as a section of OPTIONS. Raises ValidationError if they do not fit."""
-        return OPTIONS[self.kind].model_validate(self.options)
+
+def options_section(kind: str, options: Mapping[str, Any]) -> Section:
+    """Return the options of a tracker as their section in OPTIONS. Raises ValidationError if they do not fit."""
+    return OPTIONS[kind].model_validate(options)

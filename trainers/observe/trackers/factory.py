@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...config.config import LoggingConfig
-from ...config.trackers import TrackerConfig
+from ...config.trackers import TrackerConfig, options_section
 from .mlflow_tracker import MlflowTracker
 from .protocol import Tracker
 from .tensorboard_tracker import TensorboardTracker
@@ -23,7 +23,7 @@ def wanted_trackers(config: LoggingConfig) -> Sequence[TrackerConfig]:
 
 def build_tracker(config: TrackerConfig) -> Tracker:
     """Build one tracker. It imports its package when it is started."""
-    options: Any = config.section()
+    options: Any = options_section(config.kind, config.options)
     match config.kind:
         case "wandb":
             return WandbTracker(options)
