@@ -102,7 +102,8 @@ def _replace_rows(config: dict[str, Any], key: str, rows: tuple[dict[str, Any], 
 def _shortened(config: dict[str, Any]) -> str:
     """Shorten validations and evaluations, and return a sentence about the scaled-down run."""
     validation = config.setdefault("validation", {})
-    validation |= {"num_prompts": 4, "every": 2 if validation.get("every", 10) else 0}
+    if validation.get("every", 1):
+        validation |= {"num_prompts": 4, "every": 2}
     for one in (config.get("evaluation") or {}).values():
         one |= {"num_prompts": 4, "every": 2, "max_new_tokens": 16, "n": min(one.get("n", 1), 4)}
     algorithm = config["algorithm"]

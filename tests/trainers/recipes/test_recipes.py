@@ -63,6 +63,19 @@ def test_a_recipe_is_planned_for_its_machine_without_a_network(
         write_offline(recipe, folder, small=True)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_scaled_down_form_of_a_recipe_is_a_configuration(name: str, tmp_path: Path) -> None:
+    recipe, folder = find_recipe(name), tmp_path / "copy"
+    write_offline(recipe, folder, small=True)
+    config = load_config(folder / "config.yaml")
+    assert (config.rollout.engine, config.trainer.backend, config.trainer.topology.world) == ("hf", "fsdp", 1)
+    model = json.loads((folder / "model" / "config.json").read_text())
+    assert model["model_type"] == recipe.file.model["model_type"] and model["hidden_size"] == 64
+    assert (folder / "model" / "model.safetensors").exists()
+    for source in (config.data.train, *(one.data.source for one in config.evaluation.values())):
+        assert source.startswith("task:") or Path(source).is_relative_to(folder), "nothing is fetched"
+
+
 def test_a_machine_is_for_dry_runs_only(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(find_recipe("tool-use").config)
     assert cli.main(["train", path, "--machine", "1x1x80"]) == cli.MISTAKE
