@@ -1,4 +1,4 @@
-"""The command `headrace`: train, simulate, replay, doctor, report, samples, compare and bench.
+"""The command `headrace`: train, eval, recipe, simulate, replay, doctor, report, samples, compare and bench.
 
 Exit codes: 0 success, 1 failure, 2 user error (each error reported in one sentence, without a traceback), 130
 interrupted (Ctrl-C), 143 terminated (SIGTERM). Heavy packages (torch, ray, transformers, matplotlib) are imported only
@@ -92,13 +92,19 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
+    if arguments.machine is not None and not arguments.dry_run:
+        raise UserError("--machine: got a machine without --dry-run, expected both, because a run takes what is there")
     if arguments.dry_run:
+        from .actors.memory import assume_machine
         from .trainers.run.dry_run import describe
         from .trainers.run.preflight import check_start
 
-        left = check_start(config, resume=arguments.resume)
-        print(resolved_yaml(config))
-        print(describe(config))
+        with assume_machine(arguments.machine):
+            left = check_start(config, resume=arguments.resume)
+            print(resolved_yaml(config))
+            print(describe(config))
+        if arguments.machine is not None:
+            left = [*left, "host memory, and Ray's cluster, which --machine stands for"]
         for line in left:
             print(f"not checked: {line}")
         return DONE
@@ -165,6 +171,54 @@ def _replay(arguments: argparse.Namespace) -> int:
         highlight=False,
     )
     return DONE if report.rows_alike == report.rows else FAILED
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from .trainers.config.load import load_config
+    from .trainers.run.evaluate import evaluate_model, write_results
+
+    _import_from_here()
+    config = load_config(arguments.config, arguments.overrides)
+    with _status("starting") as (console, tell):
+        results = evaluate_model(config, arguments.model, _chosen(arguments.set, ()), tell)
+    table = Table(title=f"Evaluation of {results[0].model}", title_justify="left")
+    for column in ("set", "metric", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for result in results:
+        for index, (key, value) in enumerate(result.metrics.items()):
+            table.add_row(result.name if not index else "", key, f"{value:.4f}")
+    _print_table(console, table)
+    for result in results:
+        line = f"{result.name}: {result.rows} samples of {result.source} in {result.seconds:.1f} s"
+        if result.failed:
+            line += f"; {result.failed} failed, the first one: {result.first_error}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    write_results(results, arguments.out)
+    console.print(f"results: {arguments.out}", highlight=False, soft_wrap=True)
+    return FAILED if any(result.failed for result in results) else DONE
+
+
+def _recipe(arguments: argparse.Namespace) -> int:
+    from .trainers.recipes.gallery import find_recipe, recipes
+    from .trainers.recipes.offline import write_offline
+
+    if arguments.name is None:
+        for name, recipe in recipes().items():
+            print(f"{name:<20} {recipe.file.summary} ({recipe.file.hardware})")
+        return DONE
+    recipe = find_recipe(arguments.name)
+    if not arguments.offline and not arguments.small:
+        print(
+            f"{recipe.name}: {recipe.file.summary}\nhardware: {recipe.file.hardware}\npage: {recipe.folder}/README.md"
+        )
+        print(f"command: headrace train {recipe.config}")
+        return DONE
+    out = arguments.out or Path(f"recipe-{recipe.name}")
+    for line in write_offline(recipe, out, small=arguments.small):
+        print(line)
+    machine = f" --machine {recipe.file.machine}" if recipe.file.machine else ""
+    print(f"command: headrace train {out}/config.yaml" + ("" if arguments.small else f" --dry-run{machine}"))
+    return DONE
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -508,7 +562,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit(MISTAKE)
     arguments, rest = parser.parse_known_args(argv)
     # argparse treats overrides behind an option as unknown arguments. A malformed one is refused where all are read.
-    if arguments.command in (_train, _simulate, _gpu):
+    if arguments.command in (_train, _simulate, _eval, _gpu):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]
     if arguments.command in (_gpu_train, _gpu_weights):
@@ -526,6 +580,12 @@ def _add_run_commands(commands: Any) -> None:
         "--dry-run",
         action="store_true",
         help="print the resolved config, placement, memory and plan, and start nothing",
+    )
+    train.add_argument(
+        "--machine",
+        type=_machine,
+        metavar="HOSTSxGPUSxGIB",
+        help="with --dry-run: plan for this machine instead of the present one, such as 4x8x80",
     )
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
     train.set_defaults(command=_train)
@@ -548,6 +608,20 @@ def _add_run_commands(commands: Any) -> None:
     )
     simulate.set_defaults(command=_simulate)
 
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a model on the sets of a config, without a trainer",
+        description="Evaluate a model on validation prompts and evaluation sets of a config, without a trainer. The "
+        "exit code is 1 when a sample's reward or episode failed.",
+    )
+    _config_and_overrides(evaluate)
+    evaluate.add_argument("--model", metavar="PATH", help="model folder or hub id; default: model.path of the config")
+    evaluate.add_argument("--set", nargs="+", metavar="NAME", help="sets, `validation` among them; default: all")
+    evaluate.add_argument(
+        "--out", type=Path, default=Path("eval.json"), metavar="FILE", help="file for the results; default: eval.json"
+    )
+    evaluate.set_defaults(command=_eval)
+
     replay = commands.add_parser(
         "replay",
         help="generate a recorded run's rollouts again and compare them",
@@ -563,6 +637,24 @@ def _add_run_commands(commands: Any) -> None:
     )
     replay.add_argument("--out", type=Path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
     replay.set_defaults(command=_replay)
+
+    recipe = commands.add_parser(
+        "recipe",
+        help="list the recipes of examples/, or make one work without a network",
+        description="List the recipes of examples/, show one, or write a copy of it whose model and data sets are "
+        "replaced by stand-ins that are made on the spot.",
+    )
+    recipe.add_argument("name", nargs="?", metavar="NAME", help="recipe; default: list all")
+    recipe.add_argument(
+        "--offline",
+        action="store_true",
+        help="write a copy that needs no network, for --dry-run, and say what is replaced",
+    )
+    recipe.add_argument(
+        "--small", action="store_true", help="as --offline, with a tiny model and a short run that trains on a CPU"
+    )
+    recipe.add_argument("--out", type=Path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
+    recipe.set_defaults(command=_recipe)
 
     doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
     doctor.set_defaults(command=_doctor)
@@ -595,6 +687,17 @@ def _add_run_commands(commands: Any) -> None:
         help="page that is written; default: runs/comparison.html",
     )  # fmt: skip
     compare.set_defaults(command=_compare)
+
+
+def _machine(text: str) -> Any:
+    """Return the machine that a text such as `4x8x80` describes: hosts, GPUs of each, and GiB of each GPU."""
+    from .actors.memory import AssumedMachine
+
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected HOSTSxGPUSxGIB, such as 4x8x80")
+    hosts, gpus, gib = map(int, parts)
+    return AssumedMachine(hosts, gpus, gib << 30)
 
 
 def _config_and_overrides(parser: argparse.ArgumentParser) -> None:

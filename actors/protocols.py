@@ -225,6 +225,8 @@ class Score:
     aborted."""
     error: str = ""
     """Description of the failure in one line; "" when `valid` is True."""
+    answer: str | None = None
+    """Answer for which the response votes in a majority vote; None if it gives none, or if no vote is held."""
 
 
 class Reward(Protocol):

@@ -34,6 +34,7 @@ from ..backends.model_split import resolved_packing
 from ..base_model.prepare import model_config, route_spec
 from ..config.config import Config
 from ..errors import UserError
+from .evaluation_plans import evaluation_plans
 from .placement import Placement
 
 
@@ -133,21 +134,6 @@ def sampling(config: Config) -> SamplingParams:
     )
 
 
-def validation_sampling(config: Config) -> SamplingParams:
-    """Return the sampling parameters of validation."""
-    rollout, validation = config.rollout, config.validation
-    greedy = validation.temperature == 0
-    return SamplingParams(
-        n=validation.n,
-        max_new_tokens=validation.max_new_tokens or rollout.max_new_tokens,
-        temperature=validation.temperature,
-        top_p=1.0 if greedy else rollout.top_p,
-        top_k=0 if greedy else rollout.top_k,
-        seed=config.run.seed,
-        stop=rollout.stop,
-    )
-
-
 def engine_config(
     config: Config, name: str, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
 ) -> EngineConfig:
@@ -230,7 +216,7 @@ def rollout_setup(
         reward=config.reward,
         tagged_rewards=tagged_rewards(config),
         data=config.data,
-        validates=config.validation.every > 0,
+        evaluations=tuple(plan.setup for plan in evaluation_plans(config)),
         check_prompts=index == 0,
         data_plane=handle,
         mask_truncated=config.algorithm.mask_truncated,
@@ -269,7 +255,9 @@ def _fingerprint(config: Config) -> str:
     """
     rollout, data, seed = config.rollout, config.data, config.run.seed
     read = data.model_dump(include={"split", "prompt_field", "answer_field", "template", "options"})
-    for name in ("subset", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts"):
+    for name in (
+        "subset", "answer_pattern", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts",
+    ):  # fmt: skip
         if getattr(data, name) != getattr(DataConfig(), name):  # these came later
             read[name] = getattr(data, name)
     if data.overlong_prompts == "drop":

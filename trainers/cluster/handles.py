@@ -20,7 +20,7 @@ from ...actors.memory import ProcessMemory
 from ...actors.protocols import ActorInfo, OffloadReport
 from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
-from ...actors.rollout.report import RolloutReport, ValidationReport
+from ...actors.rollout.report import EvaluationReport, RolloutReport
 from ...actors.rollout.worker import RolloutWorker
 from ...actors.train.actor import MeetingPoint, TrainActor
 from ...actors.train.step_rows import TrainShard
@@ -184,8 +184,10 @@ class RolloutHandle(EngineHandle):
     def end_rollouts(self) -> Call[None]:
         return self._call(RolloutWorker.end_rollouts)
 
-    def validate(self, start: int, count: int, params: SamplingParams) -> Call[ValidationReport]:
-        return self._call(RolloutWorker.validate, start, count, params)
+    def evaluate(
+        self, name: str, part: int, parts: int, params: SamplingParams, in_flight: int
+    ) -> Call[EvaluationReport]:
+        return self._call(RolloutWorker.evaluate, name, part, parts, params, in_flight)
 
     def trim_journal(self, first: int, outstanding: list[int]) -> Call[None]:
         return self._call(RolloutWorker.trim_journal, first, outstanding)

@@ -66,7 +66,8 @@ def _unset(key: str) -> Need:
 
 
 def _sources(config: Config) -> tuple[str, ...]:
-    return tuple(source for source in (config.data.train, config.data.validation) if source)
+    sets = (one.data.source for one in config.evaluation.values())
+    return tuple(source for source in (config.data.train, config.data.validation, *sets) if source)
 
 
 def _overtakes(config: Config) -> bool:
@@ -135,8 +136,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"data.{name}": (TABLE_PROMPTS,)
         for name in (
-            "prompt_field", "answer_field", "template", "chat_template", "chat_template_kwargs", "system_prompt",
-            "overlong_prompts",
+            "prompt_field", "answer_field", "answer_pattern", "template", "chat_template", "chat_template_kwargs",
+            "system_prompt", "overlong_prompts",
         )
     },
     "data.options": (TASK_PROMPTS,),

@@ -6,6 +6,7 @@ import copy
 import difflib
 import os
 import re
+import types
 import typing
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -199,7 +200,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
     """Translate a pydantic error about `root` into sentences that name the key, the value and what was expected."""
-    key = ".".join(str(part) for part in problem["loc"])
+    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")  # the name of a section, not a value in it
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         text = str(context["error"])
@@ -316,14 +317,24 @@ def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[Base
     """Return the section at `location` below `root`, or None where there is no section."""
     here: Any = root
     for part in location:
+        here = _without_none(here)
+        arguments = typing.get_args(here)
         if isinstance(part, int):
-            arguments = typing.get_args(here)
             here = arguments[0] if arguments else None
+        elif typing.get_origin(here) is dict:
+            here = arguments[1]
         elif isinstance(here, type) and issubclass(here, BaseModel) and part in here.model_fields:
             here = here.model_fields[part].annotation
         else:
             return None
+    here = _without_none(here)
     return here if isinstance(here, type) and issubclass(here, BaseModel) else None
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return the section class of a key that may be unset, and any other annotation as it is."""
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    return parts[0] if isinstance(annotation, types.UnionType) and len(parts) == 1 else annotation
 
 
 def _missing_paths(config: Config) -> list[str]:
@@ -332,7 +343,7 @@ def _missing_paths(config: Config) -> list[str]:
     model = config.model.path
     if _only_a_path(model) and not Path(model).expanduser().is_dir():
         problems.append(f"model.path: got {model!r}, expected an existing model folder")
-    for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+    for key, source in config.sources:
         if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
             problems.append(f"{key}: got {source!r}, expected an existing .jsonl file or dataset folder")
     return problems

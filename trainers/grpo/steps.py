@@ -27,6 +27,7 @@ from ..advantages.estimator import AdvantageEstimator, RewardRows
 from ..cluster import actor_specs
 from ..cluster.calls import Call, DriverMeter, gather
 from ..cluster.engine_pool import EnginePool, NoEngineLeft
+from ..cluster.evaluation_plans import EvaluationPlan
 from ..cluster.handles import TrainHandle
 from ..cluster.progress import gather_slow
 from ..cluster.run_actors import RunActors
@@ -65,8 +66,8 @@ class Run:
     estimate: AdvantageEstimator
     sampling: SamplingParams
     """Sampling parameters of training rollouts."""
-    validating: SamplingParams
-    """Sampling parameters of validation."""
+    evaluations: tuple[EvaluationPlan, ...]
+    """Evaluations that the run makes, validation first."""
     budget: Budget
     """Limit on the tokens of a microbatch, and the coefficients that give a row's compute cost from its length."""
 

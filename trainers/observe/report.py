@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ...actors.rollout.validation_figures import EXACT_MATCH, REWARD, find_figure
+from ...actors.rollout.evaluation_figures import EXACT_MATCH, REWARD, find_figure
 from ..errors import UserError
 from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_metrics
 from .page import card, data_script, page, plot_html, script, short, table

@@ -14,6 +14,8 @@ from ...codecs.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
+from .trackers.factory import build_tracker, wanted_trackers
+from .trackers.tracking import Tracking
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
 """Glob patterns of drafts, the files and folders that are written under a temporary name and renamed once they are
@@ -32,6 +34,7 @@ class RunFolder:
     config.yaml     the resolved configuration
     metrics.jsonl   one JSON object a line; the last one of a finished run has "event": "finished"
     tensorboard/    the same metrics as TensorBoard events
+    wandb/, mlruns/ the same metrics as Weights & Biases and MLflow keep them; trackers.json has the names of their runs
     trace.json      the timeline of some steps (Perfetto, chrome://tracing)
     checkpoints/    one folder per checkpoint
     journal/        finished groups that no checkpoint covers yet
@@ -55,7 +58,6 @@ class RunFolder:
         self.path = Path(config.run.dir)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
-        self.tensorboard_dir = self.path / "tensorboard"
         self.trace_path = self.path / "trace.json"
         self.checkpoints_dir = self.path / "checkpoints"
         self.report_path = self.path / "report.html"
@@ -81,9 +83,9 @@ class RunFolder:
             self._write_config(config)
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)
-            self.metrics = MetricsWriter(
-                self.metrics_path, self.tensorboard_dir if config.logging.tensorboard else None
-            )
+            trackers = {tracker.kind: build_tracker(tracker) for tracker in wanted_trackers(config.logging)}
+            tracking = Tracking(trackers, self.path, config.model_dump(mode="json"))
+            self.metrics = MetricsWriter(self.metrics_path, tracking)
         except BaseException as error:
             if isinstance(error, UserError | OSError):
                 self._remove_what_was_made()

@@ -17,6 +17,7 @@ from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
+from ..cluster.evaluation_plans import evaluation_plans
 from ..cluster.gpu_bundles import reserve_places
 from ..cluster.gpu_memory import decide_roles, send_buffer_bytes
 from ..cluster.ray_cluster import Cluster, open_cluster
@@ -457,7 +458,7 @@ def launched(
             reward_errors=RewardErrors(folder),
             estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
-            validating=actor_specs.validation_sampling(config),
+            evaluations=evaluation_plans(config),
             budget=actor_specs.budget(config),
         )
 

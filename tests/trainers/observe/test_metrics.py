@@ -1,4 +1,4 @@
-"""Tests writing metrics.jsonl and TensorBoard, reading metrics back, and the partial line of a dead writer."""
+"""Tests writing metrics.jsonl, reading metrics back, and the partial line of a dead writer."""
 
 from __future__ import annotations
 
@@ -85,19 +85,6 @@ def test_a_broken_line_is_named(tmp_path: Path, broken: str) -> None:
     path.write_text('{"step": 1}\n' + broken + '\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_metrics(path)
-
-
-def test_tensorboard_gets_the_same_scalars(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    writer = MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "tensorboard")
-    writer.log(1, {"reward/mean": 0.25, "train/loss": math.inf})
-    writer.log(2, {"reward/mean": 0.75})
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
-    assert "train/loss" not in events.Tags()["scalars"]
 
 
 def test_time_split_adds_up_to_the_step() -> None:
