@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import shlex
 import signal
@@ -38,6 +39,7 @@ DONE, FAILED, MISTAKE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 _EPILOG = """examples:
   headrace doctor
+  headrace doctor --model my-moe rollout.engine=vllm
   headrace train examples/quickstart.yaml
   headrace train my.yaml trainer.lr=1e-4 dataplane.store.kind=ray run.dir=runs/first
   headrace train my.yaml --dry-run
@@ -221,10 +223,22 @@ def _recipe(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from .trainers.run.doctor import run_doctor
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        if arguments.overrides:
+            raise UserError(f"{arguments.overrides[0]}: keys are for --model, which is not given")
+        from .trainers.run.doctor import run_doctor
 
-    return run_doctor(Console())
+        return run_doctor(Console())
+    from .trainers.config.load import load_config
+    from .trainers.run.trust_probe import probe_trust, show_trust
+
+    # Without a file all keys but these have their defaults.
+    config = load_config(os.devnull, [f"model.path={json.dumps(arguments.model)}", *arguments.overrides])
+    with _status("loading the model") as (console, tell):
+        report = probe_trust(config, tell)
+    show_trust(console, arguments.model, report)
+    return DONE if report.sound else FAILED
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -657,6 +671,12 @@ def _add_run_commands(commands: Any) -> None:
     recipe.set_defaults(command=_recipe)
 
     doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
+    doctor.add_argument(
+        "--model", metavar="PATH", help="compare an engine with a train backend on 64 tokens of this folder or hub id"
+    )
+    doctor.add_argument(
+        "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
+    )
     doctor.set_defaults(command=_doctor)
 
     report = commands.add_parser("report", help="build report.html of a run folder again")

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section, Share
 
-BUILTIN_MODELS = ("builtin:tiny-qwen3",)
+BUILTIN_MODELS = ("builtin:tiny-qwen3", "builtin:tiny-qwen3-moe")
 GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45
 """Largest share of each GPU's memory that an engine takes by default, first on GPUs of its own, then on GPUs that train
 workers use at the same time."""
@@ -24,8 +24,9 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = BUILTIN_MODELS[0]
-    """Path of a Hugging Face model folder, id of a model on the Hugging Face hub, or `builtin:tiny-qwen3`, a
-    character-level model with 2 layers that the run creates itself."""
+    """Path of a Hugging Face model folder, id of a model on the Hugging Face hub, or a character-level model with 2
+    layers that the run creates itself: `builtin:tiny-qwen3`, or `builtin:tiny-qwen3-moe` with 8 experts in each
+    layer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights in the engines. `auto` is `bfloat16` on GPUs and `float32` on CPUs. The trainer
     always keeps its weights in float32; `trainer.mixed_precision` makes it compute in bfloat16."""
@@ -150,10 +151,10 @@ class RouterReplayConfig(Section):
     run ends. With `missing=mask`, it is also the largest share of a row."""
     verify: Literal["off", "values", "forward"] = "off"
     """Checks of the experts that train workers replay. `values` checks before each microbatch that the ids are
-    possible. `forward` also compares, during the first `router_replay.verify_steps` steps, the experts that each layer
-    used with those of the rows, and leaves a trace in the run folder."""
+    possible. `forward` also compares, during the first `router_replay.verify_steps` steps, the experts to which each
+    layer sends its tokens with those of the rows; a difference ends the run."""
     verify_steps: Count = 1
-    """Number of steps, from the first step of the run or of its continuation on, that `verify=forward` traces."""
+    """Number of steps, from the first step of the run or of its continuation on, in which `verify=forward` compares."""
     native_agreement_every: CountOrZero = 20
     """Number of steps between measurements of `routes/native_agreement`, the share of choices in which the train
     workers' own routers agree with the engine's; 0 turns them off."""

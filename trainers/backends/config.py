@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ...actors.engines.config import ScriptedConfig
+from ...actors.engines.config import RouterReplayConfig, ScriptedConfig
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 from ...dataplane.topology import Topology
 from ..losses.config import LossConfig
@@ -107,6 +107,7 @@ class BackendConfig:
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
     scripted: ScriptedConfig = ScriptedConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     total_steps: int = 0
     """Number of steps after which the schedules `cosine` and `linear` reach `trainer.min_lr`; `constant` does not need
     it."""

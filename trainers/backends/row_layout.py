@@ -41,6 +41,9 @@ class RowLayout:
     index: torch.Tensor
     """Position of each wanted token (one whose log-prob is computed) in the batch's packed columns: int64 `[T]`, on the
     CPU."""
+    routes: torch.Tensor | None = None
+    """Routes of the tokens in the order of `input_ids`, flattened, `[N * L or S, layers, k]`; missing at padding. None
+    unless the pass replays routes."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -51,8 +54,18 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowLayout:
+def lay_out(
+    batch: Batch,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    routes: torch.Tensor | None = None,
+    missing_route: int = 0,
+) -> RowLayout:
     """Lay out the rows of a batch, which must have the column `input_ids`, as tensors on `device`.
+
+    routes: routes of all tokens of the batch, `[tokens, layers, k]`, or None. missing_route: value of every entry of a
+    missing route.
 
     The wanted tokens, whose log-probs are computed, are those with a nonzero `response_mask`. Without that column they
     are all tokens but the first of each row. Raises ValueError when the mask marks a row's first token, because nothing
@@ -79,6 +92,10 @@ def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowL
         filled = kept[kept > 0]
         filled = filled if len(filled) else torch.ones(1, dtype=torch.int64)  # the one token of an empty microbatch
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), filled.cumsum(0)]).int()
+    placed = None
+    if routes is not None:
+        placed = routes.new_full((tokens.numel(), *routes.shape[1:]), missing_route)
+        placed[flat[inside]] = routes[inside]
     index = wanted.nonzero().flatten()
     return RowLayout(
         input_ids=to_device(tokens, device),
@@ -90,6 +107,7 @@ def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowL
         row_ids=to_device(rows[index], device),
         row_tokens=torch.bincount(rows[index], minlength=len(lengths)),
         index=index,
+        routes=None if placed is None else to_device(placed, device),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ...actors.engines.config import BUILTIN_MODELS
 from ...codecs.routes import RouteSpec
 from ..backends.model_split import check_split
 from ..config.checks import capacity_problems
@@ -36,6 +37,17 @@ TINY_QWEN3: dict[str, Any] = {
 }
 """Qwen3Config of `builtin:tiny-qwen3`. With 100 k parameters it is the smallest size that learns the quickstart's
 task."""
+TINY_QWEN3_MOE: dict[str, Any] = {
+    **TINY_QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+"""Qwen3MoeConfig of `builtin:tiny-qwen3-moe`, in which the two experts of a token are as wide together as the MLP of
+`builtin:tiny-qwen3`."""
 
 
 def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
@@ -56,7 +68,7 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     start = time.perf_counter()
     progress.phase("making the base model")
     tokenizer = warmup.make_tokenizer()
-    model = warmup.make_model(TINY_QWEN3, config.run.seed)
+    model = warmup.make_model(model_config(config), config.run.seed)
     fields = {}
     if config.warmup.corpus != "none":
         steps = config.warmup.steps
@@ -81,7 +93,7 @@ def model_config(config: Config) -> dict[str, Any]:
     as `num_local_experts`.
     """
     if config.model.builtin:
-        return TINY_QWEN3
+        return TINY_QWEN3_MOE if config.model.path == BUILTIN_MODELS[1] else TINY_QWEN3
     path = Path(config.model.path) / "config.json"
     content = json.loads(path.read_text()) if path.exists() else {}
     if "num_local_experts" in content:

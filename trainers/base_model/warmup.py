@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from ...actors.rollout.tasks import is_held_out
@@ -79,11 +85,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(config: Mapping[str, Any], seed: int) -> Qwen3ForCausalLM:
-    """Make a model with random weights drawn from `seed`, without changing the global generator."""
+Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+"""Model that a run creates itself."""
+
+
+def make_model(config: Mapping[str, Any], seed: int) -> Model:
+    """Make a model with random weights drawn from `seed`, without changing the global generator.
+
+    config: keys of a Qwen3Config, or, if its `model_type` is `qwen3_moe`, of a Qwen3MoeConfig.
+    """
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if config.get("model_type") == "qwen3_moe":
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
         return Qwen3ForCausalLM(Qwen3Config(**config))
 
 
@@ -113,7 +128,7 @@ def draw_digits(rng: random.Random) -> str:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM,
+    model: Model,
     tokenizer: PreTrainedTokenizerFast,
     config: WarmupConfig,
     seed: int,
@@ -169,7 +184,7 @@ def collate(
 
 
 def answer_loss(
-    model: Qwen3ForCausalLM, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
+    model: Model, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, float]:
     """Return the mean cross-entropy of all answer tokens (a tensor to train on), and that of the answers to prompts
     with one of the known letters (a number)."""

@@ -177,7 +177,7 @@ def worker_modules(config: Config) -> tuple[str, ...]:
 
 def _model_modules(config: Config, *, needed: bool) -> tuple[str, ...]:
     """Return the name of transformers' module with the model's code if it is needed and the model's type is known."""
-    kind = "qwen3" if config.model.builtin else model_config(config).get("model_type")
+    kind = model_config(config).get("model_type", "qwen3" if config.model.builtin else None)
     return (f"transformers.models.{kind}.modeling_{kind}",) if needed and kind else ()
 
 
@@ -356,6 +356,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         config.trainer,
         loss,
         config.scripted,
+        config.router_replay,
         total_steps=config.algorithm.steps,
         updates_per_step=config.algorithm.updates_per_step,
         prev=_prev_source(config),

@@ -9,12 +9,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from ...actors.memory import gpu_sizes
+from ...codecs.routes import RouteSpec
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.factory import build_advantages
-from ..base_model.prepare import prepare_model
+from ..base_model.prepare import model_config, prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
 from ..cluster.evaluation_plans import evaluation_plans
@@ -45,6 +47,7 @@ from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
 from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
+from ..observe.trust import distrust
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
@@ -230,6 +233,14 @@ class _Training:
         self._folder.metrics.event("start", state.step, **times.figures())
         self._progress.message(str(times))
 
+    def _tell_distrust(self, state: grpo.State, metrics: dict[str, float]) -> None:
+        """Warn the user if the log-probs of engine and trainer differ too much in the first step."""
+        has_experts = RouteSpec.of(SimpleNamespace(**model_config(self._config))) is not None
+        warning = distrust(self._config, metrics, has_experts=has_experts)
+        if warning is not None:
+            self._progress.message(f"warning: {warning}")
+            self._folder.metrics.event("distrust", state.step, note=warning)
+
     def _train(self, run: grpo.Run, state: grpo.State) -> None:
         config, folder = self._config, self._folder
         checkpoints = Checkpoints(folder.checkpoints_dir, keep=config.run.keep_checkpoints, warn=self._progress.message)
@@ -246,8 +257,12 @@ class _Training:
         if state.step or self._restarts:
             folder.resumed(state.step, died=self._died)
 
+        first = state.step + 1
+
         def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
             metrics["run/restarts"] = float(self._restarts)
+            if state.step == first:
+                self._tell_distrust(state, metrics)
             self._watch.mend()
             folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)

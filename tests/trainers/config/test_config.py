@@ -107,7 +107,10 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
             "algorithm.group_size=1",
             "got 1, expected a whole number >= 2, because a group of one sample has no baseline",
         ),
-        ("model.path=builtin:huge", "model.path: got 'builtin:huge', expected 'builtin:tiny-qwen3'"),
+        (
+            "model.path=builtin:huge",
+            "model.path: got 'builtin:huge', expected 'builtin:tiny-qwen3' or 'builtin:tiny-qwen3-moe'",
+        ),
         ("trainer.dp=3", "algorithm.prompts_per_step: got 32, expected a multiple of trainer.dp=3"),
         ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, because every rollout"),
         ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, because every rollout"),

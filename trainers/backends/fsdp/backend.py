@@ -23,7 +23,8 @@ from ..loss_inputs import loss_inputs
 from ..model_split import check_split, resolved_packing
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
 from ..residence import Residence
-from ..row_layout import lay_out
+from ..router_replay.replay import RouterReplay, require_replay, route_spec
+from ..row_layout import RowLayout, lay_out
 from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
@@ -32,6 +33,7 @@ from .causal_lm import CausalLM
 from .half_parameters import half_parameters
 from .loading import WeightSource, fill, open_source
 from .output_checks import check_head, check_packing
+from .routers import replay_routers
 from .sharding import build_mesh, own_piece, spread, spread_weights
 from .tensor_parallel import split_dim, sum_per_head_gradients
 
@@ -63,6 +65,11 @@ class FsdpBackend:
         policy = self._build(source)
         if config.trainer.head == "selected":
             check_head(policy.model)
+        self._replay: RouterReplay | None = None
+        if config.router_replay.enabled:
+            spec = route_spec(policy.model.config)
+            self._replay = RouterReplay(config.router_replay, spec, range(len(spec.layers)), self._device)
+            replay_routers(policy.model, self._replay)
         flops = flop_model(policy.model.config)
         self._reference: CausalLM | None = None
         if config.with_reference:
@@ -105,6 +112,8 @@ class FsdpBackend:
         self._residence.require_onloaded("begin_step")
         self._step.begin(temperature)
         self._meter.begin()
+        if self._replay is not None:
+            self._replay.begin_step(int(self._steps) // self._config.updates_per_step)
         self._optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
@@ -130,6 +139,8 @@ class FsdpBackend:
         self._residence.require_onloaded("finish_step")
         with self._meter.working():
             metrics = self._finish()
+            if self._replay is not None:
+                metrics |= self._replay.metrics()
         return {**metrics, **self._meter.metrics()}
 
     def abort_step(self) -> None:
@@ -154,8 +165,23 @@ class FsdpBackend:
         model = self._reference if reference else self._policy
         if model is None:
             raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
-        columns = [self._logprobs(model, micro.batch, temperature) for micro in itertools.islice(micros, count)]
+        replay = None if reference else self._replay
+        columns = [self._logprobs(model, replay, micro.batch, temperature) for micro in itertools.islice(micros, count)]
         return columns if self._rank == self._config.topology.writer(self._place.dp) else []
+
+    @torch.no_grad()
+    def native_figures(self, micros: Iterable[MicroBatch], count: int, *, temperature: float = 1.0) -> dict[str, float]:
+        """Return what `count` microbatches are like without replay: `routes/native_*` (see `NativeTally.metrics`).
+        Collective.
+
+        Not allowed while a step is open, which measures these itself. Raises ValueError without router replay.
+        """
+        self._residence.require_onloaded("native_figures")
+        self._step.require_closed("native_figures")
+        replay = require_replay(self._replay)
+        for micro in itertools.islice(micros, count):
+            self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
+        return replay.native.metrics()
 
     # ------------------------------------------------------------ weights and state
 
@@ -270,8 +296,10 @@ class FsdpBackend:
 
     def _accumulate(self, micro: MicroBatch) -> None:
         with self._step.accumulating() as temperature:
-            layout = lay_out(micro.batch, self._device, packed=self._packed)
-            with self._precision(self._policy):
+            layout = self._lay_out(micro.batch, self._replay)
+            if self._replay is not None and self._replay.take_measurement():
+                self._measure(self._replay, micro, layout, temperature)
+            with self._precision(self._policy), _replaying(self._replay, layout):
                 logprobs, entropy = self._policy(layout, temperature, self._entropy)
                 inputs = loss_inputs(
                     self._config,
@@ -307,15 +335,35 @@ class FsdpBackend:
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _logprobs(self, model: CausalLM, batch: Batch, temperature: float) -> torch.Tensor:
-        layout = lay_out(batch, self._device, packed=self._packed)
+    def _lay_out(self, batch: Batch, replay: RouterReplay | None) -> RowLayout:
+        if replay is None:
+            return lay_out(batch, self._device, packed=self._packed)
+        routes, mark = replay.read(batch), replay.spec.mark
+        return lay_out(batch, self._device, packed=self._packed, routes=routes, missing_route=mark)
+
+    def _logprobs(self, model: CausalLM, replay: RouterReplay | None, batch: Batch, temperature: float) -> torch.Tensor:
+        layout = self._lay_out(batch, replay)
+        with _replaying(replay, layout):
+            values = self._predict(model, layout, temperature)
+        result = torch.zeros(len(batch.jagged("input_ids").values), dtype=torch.float32)
+        result[layout.index] = values.cpu()
+        return result
+
+    def _predict(self, model: CausalLM, layout: RowLayout, temperature: float) -> torch.Tensor:
+        """Return the log-probs of the layout's wanted tokens, float32 `[T]`, from a pass without a backward pass."""
         with self._precision(model):
             values, _ = model(layout, temperature)
         if isinstance(model, FSDPModule):
             model.reshard()  # the root keeps its parameters gathered for a backward pass, but none follows
-        result = torch.zeros(len(batch.jagged("input_ids").values), dtype=torch.float32)
-        result[layout.index] = values.cpu()
-        return result
+        return values
+
+    @torch.no_grad()
+    def _measure(self, replay: RouterReplay, micro: MicroBatch, layout: RowLayout, temperature: float) -> None:
+        """Count what the routers' own choices are on a microbatch, and what its log-probs are with them. Collective."""
+        with replay.observing(layout.routes):
+            values = self._predict(self._policy, layout, temperature)
+        rollout = micro.batch.jagged("rollout_logprobs").values[layout.index]
+        replay.native.add_logprobs(values, rollout.to(self._device))
 
     def _precision(self, module: CausalLM) -> AbstractContextManager[object]:
         """Return the context in which forward and backward passes of `module` must run.
@@ -336,3 +384,9 @@ class FsdpBackend:
 
     def _state(self) -> dict[str, torch.Tensor]:
         return training_state(self._policy.model, self._optimizer, self._steps)
+
+
+def _replaying(replay: RouterReplay | None, layout: RowLayout) -> AbstractContextManager[object]:
+    """Return the context in which the passes over `layout` must run, backward passes included: with its routes if the
+    backend replays them."""
+    return nullcontext() if replay is None else replay.replaying(layout.routes)

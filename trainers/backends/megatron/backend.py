@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..layers import compile_layers, recompute_layers
 from ..loss_inputs import loss_inputs
 from ..model_split import resolved_packing
 from ..residence import Residence
+from ..router_replay.replay import require_replay, route_spec
 from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
@@ -32,6 +34,7 @@ from .library import get_forward_backward_func
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
 from .pipeline import OpenPipeline
+from .routers import PipelineReplay
 from .row_sums import sum_rows, whole_counts
 from .rows import PackedRows, pack_rows
 from .training_state import TrainingState
@@ -88,6 +91,13 @@ class MegatronBackend:
         config, model = self._config, self._source.config
         self._policy = build_model(config, self._source, self._mesh, self._device)
         self._reference = reference_copy(self._policy) if config.with_reference else None
+        self._replay: PipelineReplay | None = None
+        if config.router_replay.enabled:
+            spec, topology = route_spec(model), self._topology
+            self._replay = PipelineReplay(
+                config.router_replay, spec, self._policy, topology, self._mesh, self._device,
+                kept_graph=config.trainer.recompute == "selective",
+            )  # fmt: skip
         layers = list(self._policy.decoder.layers)
         if config.trainer.compile:
             compile_layers(layers)
@@ -123,6 +133,8 @@ class MegatronBackend:
         self._residence.require_onloaded("begin_step")
         self._step.begin(temperature)
         self._meter.begin()
+        if self._replay is not None:
+            self._replay.begin_step(int(self._steps) // self._config.updates_per_step)
         self._clear()
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
@@ -136,6 +148,11 @@ class MegatronBackend:
         is open, and ValueError naming a missing column.
         """
         with self._meter.working(), self._step.accumulating() as temperature:
+            if count and self._replay is not None and self._replay.take_measurement():
+                micros = iter(micros)
+                first = list(islice(micros, 1))
+                self._predict_all(first, 1, partial(self._measure, self._replay, temperature))
+                micros = chain(first, micros)
             with megatron_calls(self._device):
                 self._pipeline.run(iter(micros), count, partial(self._train, temperature))
 
@@ -150,12 +167,16 @@ class MegatronBackend:
         self._residence.require_onloaded("finish_step")
         with self._meter.working(), megatron_calls(self._device):
             metrics = self._finish()
+            if self._replay is not None:
+                metrics |= self._replay.metrics()
         return {**metrics, **self._meter.metrics()}
 
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
         self._pipeline.drop()
+        if self._replay is not None:
+            self._replay.drop()
         if not self._residence.offloaded:  # the gradient buffers have no memory then, and are zero afterwards
             self._clear()
 
@@ -177,9 +198,23 @@ class MegatronBackend:
             raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
         columns: list[torch.Tensor] = []
         swapped = Swapped(self._policy, self._reference) if reference and self._reference else nullcontext()
+        replay = None if reference else self._replay
         with swapped:
-            self._predict_all(micros, count, partial(self._predict, temperature, columns))
+            self._predict_all(micros, count, partial(self._predict, replay, temperature, columns))
         return columns if self._rank == self._topology.writer(self._mesh.place.dp) else []
+
+    @torch.no_grad()
+    def native_figures(self, micros: Iterable[MicroBatch], count: int, *, temperature: float = 1.0) -> dict[str, float]:
+        """Return what `count` microbatches are like without replay: `routes/native_*` (see `NativeTally.metrics`).
+        Collective.
+
+        Not allowed while a step is open, which measures these itself. Raises ValueError without router replay.
+        """
+        self._residence.require_onloaded("native_figures")
+        self._step.require_closed("native_figures")
+        replay = require_replay(self._replay)
+        self._predict_all(micros, count, partial(self._measure, replay, temperature))
+        return replay.native.metrics()
 
     # ------------------------------------------------------------ weights and state
 
@@ -297,15 +332,22 @@ class MegatronBackend:
                 collect_non_loss_data=True,
             )
 
-    def _next(self, micros: Iterator[MicroBatch]) -> tuple[MicroBatch, PackedRows]:
+    def _next(self, micros: Iterator[MicroBatch], replay: PipelineReplay | None) -> tuple[MicroBatch, PackedRows]:
         micro = next(micros, None)
         if micro is None:
             raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
-        return micro, pack_rows(micro, self._topology, self._mesh.place, self._device, packed=self._packed)
+        routes, mark = (None, 0) if replay is None else (replay.read(micro.batch), replay.spec.mark)
+        place = self._mesh.place
+        rows = pack_rows(
+            micro, self._topology, place, self._device, packed=self._packed, routes=routes, missing_route=mark
+        )
+        return micro, rows
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-        micro, rows = self._next(micros)
-        return model(rows, temperature, self._entropy), partial(self._loss, micro, rows)
+        micro, rows = self._next(micros, self._replay)
+        with nullcontext() if self._replay is None else self._replay.training(rows.routes):
+            output = model(rows, temperature, self._entropy)
+        return output, partial(self._loss, micro, rows)
 
     def _loss(
         self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
@@ -336,12 +378,38 @@ class MegatronBackend:
         return loss, torch.zeros((), dtype=torch.int32, device=self._device), None
 
     def _predict(
-        self, temperature: float, columns: list[torch.Tensor], micros: Iterator[MicroBatch], model: Any
+        self,
+        replay: PipelineReplay | None,
+        temperature: float,
+        columns: list[torch.Tensor],
+        micros: Iterator[MicroBatch],
+        model: Any,
     ) -> tuple[Any, Any]:
-        micro, rows = self._next(micros)
-        output = model(rows, temperature, "off")
-        values = output[0] if isinstance(output, tuple) else output
-        return values, partial(self._collect, micro, rows, columns)
+        micro, rows = self._next(micros, replay)
+        routed = nullcontext() if replay is None else replay.replaying(rows.routes)
+        return self._forward(model, rows, temperature, routed), partial(self._collect, micro, rows, columns)
+
+    def _measure(
+        self, replay: PipelineReplay, temperature: float, micros: Iterator[MicroBatch], model: Any
+    ) -> tuple[Any, Any]:
+        """Count what the routers' own choices are on a microbatch, and what its log-probs are with them."""
+        micro, rows = self._next(micros, replay)
+        values = self._forward(model, rows, temperature, replay.observing(rows.routes))
+
+        def collect(values: torch.Tensor, **_: Any) -> None:
+            rollout = micro.batch.jagged("rollout_logprobs").values[rows.index]
+            replay.native.add_logprobs(values, rollout.to(self._device))
+
+        return values, collect
+
+    def _forward(
+        self, model: Any, rows: PackedRows, temperature: float, routed: AbstractContextManager[None]
+    ) -> torch.Tensor:
+        """Return the log-probs of the wanted tokens, on the last pipeline stage, or the hidden states of another one,
+        from a pass without a backward pass."""
+        with routed:
+            output = model(rows, temperature, "off")
+        return output[0] if isinstance(output, tuple) else output
 
     def _collect(
         self, micro: MicroBatch, rows: PackedRows, columns: list[torch.Tensor], values: torch.Tensor, **_: Any
@@ -359,6 +427,8 @@ class MegatronBackend:
 
     def _finish(self) -> dict[str, float]:
         self._pipeline.drain()
+        if self._replay is not None:
+            self._replay.check_drained()
         norm = sum_gradients(self._model, self._optimizer)
         # The norm already covers all ranks, so only the first rank contributes it to the sum.
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0

@@ -9,6 +9,7 @@ import warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns about a dozen missing optional packages
     try:
+        from megatron.core import __version__ as MEGATRON_VERSION
         from megatron.core import parallel_state
     except ImportError as error:
         raise ValueError(
@@ -33,6 +34,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import get_model_config, get_model_type
@@ -43,6 +45,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 __all__ = [
+    "MEGATRON_VERSION",
     "ChainedOptimizer",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -50,6 +53,7 @@ __all__ = [
     "GPTModel",
     "OptimizerConfig",
     "P2PCommunicator",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "backward_step",

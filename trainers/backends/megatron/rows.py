@@ -48,6 +48,9 @@ class PackedRows:
     whole_index: torch.Tensor
     """Position of each wanted token (one whose log-prob is computed) in packed columns that hold whole rows: int64
     `[T]`."""
+    routes: torch.Tensor | None = None
+    """Routes of the S tokens in the layers of this stage, `[S, layers, k]`; missing at padding. None unless the pass
+    replays routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,20 @@ class _Chunks:
         return exclusive_cumsum(self.sizes)
 
 
-def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch.device, *, packed: bool) -> PackedRows:
+def pack_rows(
+    micro: MicroBatch,
+    topology: Topology,
+    place: Place,
+    device: torch.device,
+    *,
+    packed: bool,
+    routes: torch.Tensor | None = None,
+    missing_route: int = 0,
+) -> PackedRows:
     """Pack this rank's part of a microbatch into one sequence, the input of a Megatron model.
+
+    routes: routes of the tokens of the batch, `[tokens, layers, k]`, or None. missing_route: value of every entry of a
+    missing route.
 
     Columns may be on any device; positions are computed on the CPU. A microbatch without tokens gets one padding token,
     so that the rank takes part in the collectives. Raises ValueError when a row's first token is to be trained on, or
@@ -79,12 +94,13 @@ def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch
     pieces, padded = _chunks_of(lengths, topology, place, packed=packed)
     positions = runs(pieces.starts, pieces.sizes)
     attention = plan_attention(padded, topology.cp, place.cp, device)
+    sent = _Sent.of(micro.lengths, pieces)
     if "input_ids" not in micro.batch:
         nothing = torch.zeros(0, dtype=torch.int64)
         ids, wanted = None, _Wanted(*[nothing] * 5)
         counts = torch.zeros(len(micro.lengths), dtype=torch.int64)
     else:
-        ids, wanted = _place_tokens(micro, pieces, len(positions))
+        ids, wanted = _place_tokens(micro, sent, len(positions))
         counts = torch.bincount(wanted.row_ids, minlength=len(micro.lengths))
     return PackedRows(
         input_ids=None if ids is None else to_device(ids[None], device),
@@ -96,6 +112,9 @@ def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch
         row_tokens=counts,
         index=wanted.index,
         whole_index=to_device(wanted.whole_index, device),
+        routes=None
+        if routes is None
+        else to_device(sent.place("routes", routes, len(positions), missing_route), device),
     )
 
 
@@ -124,40 +143,72 @@ class _Wanted:
     whole_index: torch.Tensor
 
 
-def _place_tokens(micro: MicroBatch, pieces: _Chunks, size: int) -> tuple[torch.Tensor, _Wanted]:
-    """Return the token ids, int64 `[S]` with 0 at padding, and the wanted tokens, whose log-probs are computed.
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The tokens that this rank received, in the order of its columns. All fields are on the CPU.
 
     For a piece that covers the positions [a, b) of a row, the rank received the tokens at [a, b + 1). All but the last
     are inputs, and all but the first are predicted.
     """
-    ends = micro.lengths[pieces.rows] if len(micro.lengths) else np.zeros_like(pieces.rows)
-    begins = np.minimum(pieces.starts, ends)
-    stops = np.where(pieces.starts < ends, np.minimum(pieces.starts + pieces.sizes + 1, ends), ends)
-    sent = stops - begins
+
+    rows: torch.Tensor
+    """Row of each token: int64 `[tokens]`."""
+    position: torch.Tensor
+    """Position of each token in its row: int64 `[tokens]`."""
+    within: torch.Tensor
+    """Position of each token in its piece: int64 `[tokens]`."""
+    place_of: torch.Tensor
+    """Position of each token among the rank's S input tokens, for those that are inputs: int64 `[tokens]`."""
+    own: torch.Tensor
+    """True for the tokens that are inputs of this rank: bool `[tokens]`."""
+
+    @staticmethod
+    def of(lengths: np.ndarray, pieces: _Chunks) -> _Sent:
+        ends = lengths[pieces.rows] if len(lengths) else np.zeros_like(pieces.rows)
+        begins = np.minimum(pieces.starts, ends)
+        stops = np.where(pieces.starts < ends, np.minimum(pieces.starts + pieces.sizes + 1, ends), ends)
+        sent = stops - begins
+        within = torch.from_numpy(runs(np.zeros_like(sent), sent))
+        piece = torch.from_numpy(np.repeat(np.arange(len(sent)), sent))
+        return _Sent(
+            rows=torch.from_numpy(pieces.rows)[piece],
+            position=torch.from_numpy(begins)[piece] + within,
+            within=within,
+            place_of=torch.from_numpy(pieces.offsets)[piece] + within,
+            own=within < torch.from_numpy(pieces.sizes)[piece],
+        )
+
+    def place(self, what: str, column: torch.Tensor, size: int, padding: int) -> torch.Tensor:
+        """Return the values of a column, `[tokens, ...]`, at the rank's `size` input tokens, `[size, ...]` on the CPU;
+        `padding` elsewhere. what: noun for the values, in the plural. Raises ValueError when the column does not have
+        exactly the tokens of this rank's pieces."""
+        if len(column) != len(self.own):
+            raise ValueError(
+                f"microbatch: got {len(column)} {what}, expected the {len(self.own)} of this rank's pieces"
+            )
+        placed = column.new_full((size, *column.shape[1:]), padding, device="cpu")
+        placed[self.place_of[self.own]] = column.cpu()[self.own]
+        return placed
+
+
+def _place_tokens(micro: MicroBatch, sent: _Sent, size: int) -> tuple[torch.Tensor, _Wanted]:
+    """Return the token ids, int64 `[S]` with 0 at padding, and the wanted tokens, whose log-probs are computed."""
     column = micro.batch.jagged("input_ids").values.cpu().long()
-    if len(column) != sent.sum():
-        raise ValueError(f"microbatch: got {len(column)} token ids, expected the {sent.sum()} of this rank's pieces")
-    within = torch.from_numpy(runs(np.zeros_like(sent), sent))
-    piece = torch.from_numpy(np.repeat(np.arange(len(sent)), sent))
-    offsets, sizes = torch.from_numpy(pieces.offsets)[piece], torch.from_numpy(pieces.sizes)[piece]
-    position = torch.from_numpy(begins)[piece] + within
-    ids = torch.zeros(size, dtype=torch.int64)
-    own = within < sizes
-    ids[(offsets + within)[own]] = column[own]
-    rows = torch.from_numpy(pieces.rows)[piece]
-    wanted = position > 0
+    ids = sent.place("token ids", column, size, 0)
+    wanted = sent.position > 0
     if "response_mask" in micro.batch:
         marked = micro.batch.jagged("response_mask").values.cpu() != 0
-        orphans = rows[marked & ~wanted]
+        orphans = sent.rows[marked & ~wanted]
         if len(orphans):
             raise ValueError(f"response_mask: row {int(orphans[0])} marks its first token, expected a prompt before it")
         wanted = marked
-    index = (wanted & (within > 0)).nonzero().flatten()  # another rank predicts the first token of a later piece
+    index = (wanted & (sent.within > 0)).nonzero().flatten()  # another rank predicts the first token of a later piece
     row_starts = torch.from_numpy(exclusive_cumsum(micro.lengths))
+    rows = sent.rows[index]
     return ids, _Wanted(
-        source=(offsets + within)[index] - 1,
+        source=sent.place_of[index] - 1,
         targets=column[index],
-        row_ids=rows[index],
+        row_ids=rows,
         index=index,
-        whole_index=row_starts[rows[index]] + position[index],
+        whole_index=row_starts[rows] + sent.position[index],
     )
