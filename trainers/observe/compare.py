@@ -78,6 +78,8 @@ def _read(folder: Path, name: str) -> Compared:
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(place): entry for place, entry in enumerate(value)}
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:

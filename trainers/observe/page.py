@@ -63,11 +63,12 @@ figure p { color: var(--ink); font-size: 12px; margin: 4px 0 0; }
 .tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 14px;
   margin-top: 14px; align-items: start; }
 .tables.first { margin: 0 0 14px; }
+.tables.first section { max-height: none; }
 section { padding: 16px 18px; overflow-x: auto; max-height: 460px; overflow-y: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: var(--ink); font-weight: 500; white-space: nowrap; }
 th, td { padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
-tr:last-child td { border-bottom: 0; }
+tbody tr:last-child > * { border-bottom: 0; }
 code, pre { font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 details { margin-top: 14px; }
 summary { cursor: pointer; color: var(--ink); font-size: 13px; }

@@ -140,7 +140,7 @@
     if (row.advantage !== null) fact("advantage", row.advantage.toFixed(3));
     fact("tokens", row.response_tokens);
     fact("end", row.finish_reason, row.finish_reason === "length");
-    if (row.mismatch !== null) fact("mismatch", row.mismatch.toPrecision(2));
+    if (row.mismatch !== null) fact("mismatch", row.mismatch.toFixed(4));
     const same = make("button", "", "this prompt over time");
     same.addEventListener("click", () => { state.prompt = row.prompt; state.count = PAGE_SIZE; draw(); });
     if (state.prompt === null) facts.append(same);

@@ -142,7 +142,7 @@ def facts(row: Row) -> str:
     parts.append(f"advantage {row['advantage']:+.3g}" if row["advantage"] is not None else "")
     parts += [f"{row['response_tokens']} tokens", row["finish_reason"]]
     distance = mismatch(row)
-    parts.append(f"mismatch {distance:.2g}" if distance is not None else "")
+    parts.append(f"mismatch {distance:.4f}" if distance is not None else "")
     return ", ".join(part for part in parts if part)
 
 

@@ -54,6 +54,14 @@ def test_only_settings_that_differ_are_told(pair: list[Path]) -> None:
     assert differences(read_runs(pair)) == [("trainer.lr", ["0.0001", "0.0003"])]
 
 
+def test_reward_functions_are_compared_key_by_key(tmp_path: Path) -> None:
+    kinds = ({"kind": "exact_match"}, {"kind": "exact_match", "weight": 0.5})
+    runs = read_runs(
+        [make_run(tmp_path / name, reward={"functions": [kind]}) for name, kind in zip("ab", kinds, strict=True)]
+    )
+    assert differences(runs) == [("reward.functions.0.weight", ["1.0", "0.5"])]
+
+
 def test_a_key_that_one_run_lacks_differs(pair: list[Path]) -> None:
     path = pair[1] / "config.yaml"
     path.write_text(path.read_text().replace("  watchdog: true\n", ""))

@@ -108,7 +108,7 @@ def test_episodes_are_printed_as_they_are(tmp_path: Path) -> None:
     text = console.file.getvalue()
     assert "policy> [bold]not markup[/bold]" in text and "prompt> prompt of 0.0" in text and "expected> 42" in text
     text = text.replace("\n", "")
-    assert "step 3" in text and "advantage +1.5" in text and "format 0.5" in text and "mismatch 0.25" in text
+    assert "step 3" in text and "advantage +1.5" in text and "format 0.5" in text and "mismatch 0.2500" in text
     assert max(map(len, console.file.getvalue().splitlines())) <= 80
     console = Console(file=io.StringIO(), width=80)
     show_samples(tmp_path, Choice(), console, as_json=True)
