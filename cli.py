@@ -1,4 +1,4 @@
-"""The command `headrace`: train, simulate, replay, doctor, report and bench.
+"""The command `headrace`: train, eval, recipe, simulate, replay, doctor, report, samples, compare and bench.
 
 Exit codes: 0 success, 1 failure, 2 user error (each error reported in one sentence, without a traceback), 130
 interrupted (Ctrl-C), 143 terminated (SIGTERM). Heavy packages (torch, ray, transformers, matplotlib) are imported only
@@ -94,13 +94,19 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
+    if arguments.machine is not None and not arguments.dry_run:
+        raise UserError("--machine: got a machine without --dry-run, expected both, because a run takes what is there")
     if arguments.dry_run:
+        from .actors.memory import assume_machine
         from .trainers.run.dry_run import describe
         from .trainers.run.preflight import check_start
 
-        left = check_start(config, resume=arguments.resume)
-        print(resolved_yaml(config))
-        print(describe(config))
+        with assume_machine(arguments.machine):
+            left = check_start(config, resume=arguments.resume)
+            print(resolved_yaml(config))
+            print(describe(config))
+        if arguments.machine is not None:
+            left = [*left, "host memory, and Ray's cluster, which --machine stands for"]
         for line in left:
             print(f"not checked: {line}")
         return DONE
@@ -169,6 +175,54 @@ def _replay(arguments: argparse.Namespace) -> int:
     return DONE if report.rows_alike == report.rows else FAILED
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    from .trainers.config.load import load_config
+    from .trainers.run.evaluate import evaluate_model, write_results
+
+    _import_from_here()
+    config = load_config(arguments.config, arguments.overrides)
+    with _status("starting") as (console, tell):
+        results = evaluate_model(config, arguments.model, _chosen(arguments.set, ()), tell)
+    table = Table(title=f"Evaluation of {results[0].model}", title_justify="left")
+    for column in ("set", "metric", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for result in results:
+        for index, (key, value) in enumerate(result.metrics.items()):
+            table.add_row(result.name if not index else "", key, f"{value:.4f}")
+    _print_table(console, table)
+    for result in results:
+        line = f"{result.name}: {result.rows} samples of {result.source} in {result.seconds:.1f} s"
+        if result.failed:
+            line += f"; {result.failed} failed, the first one: {result.first_error}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    write_results(results, arguments.out)
+    console.print(f"results: {arguments.out}", highlight=False, soft_wrap=True)
+    return FAILED if any(result.failed for result in results) else DONE
+
+
+def _recipe(arguments: argparse.Namespace) -> int:
+    from .trainers.recipes.gallery import find_recipe, recipes
+    from .trainers.recipes.offline import write_offline
+
+    if arguments.name is None:
+        for name, recipe in recipes().items():
+            print(f"{name:<20} {recipe.file.summary} ({recipe.file.hardware})")
+        return DONE
+    recipe = find_recipe(arguments.name)
+    if not arguments.offline and not arguments.small:
+        print(
+            f"{recipe.name}: {recipe.file.summary}\nhardware: {recipe.file.hardware}\npage: {recipe.folder}/README.md"
+        )
+        print(f"command: headrace train {recipe.config}")
+        return DONE
+    out = arguments.out or Path(f"recipe-{recipe.name}")
+    for line in write_offline(recipe, out, small=arguments.small):
+        print(line)
+    machine = f" --machine {recipe.file.machine}" if recipe.file.machine else ""
+    print(f"command: headrace train {out}/config.yaml" + ("" if arguments.small else f" --dry-run{machine}"))
+    return DONE
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         if arguments.overrides:
@@ -191,6 +245,26 @@ def _report(arguments: argparse.Namespace) -> int:
     from .trainers.observe.report import write_report
 
     print(write_report(arguments.run_dir))
+    return DONE
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    from .trainers.observe.samples import SHOWS, Choice, show_samples
+
+    [show] = _known("--show", (arguments.show,), list(SHOWS))
+    choice = Choice(show, arguments.set, arguments.step, arguments.search, arguments.limit)
+    show_samples(arguments.run_dir, choice, Console(), as_json=arguments.json)
+    return DONE
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from .trainers.observe.compare import read_runs, tables, write_comparison
+
+    console = Console()
+    runs = read_runs(arguments.run_dirs)
+    for table in tables(runs):
+        _print_table(console, table)
+    print(write_comparison(runs, arguments.out))
     return DONE
 
 
@@ -502,7 +576,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit(MISTAKE)
     arguments, rest = parser.parse_known_args(argv)
     # argparse treats overrides behind an option as unknown arguments. A malformed one is refused where all are read.
-    if arguments.command in (_train, _simulate, _gpu):
+    if arguments.command in (_train, _simulate, _eval, _gpu):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]
     if arguments.command in (_gpu_train, _gpu_weights):
@@ -520,6 +594,12 @@ def _add_run_commands(commands: Any) -> None:
         "--dry-run",
         action="store_true",
         help="print the resolved config, placement, memory and plan, and start nothing",
+    )
+    train.add_argument(
+        "--machine",
+        type=_machine,
+        metavar="HOSTSxGPUSxGIB",
+        help="with --dry-run: plan for this machine instead of the present one, such as 4x8x80",
     )
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
     train.set_defaults(command=_train)
@@ -542,6 +622,20 @@ def _add_run_commands(commands: Any) -> None:
     )
     simulate.set_defaults(command=_simulate)
 
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a model on the sets of a config, without a trainer",
+        description="Evaluate a model on validation prompts and evaluation sets of a config, without a trainer. The "
+        "exit code is 1 when a sample's reward or episode failed.",
+    )
+    _config_and_overrides(evaluate)
+    evaluate.add_argument("--model", metavar="PATH", help="model folder or hub id; default: model.path of the config")
+    evaluate.add_argument("--set", nargs="+", metavar="NAME", help="sets, `validation` among them; default: all")
+    evaluate.add_argument(
+        "--out", type=Path, default=Path("eval.json"), metavar="FILE", help="file for the results; default: eval.json"
+    )
+    evaluate.set_defaults(command=_eval)
+
     replay = commands.add_parser(
         "replay",
         help="generate a recorded run's rollouts again and compare them",
@@ -558,6 +652,24 @@ def _add_run_commands(commands: Any) -> None:
     replay.add_argument("--out", type=Path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
     replay.set_defaults(command=_replay)
 
+    recipe = commands.add_parser(
+        "recipe",
+        help="list the recipes of examples/, or make one work without a network",
+        description="List the recipes of examples/, show one, or write a copy of it whose model and data sets are "
+        "replaced by stand-ins that are made on the spot.",
+    )
+    recipe.add_argument("name", nargs="?", metavar="NAME", help="recipe; default: list all")
+    recipe.add_argument(
+        "--offline",
+        action="store_true",
+        help="write a copy that needs no network, for --dry-run, and say what is replaced",
+    )
+    recipe.add_argument(
+        "--small", action="store_true", help="as --offline, with a tiny model and a short run that trains on a CPU"
+    )
+    recipe.add_argument("--out", type=Path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
+    recipe.set_defaults(command=_recipe)
+
     doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
     doctor.add_argument(
         "--model", metavar="PATH", help="compare an engine with a train backend on 64 tokens of this folder or hub id"
@@ -570,6 +682,42 @@ def _add_run_commands(commands: Any) -> None:
     report = commands.add_parser("report", help="build report.html of a run folder again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     report.set_defaults(command=_report)
+
+    summary = "print what the policy wrote, from samples.jsonl of a run folder"
+    samples = commands.add_parser("samples", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    samples.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    samples.add_argument(
+        "--show",
+        default="all",
+        metavar="WHICH",
+        help="all (the latest first), best, worst, mismatch, truncated, failed or untrained; default: all",
+    )
+    samples.add_argument("--set", metavar="NAME", help="train or validation; default: both")
+    samples.add_argument("--step", type=int, metavar="N", help="only of this step")
+    samples.add_argument("--search", default="", metavar="TEXT", help="only with this text in prompt or answer")
+    samples.add_argument("--limit", type=int, default=5, metavar="N", help="largest number of episodes; default: 5")
+    samples.add_argument("--json", action="store_true", help="one JSON object a line, with all there is")
+    samples.set_defaults(command=_samples)
+
+    summary = "compare runs: curves over each other, figures, time and memory, and settings that differ"
+    compare = commands.add_parser("compare", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders")
+    compare.add_argument(
+        "--out", type=Path, default=Path("runs/comparison.html"), metavar="FILE",
+        help="page that is written; default: runs/comparison.html",
+    )  # fmt: skip
+    compare.set_defaults(command=_compare)
+
+
+def _machine(text: str) -> Any:
+    """Return the machine that a text such as `4x8x80` describes: hosts, GPUs of each, and GiB of each GPU."""
+    from .actors.memory import AssumedMachine
+
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected HOSTSxGPUSxGIB, such as 4x8x80")
+    hosts, gpus, gib = map(int, parts)
+    return AssumedMachine(hosts, gpus, gib << 30)
 
 
 def _config_and_overrides(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,15 @@ import torch
 from ..codecs import messages
 from .engines.factory import EngineConfig, build_engine
 from .engines.generate_messages import GenerateCall, GenerateReply
-from .engines.protocol import CommitReport, EngineDied, EngineStats, GenerationEngine, PauseMode, Prepared
+from .engines.protocol import (
+    CommitReport,
+    EngineDied,
+    EngineStats,
+    GenerationEngine,
+    KeysAndValues,
+    PauseMode,
+    Prepared,
+)
 from .memory import ProcessMemory
 from .protocols import ActorInfo
 from .remote_methods import decode_arguments
@@ -70,9 +78,9 @@ class EngineHost(ABC):
         """Make the engine receive and verify a new version of the weights; see `WeightHost.prepare_weights`."""
         return await self._engine.prepare_weights(update)
 
-    async def commit_weights(self, version: int, in_flight: PauseMode) -> CommitReport:
+    async def commit_weights(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> CommitReport:
         """Make the engine serve the prepared version of the weights; see `WeightHost.commit_weights`."""
-        return await self._engine.commit_weights(version, in_flight)
+        return await self._engine.commit_weights(version, in_flight, kv)
 
     async def drop_weights(self, version: int) -> None:
         """Make the engine discard a prepared version of the weights; see `WeightHost.drop_weights`."""

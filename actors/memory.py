@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import shutil
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +64,41 @@ def nvml_bytes(pids: Collection[int]) -> int | None:
     return sum(found) if any(found) else None
 
 
+@dataclass(frozen=True, slots=True)
+class AssumedMachine:
+    """Hosts that a dry run plans for in the place of this machine, all alike."""
+
+    num_hosts: int
+    gpus: int
+    """Number of GPUs of each host."""
+    gpu_bytes: int
+    """Memory in bytes of each GPU."""
+
+
+_assumed: ContextVar[AssumedMachine | None] = ContextVar("assumed machine", default=None)
+
+
+@contextmanager
+def assume_machine(machine: AssumedMachine | None) -> Iterator[None]:
+    """Context manager in whose block plans and estimates are made for `machine`; None stands for this one."""
+    token = _assumed.set(machine)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def assumed_machine() -> AssumedMachine | None:
+    """Return the machine that plans are made for, or None if that is this one."""
+    return _assumed.get()
+
+
 def gpu_sizes() -> tuple[int, ...]:
-    """Return the total memory in bytes of each GPU of this host, as NVML or `nvidia-smi` tells it; () without GPUs."""
+    """Return the total memory in bytes of each GPU of this host, as NVML or `nvidia-smi` tells it, or of an assumed
+    one; () without GPUs."""
+    assumed = assumed_machine()
+    if assumed is not None:
+        return (assumed.gpu_bytes,) * assumed.gpus
     nvml = _nvml()
     if nvml is None:
         return _smi_sizes()

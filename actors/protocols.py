@@ -225,6 +225,8 @@ class Score:
     aborted."""
     error: str = ""
     """Description of the failure in one line; "" when `valid` is True."""
+    answer: str | None = None
+    """Answer for which the response votes in a majority vote; None if it gives none, or if no vote is held."""
 
 
 class Reward(Protocol):
@@ -329,7 +331,8 @@ class TrainBackend(Protocol):
 
         A step may consist of any number of calls, but all ranks must make the same number of calls with the same
         counts. Microbatches are taken from `micros` one at a time, so that the next one can be read while the current
-        one is computed.
+        one is computed. All of them have been taken at the end of the call, while a pipeline may keep some backward
+        passes for the next call or for `finish_step`.
         """
         ...
 

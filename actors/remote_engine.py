@@ -11,7 +11,16 @@ from ray.exceptions import RayError, RayTaskError
 
 from .engine_actor import EngineActor
 from .engines.generate_messages import GenerateCall
-from .engines.protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, Prepared, SamplingParams
+from .engines.protocol import (
+    CommitReport,
+    Completion,
+    EngineDied,
+    EngineStats,
+    KeysAndValues,
+    PauseMode,
+    Prepared,
+    SamplingParams,
+)
 from .memory import ProcessMemory
 from .remote_methods import decode_result, encode_arguments, submit
 from .weights.transports.protocol import WeightUpdate
@@ -128,8 +137,10 @@ class RemoteEngine:
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         return await self._call(EngineActor.prepare_weights, update)
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        report = await self._call(EngineActor.commit_weights, version, in_flight)
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
+        report = await self._call(EngineActor.commit_weights, version, in_flight, kv)
         self._version = report.version
         return report
 

@@ -190,7 +190,7 @@ def case_config(options: StepOptions, case: Case) -> Config:
             "trainer": {"backend": "scripted"},
             "sync": {"in_flight": "keep"},
             "validation": {"every": 0},
-            "logging": {"tensorboard": False, "progress": False},
+            "logging": {"tensorboard": False, "progress": False, "samples": {"every": 0}},
             "scripted": {
                 "latency_s": median_latency(options),
                 "latency_sigma": options.sigma,

@@ -43,6 +43,8 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
         archive.extractall(site)
     assert (site / "headrace" / "py.typed").exists()
     assert (site / "headrace" / "examples" / "gpu-0.6b.yaml").exists(), "`headrace bench gpu` runs it"
+    assert (site / "headrace" / "trainers" / "observe" / "samples.js").exists(), "the report shows samples with it"
+    assert (site / "headrace" / "examples" / "tool-use" / "recipe.yaml").exists(), "`headrace recipe` reads it"
 
     for title, text in re.findall(r'```python title="([^"]+)"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL):
         (tmp_path / title).write_text(text)

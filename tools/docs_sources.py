@@ -1,4 +1,4 @@
-"""Writes the generated pages of the documentation: the tree in architecture.md, the config reference and llms.txt.
+"""Writes the generated parts of the documentation: the tree, the config reference, names of peers, and llms.txt.
 
     python tools/docs_sources.py
 
@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench")
 TREE_BEGIN, TREE_END = "<!-- tree: made by tools/docs_sources.py -->\n", "<!-- end of the tree -->\n"
+TABLES_BEGIN, TABLES_END = "<!-- tables: made by tools/docs_sources.py -->\n", "<!-- end of the tables -->\n"
 PAGES = {
     "Start": ("start.md", "concepts.md"),
     "Concepts": ("data-plane.md", "training.md", "weights.md", "security.md", "architecture.md"),
@@ -33,14 +34,21 @@ def main() -> int:
 
 def generated() -> dict[Path, str]:
     """Return the text that each generated file should have: path -> text."""
-    architecture = DOCS / "architecture.md"
-    before, _, rest = architecture.read_text(encoding="utf-8").partition(TREE_BEGIN)
-    _, _, after = rest.partition(TREE_END)
+    from headrace.trainers.config.peers import peers_markdown
+
+    architecture, peers = DOCS / "architecture.md", DOCS / "how-to" / "coming-from.md"
     return {
-        architecture: f"{before}{TREE_BEGIN}{tree_markdown()}{TREE_END}{after}",
+        architecture: _filled(architecture, TREE_BEGIN, tree_markdown(), TREE_END),
+        peers: _filled(peers, TABLES_BEGIN, peers_markdown() + "\n", TABLES_END),
         DOCS / "reference" / "config.md": config_markdown(),
         DOCS / "llms.txt": llms_text(),
     }
+
+
+def _filled(page: Path, begin: str, text: str, end: str) -> str:
+    """Return a page's text with `text` between the lines `begin` and `end`."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
 
 
 # ---------------------------------------------------------------- the tree

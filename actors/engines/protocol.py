@@ -18,6 +18,11 @@ PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of requests in flight during a pause. `keep` freezes them, and they continue after `resume`. `wait` lets
 them finish first. `abort` ends them at once with the tokens generated so far (finish_reason `abort`)."""
 
+KeysAndValues = Literal["keep", "recompute"]
+"""Treatment of the keys and values of requests that go on after new weights were committed. `keep` uses those that
+older weights computed for the earlier tokens; `recompute` computes them anew with the new weights, before the next
+token. Requests that begin after the commit never read older keys and values."""
+
 Prepared = Literal["staged", "joined"]
 """State of an engine after `prepare_weights`. `staged`: it holds the complete, verified version beside the one it
 serves. `joined`: it has only joined the transfer, and receives the weights directly into its parameters during the
@@ -198,9 +203,14 @@ class WeightHost(Protocol):
         """
         ...
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Start serving the prepared `version`: pause, replace all parameters, clear the prefix cache, resume. Every
-        token generated from then on carries `version`, including tokens of requests that were in flight and continue.
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
+        """Start serving the prepared `version`: pause, replace all parameters, resume. Every token generated from then
+        on carries `version`, including tokens of requests that were in flight and continue.
+
+        in_flight: treatment of running requests. kv: treatment of the keys and values of those that continue; engines
+        without keys and values (`scripted`) have nothing to treat.
 
         A sleeping engine takes back the memory of its weights alone and stays asleep; `wake` does the rest.
 

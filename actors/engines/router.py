@@ -29,6 +29,7 @@ from .protocol import (
     EngineDied,
     EngineStats,
     GenerationEngine,
+    KeysAndValues,
     PauseMode,
     Prepared,
     SamplingParams,
@@ -281,14 +282,16 @@ class Router:
             raise
         return "joined" if "joined" in states.values() else "staged"
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
         """Commit the prepared `version` in all engines concurrently. An engine that fails half-way is removed from
         routing.
 
         Each time in the report is that of the slowest engine, and each number of requests is the sum over all engines.
         Raises NoEngineAvailable if no engine that serves `version` is left.
         """
-        reports = await self._each("commit_weights", version, in_flight, broken_by=(WeightTransferError,))
+        reports = await self._each("commit_weights", version, in_flight, kv, broken_by=(WeightTransferError,))
         if not reports:
             raise NoEngineAvailable(f"weights: no engine is left that serves version {version}: {dict(self._left_out)}")
         return CommitReport(

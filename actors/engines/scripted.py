@@ -22,6 +22,7 @@ from .protocol import (
     Completion,
     EngineBroken,
     EngineStats,
+    KeysAndValues,
     PauseMode,
     Prepared,
     SamplingParams,
@@ -286,10 +287,12 @@ class ScriptedEngine:
         no model."""
         return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
         """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
         froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far. A sleeping engine stays asleep."""
+        far. A sleeping engine stays asleep. There are no keys and values, which `kv` is about."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ..protocols import Prompt
+from .answers import expected_answer
 
 
 def exact_match(prompt: Prompt, response: str, finish_reason: str) -> float:
@@ -12,9 +13,7 @@ def exact_match(prompt: Prompt, response: str, finish_reason: str) -> float:
 
     Raises ValueError when the prompt has no answer to compare with.
     """
-    if not prompt.answer:
-        raise ValueError(f"prompt {prompt.uid!r} has no answer to compare with")
-    return float(response.strip() == prompt.answer.strip())
+    return float(response.strip() == expected_answer(prompt).strip())
 
 
 def per_position(prompt: Prompt, response: str, finish_reason: str) -> float:

@@ -9,14 +9,17 @@ from pydantic import Field, field_validator
 
 from ...dataplane.section import Positive, Section, Share
 
-REWARD_KINDS = ("exact_match", "per_position", "format", "overlong")
+REWARD_KINDS = ("exact_match", "boxed", "math_verify", "per_position", "format", "overlong")
 
 
 class RewardFunctionConfig(Section):
     """One reward function of the rubric."""
 
     kind: str
-    """Kind of the reward function. `exact_match` is 1 for a response equal to the expected answer, else 0.
+    """Kind of the reward function. `exact_match` is 1 for a response equal to the expected answer, else 0. `boxed` is 1
+    if the content of the last `\\boxed{...}` is the expected answer. `math_verify` compares the answers by value, with
+    the package math-verify (extra `math`): what the last `\\boxed{...}` holds, or any formula or number with
+    `options.extract=any`, within `options.timeout_s` seconds (5 if unset).
     `per_position` is the share of characters that agree with the answer. `format` is 1 for a finished response that
     matches the regular expression `options.pattern`, else 0. `overlong` falls from 0 to -1 as the response grows over
     the last `options.cache` of `options.max_length` tokens (arXiv:2503.14476). Your own function or class is given as

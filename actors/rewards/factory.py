@@ -9,23 +9,28 @@ from typing import Any, cast
 
 from ...codecs.imports import import_object
 from ..protocols import Reward
+from .answers import Boxed
 from .builtin import Format, Overlong, exact_match, per_position
 from .config import RewardConfig, RewardFunctionConfig
+from .math_equality import MathVerify
 from .rubric import TOKENS, Rubric, takes_tokens
 
 BUILT_REWARDS: dict[str, Any] = {
     "exact_match": exact_match,
+    "boxed": Boxed,
+    "math_verify": MathVerify,
     "per_position": per_position,
     "format": Format,
     "overlong": Overlong,
 }
 
 
-def build_rubric(config: RewardConfig, tagged: Collection[str] = ()) -> Rubric:
+def build_rubric(config: RewardConfig, tagged: Collection[str] = (), voter: str | None = None) -> Rubric:
     """Build the rubric from the section `reward` of the configuration.
 
     tagged: names (`RewardFunctionConfig.label`) of the functions whose unweighted values are stored with each row as
-    tags (metadata). Raises ValueError for a path that cannot be imported, or for options that do not fit.
+    tags (metadata). voter: see `Rubric`. Raises ValueError for a path that cannot be imported, or for options that do
+    not fit.
     """
     functions = config.functions
     return Rubric(
@@ -33,6 +38,7 @@ def build_rubric(config: RewardConfig, tagged: Collection[str] = ()) -> Rubric:
         [function.label for function in functions if function.label in tagged],
         scale=config.scale,
         clip=config.clip,
+        voter=voter,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import os
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -40,10 +42,12 @@ class Rubric:
         *,
         scale: float = 1.0,
         clip: tuple[float, float] | None = None,
+        voter: str | None = None,
     ) -> None:
         """rewards: name, function and weight of each reward. tagged: names of the rewards whose unweighted values are
         stored with each row as tags (metadata). scale, clip: factor and bounds of the weighted sum (see
-        `RewardConfig`).
+        `RewardConfig`). voter: name of the reward that finds the answer in a response for `Score.answer`, with its
+        method `answer_of(response)`; if it has none, the whole response is the answer. None: no answers are found.
 
         Raises ValueError if there are no rewards, if a name is given twice, or if a weight is not finite.
         """
@@ -55,9 +59,10 @@ class Rubric:
                 raise ValueError(f"reward: {name!r} is given twice; give one of them another name")
             if not math.isfinite(weight):
                 raise ValueError(f"reward {name!r}: weight {weight}, expected a finite number")
-        assert set(tagged) <= set(names)
+        assert {*tagged, *([] if voter is None else [voter])} <= set(names)
         self._rewards = [(name, reward, weight, takes_tokens(reward)) for name, reward, weight in rewards]
         self.tagged = tuple(tagged)
+        self._voter = voter
         self._scale = scale
         self._low, self._high = (-math.inf, math.inf) if clip is None else clip
 
@@ -83,20 +88,23 @@ class Rubric:
         """
         components: dict[str, float] = {}
         errors: list[str] = []
-        total = 0.0
+        total, answer = 0.0, None
         for name, reward, weight, counts in self._rewards:
             begin(name)
             try:
                 value = _finite(name, _value(reward, counts, prompt, response, finish_reason, response_tokens))
+                if name == self._voter:
+                    answer = getattr(reward, "answer_of", str.strip)(response)
             except Exception as error:  # user code may raise anything; the row is masked and the error reported
-                errors.append(f"reward {name!r} raised {type(error).__name__}: {' '.join(str(error).split())}")
+                said = " ".join(str(error).split())
+                errors.append(f"reward {name!r} raised {type(error).__name__}: {said}{_place(error)}")
                 continue
             components[name] = value
             total += weight * value
         if errors:
             return Score(reward=0.0, components=components, valid=False, error=errors[0])
         reward = min(max(self._scale * total, self._low), self._high)
-        return Score(reward=reward, components=components, valid=True)
+        return Score(reward=reward, components=components, valid=True, answer=answer)
 
 
 def takes_tokens(reward: Any) -> bool:
@@ -115,6 +123,12 @@ def _value(
     if response_tokens is None:
         raise ValueError("it asks for response_tokens, and the caller does not know how many there are")
     return reward(prompt, response, finish_reason, response_tokens=response_tokens)
+
+
+def _place(error: Exception) -> str:
+    """Return where the user's code raised `error`, as text for the end of a message; "" if this module raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if frame.filename == __file__ else f" ({os.path.basename(frame.filename)} line {frame.lineno})"
 
 
 def _finite(name: str, value: object) -> float:

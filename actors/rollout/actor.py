@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...codecs.imports import MissingExtra
 from ...dataplane.factory import connect_async
 from ...dataplane.handle import DataPlaneHandle
 from ..engine_actor import EngineHost
@@ -25,15 +26,32 @@ from ..environments.factory import build_environment
 from ..remote_engine import RemoteEngine
 from ..rewards.config import RewardConfig
 from ..rewards.factory import build_rubric
+from ..samples import SampleFile
 from .config import DataConfig
+from .evaluation_figures import FigureScheme
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
 from .routes import RouteRules
-from .worker import RolloutWorker
+from .worker import HeldOut, RolloutWorker
 
-VALIDATION_UID = "val-"
-"""Prefix of the uids of validation prompts. Uids of training prompts are base-36 numbers, which never contain a
-hyphen."""
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSetup:
+    """Settings from which a rollout actor prepares one evaluation."""
+
+    name: str
+    """Name of the evaluation, which no other one has."""
+    prefix: str
+    """First part of its metric keys and of the uids of its prompts. Uids of training prompts are base-36 numbers, which
+    never contain a hyphen."""
+    data: DataConfig
+    """Sources of prompts, of which the evaluation reads that of validation."""
+    num_prompts: int | None
+    """Largest number of prompts of an evaluation. None: all prompts of the source, which must then be finite."""
+    reward: RewardConfig
+    """Reward functions with which samples are scored."""
+    correct: str | None
+    """What makes a sample correct; see `FigureScheme`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +79,22 @@ class RolloutSetup:
     tags (metadata), for advantages that need more than the total reward."""
     data: DataConfig
     """Section `data` of the configuration: the sources of prompts."""
-    validates: bool
-    """True if this actor also opens the validation prompts."""
+    evaluations: tuple[EvaluationSetup, ...]
+    """Evaluations that this actor takes part in, validation among them."""
     check_prompts: bool
-    """True if this actor checks the training and validation sources for prompts of more than `data.max_prompt_tokens`
-    tokens, and raises an error if it finds one (except where `data.overlong_prompts=drop` leaves such prompts out)."""
+    """True if this actor checks the sources of training and of evaluations for prompts of more than
+    `data.max_prompt_tokens` tokens, and raises an error if it finds one (except where `data.overlong_prompts=drop`
+    leaves such prompts out)."""
     data_plane: DataPlaneHandle
     mask_truncated: bool = False
     """True if samples that were cut off at the largest number of new tokens are not trained on
     (`algorithm.mask_truncated`)."""
+    keeps_old_kv: bool = False
+    """True if requests that go on after a weight update keep their keys and values (`sync.kv`)."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
+    samples: SampleFile | None = None
+    """File of episodes for people to read; None when none is written."""
     journal: JournalConfig | None = None
     """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
     journal."""
@@ -105,14 +128,10 @@ class RolloutActor(EngineHost):
         torch.set_num_threads(setup.threads)
         rubric = build_rubric(setup.reward, setup.tagged_rewards)
         tokenizer = load_tokenizer(setup.tokenizer)
-        opened = open_prompts(
-            setup.data, tokenizer, seed=setup.seed, validates=setup.validates, check_lengths=setup.check_prompts
-        )
+        opened = open_prompts(setup.data, tokenizer, seed=setup.seed, check_lengths=setup.check_prompts)
         self._data_notes = opened.notes
-        prompts = PromptStream(opened.train, seed=setup.seed)
-        held_out = None
-        if opened.validation is not None:
-            held_out = PromptStream(opened.validation, shuffle=False, uid_prefix=VALIDATION_UID)
+        prompts = PromptStream(opened.source, seed=setup.seed)
+        held_out = {evaluation.name: self._open_evaluation(evaluation, tokenizer) for evaluation in setup.evaluations}
         if setup.engine is None:
             engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))
         else:
@@ -129,9 +148,33 @@ class RolloutActor(EngineHost):
             journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
             reward_timeout_s=setup.reward.timeout_s,
             mask_truncated=setup.mask_truncated,
+            keeps_old_kv=setup.keeps_old_kv,
             routes=setup.routes,
+            samples=setup.samples,
         )
         return engine
+
+    def _open_evaluation(self, setup: EvaluationSetup, tokenizer: Any) -> HeldOut:
+        """Open the prompts of an evaluation, and build its rubric. Raises ValueError, which names the evaluation, if
+        one of them does not fit."""
+        try:
+            opened = open_prompts(
+                setup.data,
+                tokenizer,
+                seed=self._setup.seed,
+                check_lengths=self._setup.check_prompts,
+                held_out=setup.name,
+            )
+            rubric = build_rubric(setup.reward, voter=setup.correct)
+        except MissingExtra:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{setup.name}: {error}") from error
+        self._data_notes += opened.notes
+        sizes = [size for size in (setup.num_prompts, opened.source.size) if size is not None]
+        prompts = PromptStream(opened.source, shuffle=False, uid_prefix=f"{setup.prefix.replace('/', '-')}-")
+        scheme = FigureScheme(setup.prefix, setup.correct)
+        return HeldOut(prompts, min(sizes), rubric, setup.reward.timeout_s, scheme)
 
     def data_notes(self) -> tuple[str, ...]:
         """Return sentences for the user about the prompt sources that `build` opened, such as which split was chosen

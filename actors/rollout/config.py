@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
+
+from pydantic import field_validator
 
 from ...dataplane.section import Count, Section
 
@@ -31,6 +34,9 @@ class DataConfig(Section):
     """Name of the column that holds the prompt: text, or a list of chat messages."""
     answer_field: str = "answer"
     """Name of the column that holds the expected answer. An empty name means that there are no answers."""
+    answer_pattern: str | None = None
+    """Regular expression that finds the expected answer in its column: the content of the expression's one group, at
+    its last match. `#### (.+)` fits the solutions of openai/gsm8k. Unset: the whole column is the answer."""
     template: str = "{prompt}"
     """Python format string that makes the prompt's text from the columns of a row. `{prompt}` stands for the prompt
     column, whatever its name is. For chat messages, `{prompt}` is the text that the chat template makes of them."""
@@ -51,6 +57,17 @@ class DataConfig(Section):
     """Treatment of prompts from a file or dataset that have more than `data.max_prompt_tokens` tokens. All prompts are
     checked at the start. `error` ends the run; `drop` leaves out the prompts that are too long and reports how many
     there were."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _one_group(cls, pattern: str | None) -> str | None:
+        try:
+            groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"got {pattern!r}, expected a regular expression ({error})") from None
+        if groups != 1:
+            raise ValueError(f"got {pattern!r}, expected a regular expression with one group, it has {groups}")
+        return pattern
 
     def source(self, *, validation: bool) -> str:
         """Return the source of the validation prompts if `validation` is True, else that of the training prompts."""

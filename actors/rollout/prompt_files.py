@@ -70,14 +70,14 @@ def subset_of(config: DataConfig, *, validation: bool) -> str | None:
     return config.validation_subset
 
 
-def validation_note(config: DataConfig, rows: PromptRows) -> str | None:
-    """Return a sentence that tells the user which prompts validation reads, if the split was chosen automatically or if
-    the prompts are also trained on; else None."""
+def validation_note(config: DataConfig, rows: PromptRows, name: str = "validation") -> str | None:
+    """Return a sentence that tells the user which prompts the evaluation `name` reads, if the split was chosen
+    automatically or if the prompts are also trained on; else None."""
     same = config.source(validation=True) == config.train
     if rows.split is not None and config.validation_split is None:
-        return f"validation reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
+        return f"{name} reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
     if same and rows.split in (None, config.split) and config.subset == subset_of(config, validation=True):
-        return f"validation reads the prompts that are trained on, those of {rows.name}"
+        return f"{name} reads the prompts that are trained on, those of {rows.name}"
     return None
 
 

@@ -17,6 +17,7 @@ from .config import DataConfig
 from .prompt_files import PromptRows, load_rows, validation_note
 from .tasks import TaskSource
 
+_SHOWN_CHARS = 80
 _CHECK_CHUNK = 1000
 _CHECK_ENDLESS = 1000
 """Number of prompts of an endless source that the start-up check reads."""
@@ -139,10 +140,23 @@ class TableSource:
         if answer is None:
             return ""
         if isinstance(answer, (str, int, float)):
-            return str(answer)
+            return self._found_answer(str(answer), index)
         raise ValueError(
             f"{self.name!r} row {index}: the answer is a {type(answer).__name__}, expected text or a number"
         )
+
+    def _found_answer(self, text: str, index: int) -> str:
+        """Return the expected answer in the text of its column: what `data.answer_pattern` finds last, or the text."""
+        pattern = self._config.answer_pattern
+        if pattern is None:
+            return text
+        found = re.findall(pattern, text)
+        if not found:
+            raise ValueError(
+                f"data.answer_pattern: {pattern!r} is nowhere in the answer of row {index} of {self.name!r}, "
+                f"{text[-_SHOWN_CHARS:]!r}"
+            )
+        return found[-1].strip()
 
 
 class PromptStream:
@@ -256,42 +270,38 @@ def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedPrompts:
-    """Opened sources of a run's training and validation prompts."""
+class OpenedSource:
+    """A source of prompts that is ready to be read."""
 
-    train: PromptSource
-    validation: PromptSource | None
-    """Source of the validation prompts; None in a run that does not validate."""
+    source: PromptSource
     notes: tuple[str, ...]
-    """Sentences for the user about choices made when the sources were opened, such as the split that validation reads
-    or how many prompts were left out."""
+    """Sentences for the user about choices made when the source was opened, such as the split that validation reads or
+    how many prompts were left out."""
 
 
 def open_prompts(
-    config: DataConfig, tokenizer: Any, *, seed: int, validates: bool, check_lengths: bool
-) -> OpenedPrompts:
-    """Open the sources of a run's prompts. With `data.overlong_prompts=drop`, prompts of finite sources that are too
-    long are left out.
+    config: DataConfig, tokenizer: Any, *, seed: int, check_lengths: bool, held_out: str | None = None
+) -> OpenedSource:
+    """Open the training prompts, or those of one evaluation. With `data.overlong_prompts=drop`, prompts of a finite
+    source that are too long are left out.
 
-    validates: True opens the validation prompts too. check_lengths: True makes prompts that are too long an error,
-    unless they were left out. Raises ValueError with a one-sentence message if a source cannot be opened or its prompts
-    do not fit.
+    held_out: name of the evaluation whose prompts are opened, those that `config` describes as its validation; None
+    opens the training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out.
+    Raises ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
     """
-    sources, notes = list[PromptSource](), list[str]()
-    for validation in (False, True) if validates else (False,):
-        source = open_source(config, tokenizer, seed=seed, validation=validation)
-        if validation and isinstance(source, TableSource):
-            note = validation_note(config, source.table)
-            notes += [note] if note else []
-        if config.overlong_prompts == "drop" and source.size is not None:
-            whole = source.size
-            source, dropped = without_overlong(source, tokenizer, config.max_prompt_tokens)
-            if dropped:
-                notes.append(
-                    f"{dropped} of {whole} {'validation' if validation else 'training'} prompts of {source.name} are "
-                    f"left out, as they have more than data.max_prompt_tokens={config.max_prompt_tokens} tokens"
-                )
-        elif check_lengths:
-            check_prompt_lengths(source, tokenizer, config.max_prompt_tokens)
-        sources.append(source)
-    return OpenedPrompts(sources[0], sources[1] if validates else None, tuple(notes))
+    notes = list[str]()
+    source = open_source(config, tokenizer, seed=seed, validation=held_out is not None)
+    if held_out is not None and isinstance(source, TableSource):
+        note = validation_note(config, source.table, held_out)
+        notes += [note] if note else []
+    if config.overlong_prompts == "drop" and source.size is not None:
+        whole = source.size
+        source, dropped = without_overlong(source, tokenizer, config.max_prompt_tokens)
+        if dropped:
+            notes.append(
+                f"{dropped} of {whole} {held_out or 'training'} prompts of {source.name} are left out, as they have "
+                f"more than data.max_prompt_tokens={config.max_prompt_tokens} tokens"
+            )
+    elif check_lengths:
+        check_prompt_lengths(source, tokenizer, config.max_prompt_tokens)
+    return OpenedSource(source, tuple(notes))

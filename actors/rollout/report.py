@@ -89,8 +89,8 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Results of one `RolloutWorker.validate` call."""
+class EvaluationReport:
+    """Results of one `RolloutWorker.evaluate` call."""
 
     rows: int
     """Number of samples that were generated."""
@@ -98,8 +98,12 @@ class ValidationReport:
     """Number of samples whose reward or episode failed or whose generation was aborted."""
     first_error: str
     """Error of the first failed sample; "" when none failed."""
+    first_version: int
+    """Lowest policy version that generated a token of a sample; -1 when no token was generated."""
+    last_version: int
+    """Highest policy version that generated a token of a sample; -1 when no token was generated."""
     sums: Mapping[str, float]
-    """Sum of each validation metric, by metric key; see `FigureSums`."""
+    """Sum of each metric, by metric key; see `FigureSums`."""
     counts: Mapping[str, int]
     """Number of samples or prompts over which each sum was taken, by metric key."""
 

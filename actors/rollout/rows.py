@@ -18,6 +18,10 @@ TRAINED_TOKENS = "trained_tokens"
 """Name of the tag with the number of tokens of a row that are trained on. Rows have it only if truncated rows are
 masked; otherwise all response tokens of valid rows are trained on."""
 
+KV_STALENESS = "kv_staleness"
+"""Name of the tag with a row's staleness of keys and values (see `kv_staleness`). Rows have it only if engines keep
+keys and values over weight updates."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutRows:
@@ -62,6 +66,7 @@ def rollout_rows(
     tagged: Sequence[str] = (),
     *,
     mask_truncated: bool = False,
+    keeps_old_kv: bool = False,
     routes: Sequence[np.ndarray] = (),
     spec: RouteSpec | None = None,
 ) -> tuple[Batch, dict[str, np.ndarray]]:
@@ -71,8 +76,9 @@ def rollout_rows(
     tagged: names of the rewards whose unweighted values also become tags, named by `reward_tag`, with 0 for failed
     rows. mask_truncated: whether to mask the rows of samples that were cut off (finish reason `length`), too. They
     keep their rewards, so that the baselines of their groups contain them. The tag TRAINED_TOKENS then has the number
-    of tokens of each row that are trained on. routes: with router replay, the routes of each row, `[L, layers, k]`.
-    spec: shape of the routes; None without router replay.
+    of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
+    of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
+    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay.
     """
     valid = np.array([score.valid for score in scores], dtype=bool)
     lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
@@ -86,12 +92,13 @@ def rollout_rows(
         "rollout_logprobs": np.concatenate([sample.logprobs for sample in samples]) * trained,
         **({} if spec is None else {ROUTES: np.concatenate(routes)}),
     }
+    versions = np.concatenate([sample.versions for sample in samples])
     batch = Batch(
         row_schema(spec).subset(written_fields(spec)),
         len(samples),
         {
             **{name: Jagged(torch.from_numpy(column), lengths) for name, column in columns.items()},
-            "version_spans": version_spans(np.concatenate([sample.versions for sample in samples]), lengths),
+            "version_spans": version_spans(versions, lengths),
         },
     )
     tags = {
@@ -101,6 +108,8 @@ def rollout_rows(
     }
     if mask_truncated:
         tags[TRAINED_TOKENS] = tags["response_length"] * used
+    if keeps_old_kv:
+        tags[KV_STALENESS] = kv_staleness(versions, lengths).astype(np.float32)
     for name in tagged:
         values = [score.components[name] if score.valid else 0.0 for score in scores]
         tags[reward_tag(name)] = np.array(values, dtype=np.float32)
@@ -122,3 +131,24 @@ def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
     counts = np.bincount(row[first], minlength=len(lengths))
     shapes = np.stack([counts, np.full(len(lengths), 2)], axis=1).astype(np.int64)
     return Ragged(torch.from_numpy(spans.reshape(-1)), shapes)
+
+
+def kv_staleness(versions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return, for each row, by how many versions the oldest keys and values that one of its tokens may have been
+    generated from were older than the weights that generated it, int64 `[N]`.
+
+    A request computes all its keys and values itself, from its first token on, so the largest distance within a request
+    is that from its first token to its last. Requests of one row, such as the turns of an episode, are told apart by
+    the tokens between them that the policy did not choose.
+
+    versions: versions of the tokens of all rows in order, -1 where the policy did not choose the token, int32
+    `[sum(lengths)]`.
+    """
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    chosen = np.flatnonzero(versions >= 0)
+    begins = np.ones(len(chosen), dtype=bool)
+    begins[1:] = (np.diff(chosen) > 1) | (row[chosen[1:]] != row[chosen[:-1]])
+    first = versions[chosen[begins]][np.cumsum(begins) - 1]
+    staleness = np.zeros(len(lengths), dtype=np.int64)
+    np.maximum.at(staleness, row[chosen], versions[chosen] - first)
+    return staleness

@@ -11,10 +11,11 @@ are put together in the next call.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,17 +27,32 @@ from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..protocols import EPISODE_ERRORS, Environment, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
+from ..samples import TRAINING, SampleFile, episode_line
 from ..user_threads import UserThreads
+from .evaluation_figures import FigureScheme, FigureSums
 from .journal import GroupJournal
 from .journal_records import JournaledGroup
 from .prompts import PromptStream, row_key
-from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
+from .report import EvaluationReport, RolloutReport, RolloutTally, group_figures
 from .routes import RouteCounts, RouteRules, checked_routes
 from .rows import RolloutRows, join, rollout_rows
-from .validation_figures import FigureSums
 
+_log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
 """Largest number of groups from the journal that are written to the data plane in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Prompts of one evaluation, and how the samples of these prompts are judged."""
+
+    prompts: PromptStream
+    num_prompts: int
+    """Number of prompts of a whole evaluation, from position 0 on."""
+    rubric: Rubric
+    reward_timeout_s: float
+    """Time limit in seconds for the reward functions of one sample."""
+    scheme: FigureScheme
 
 
 class RolloutWorker:
@@ -51,17 +67,19 @@ class RolloutWorker:
         tokenizer: Any,
         rubric: Rubric,
         prompts: PromptStream,
-        held_out: PromptStream | None,
+        held_out: Mapping[str, HeldOut],
         client: AsyncDataPlaneClient,
         journal: GroupJournal | None = None,
         reward_timeout_s: float = 60.0,
         mask_truncated: bool = False,
+        keeps_old_kv: bool = False,
         routes: RouteRules | None = None,
+        samples: SampleFile | None = None,
     ) -> None:
-        """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups (all rows
-        of one prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one
-        row. mask_truncated: see `rollout_rows`. routes: the routes that the engine records and rows carry; None without
-        router replay."""
+        """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
+        prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one row.
+        mask_truncated, keeps_old_kv: see `rollout_rows`. routes: the routes that the engine records and rows carry;
+        None without router replay. samples: file of episodes for people to read; None writes none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -79,7 +97,9 @@ class RolloutWorker:
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
         self._mask_truncated = mask_truncated
+        self._keeps_old_kv = keeps_old_kv
         self._routes = routes
+        self._samples = samples
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -163,37 +183,34 @@ class RolloutWorker:
             if by_position:
                 await self._score_and_put(by_position, partition, tally)
 
-    async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
-        """Generate and score `params.n` samples for each of `count` validation prompts from position `start` on.
-        Nothing is written to the data plane.
+    async def evaluate(
+        self, name: str, part: int, parts: int, params: SamplingParams, in_flight: int
+    ) -> EvaluationReport:
+        """Generate and score `params.n` samples for each prompt in one of `parts` equal parts of the evaluation `name`,
+        and return the sums of its metrics. Nothing is written to the data plane.
 
-        Raises ValueError if the run has no validation prompts.
+        part: index of the part. in_flight: largest number of prompts whose samples are generated at the same time; 0
+        means no limit. Raises KeyError if the worker has no evaluation of that name.
         """
-        if self._held_out is None:
-            raise ValueError("validation: the run has no held-out prompts, expected data.validation to be set")
-        episodes = [
-            asyncio.create_task(self._episodes(self._held_out, position, params))
-            for position in range(start, start + count)
-        ]
-        for episode in episodes:
-            episode.add_done_callback(self._step)
+        held_out = self._held_out[name]
+        bounds = [held_out.num_prompts * index // parts for index in (part, part + 1)]
+        tally, places = _EvaluationTally(held_out.scheme), asyncio.Semaphore(in_flight or max(1, bounds[1]))
+
+        async def play(position: int) -> None:
+            async with places:
+                group = await self._episodes(held_out.prompts, position, params)
+            self._step()
+            scores = await self._score(group, held_out.rubric, held_out.reward_timeout_s)
+            tally.add(group, scores)
+            written = self._samples is not None and position < self._samples.config.groups
+            await self._write_samples(name, group, scores, np.full(len(group), written))
+
+        prompts = [asyncio.create_task(play(position)) for position in range(*bounds)]
         try:
-            groups = await asyncio.gather(*episodes)
+            await asyncio.gather(*prompts)
         finally:
-            await _end(episodes)
-        samples = [sample for group in groups for sample in group]
-        scores = await self._score(samples)
-        sums, left = FigureSums(), iter(scores)
-        for group in groups:
-            sums.add_group(group, list(itertools.islice(left, len(group))))
-        failed = [score for score in scores if not score.valid]
-        return ValidationReport(
-            rows=len(samples),
-            failed=len(failed),
-            first_error=next((score.error for score in failed if score.error), ""),
-            sums=sums.sums,
-            counts=sums.counts,
-        )
+            await _end(prompts)
+        return tally.report()
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
         """Remove from the journal the groups that a checkpoint covers: those of all positions below `first`, except the
@@ -226,7 +243,7 @@ class RolloutWorker:
         data plane."""
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
-            scores = await self._score(samples)
+            scores = await self._score(samples, self._rubric, self._reward_timeout_s)
         columns: list[np.ndarray] = []
         counts: list[RouteCounts] = []
         if self._routes is not None:
@@ -238,6 +255,7 @@ class RolloutWorker:
             scores,
             self._rubric.tagged,
             mask_truncated=self._mask_truncated,
+            keeps_old_kv=self._keeps_old_kv,
             routes=columns,
             spec=None if self._routes is None else self._routes.spec,
         )
@@ -246,6 +264,8 @@ class RolloutWorker:
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
         await self._keep(rows, scores, groups, tally, counts)
         await self._put(rows, partition, tally)
+        picked = [self._samples is not None and self._samples.picks(position) for position in groups]
+        await self._write_samples(TRAINING, samples, scores, np.repeat(picked, [len(g) for g in groups.values()]))
 
     async def _keep(
         self,
@@ -279,22 +299,42 @@ class RolloutWorker:
             await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
         self._step()
 
+    async def _write_samples(
+        self, name: str, samples: Sequence[Sample], scores: Sequence[Score], picked: np.ndarray
+    ) -> None:
+        """Append scored samples to the file of episodes. name: name of their set. picked: which of them, bool `[N]`."""
+        file = self._samples
+        if file is None or not picked.any():
+            return
+        chosen = [(samples[index], scores[index]) for index in np.flatnonzero(picked)]
+        tokenizer, most = self._tokenizer, file.config.max_tokens
+
+        def write() -> None:
+            file.append(
+                [episode_line(tokenizer, s, score, row_key(s.prompt.uid, s.index), most, name) for s, score in chosen]
+            )
+
+        try:
+            await asyncio.to_thread(write)
+        except Exception as error:  # a tokenizer may raise anything, and nothing that is trained on depends on it
+            _log.warning("%d samples are not written: %s: %s", len(chosen), type(error).__name__, error)
+
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the policy version of each row's oldest token, int64 `[N]`. A row without tokens from the policy gets
         the version that the engine serves."""
         versions = np.array([sample.version for sample in samples], dtype=np.int64)
         return np.where(versions < 0, self._engine.version, versions)
 
-    async def _score(self, samples: list[Sample]) -> list[Score]:
-        """Score samples one after another. If the rewards of a sample take too long, the sample counts as failed, and
-        another thread continues with the next sample."""
+    async def _score(self, samples: list[Sample], rubric: Rubric, timeout_s: float) -> list[Score]:
+        """Score samples one after another. If the rewards of a sample take longer than `timeout_s` seconds, the sample
+        counts as failed, and another thread continues with the next sample."""
         scores: list[Score] = []
         while len(scores) < len(samples):
-            work = _Scoring(self._rubric, samples[len(scores) :], self._step)
+            work = _Scoring(rubric, samples[len(scores) :], self._step)
             try:
-                await self._scoring.call(work.name, work.run, self._reward_timeout_s, lambda work=work: work.since)
+                await self._scoring.call(work.name, work.run, timeout_s, lambda work=work: work.since)
             except TimeoutError:
-                scores += work.given_up(f"reward.timeout_s={self._reward_timeout_s:g}")
+                scores += work.given_up(f"reward.timeout_s={timeout_s:g}")
             else:
                 scores += work.scores
         return scores
@@ -388,6 +428,38 @@ def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> 
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
     return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, begin)
+
+
+class _EvaluationTally:
+    """Collects the values of an EvaluationReport while an `evaluate` call runs."""
+
+    def __init__(self, scheme: FigureScheme) -> None:
+        self._figures = FigureSums(scheme)
+        self._rows = self._failed = 0
+        self._first_error = ""
+        self._versions: set[int] = set()
+
+    def add(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        """Add the scored samples of one prompt."""
+        self._figures.add_group(samples, scores)
+        self._rows += len(samples)
+        failed = [score.error for score in scores if not score.valid]
+        self._failed += len(failed)
+        self._first_error = self._first_error or next(filter(None, failed), "")
+        for sample in samples:
+            self._versions.update(np.unique(sample.versions).tolist())
+
+    def report(self) -> EvaluationReport:
+        versions = self._versions - {-1}
+        return EvaluationReport(
+            rows=self._rows,
+            failed=self._failed,
+            first_error=self._first_error,
+            first_version=min(versions, default=-1),
+            last_version=max(versions, default=-1),
+            sums=self._figures.sums,
+            counts=self._figures.counts,
+        )
 
 
 class _OpenCall:

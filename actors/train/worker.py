@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from ...codecs.batch import Jagged
+from ...codecs.jagged import unpack
 from ...codecs.routes import ROUTES, RouteSpec
 from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
@@ -29,6 +31,7 @@ from ..protocols import (
     row_schema,
 )
 from ..remote_methods import in_thread_of
+from ..samples import SampleFile, trained_line
 from ..weights.config import SyncConfig
 from ..weights.publisher import WeightPublisher
 from ..weights.stream import SendReport
@@ -90,6 +93,8 @@ class WorkerSetup:
     """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
+    samples: SampleFile | None = None
+    """File of episodes for people to read, to which `write_samples` appends; None when none is written."""
     one_host: bool = True
     """True if all processes of the run are on one host; the rank then listens on loopback only."""
     routes: RouteSpec | None = None
@@ -210,6 +215,33 @@ class TrainWorker:
         if self._writes:
             self._put(work, field, columns)
         work.written.append(field)
+        return self._report({})
+
+    def write_samples(self) -> WorkerReport:
+        """Compute log-probs of the shard's rows under the current policy, and append a line for each to samples.jsonl.
+        In each replica, the writer rank does so. The store gets no column, so training is the same as without.
+
+        The call is collective. Raises RuntimeError between `offload` and `onload`.
+        """
+        self._require_onloaded(f"{self._name}: write_samples")
+        work = self._begun()
+        with self._span("logprobs of samples"), closing(self._reader.stream(("input_ids", "response_mask"))) as micros:
+            columns = self._backend.logprobs(micros, len(work.shard.sizes), temperature=self._setup.temperature)
+        meta, file = work.meta, self._setup.samples
+        if self._writes and meta is not None and file is not None and len(meta):
+            rows = np.concatenate(work.shard.ranges())
+            masks = unpack(self._client.get(meta, ["response_mask"]))["response_mask"]
+            values = np.split(torch.cat(list(columns)).numpy(), np.cumsum(meta.lengths[rows])[:-1])
+            advantages, most = meta.tags["advantage"], file.config.max_tokens
+            file.append(
+                [
+                    trained_line(
+                        meta.keys[row], work.shard.step, float(advantages[row]), masks[row].numpy(), logprobs, most
+                    )
+                    for row, logprobs in zip(rows, values, strict=True)
+                ]
+            )
+        self._reader.end()
         return self._report({})
 
     def accumulate(self) -> WorkerReport:

@@ -24,6 +24,10 @@ class SyncConfig(Section):
     """Treatment of requests that are running when new weights arrive. `wait` lets them finish first. `keep` pauses them
     and continues them with the new weights. `abort` cancels them, and the rest of each response is requested again.
     Each token records the version that generated it."""
+    kv: Literal["keep", "recompute"] = "recompute"
+    """Treatment of the keys and values of requests that `in_flight=keep` continues. `recompute` computes them anew, so
+    that every later log-prob is exactly that of the new weights. `keep` uses those of the older weights, which costs
+    nothing; `staleness/kv_max` says how old they were. Requests that begin after the sync never read older ones."""
     staging: Staging = "auto"
     """Memory into which an engine receives a new version. `full` receives and verifies the complete version in a second
     copy, beside the weights that the engine serves. `none` writes straight into the weights of the paused engine; if
@@ -41,3 +45,8 @@ class SyncConfig(Section):
     """Seconds after which any single wait of a weight sync fails: the wait for the next bucket, for a receiver to take
     one, or for an engine's running requests to generate a token. The sync as a whole may take longer, as long as it
     makes progress."""
+
+    @property
+    def keeps_old_kv(self) -> bool:
+        """True if tokens may be generated from keys and values of older weights."""
+        return self.in_flight == "keep" and self.kv == "keep"

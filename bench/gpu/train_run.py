@@ -55,6 +55,7 @@ class TrainTask:
             f"rollout.max_new_tokens={work.max_new_tokens}", f"algorithm.steps={self.steps}",
             f"algorithm.prompts_per_step={self.prompts}", f"algorithm.group_size={work.group_size}",
             f"trainer.backend={self.backend}", "validation.every=0", "logging.tensorboard=false",
+            "logging.samples.every=0",
         ]  # fmt: skip
         if self.layout.name == CPU:
             keys += [

@@ -277,7 +277,8 @@ def _step_off(
     difference = square = 0.0
     stored = _stored(path)
     for name, gradient in wanted.items():
-        ours = stored[f"optimizer.{name}.exp_avg"] / share
+        # Megatron's state has the gate and up matrices of experts along a dimension of their own.
+        ours = stored[f"optimizer.{name}.exp_avg"].reshape(gradient.shape) / share
         difference += float((ours - gradient).double().square().sum())
         square += float(gradient.double().square().sum())
     logprob_off = max((float((one - torch.cat(list(columns))).abs().max()) for one in every), default=0.0)

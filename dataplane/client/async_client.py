@@ -186,6 +186,10 @@ class AsyncDataPlaneClient:
         """Make rows that `task` has finished claimable again, as `DataPlaneClient.reset` does."""
         return await self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
 
+    async def free(self, partition: str, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Give back the bytes of rows but keep the rows, as `DataPlaneClient.free` does."""
+        return await self._run("free", self._operations.free(partition, keys, timeout_s))
+
     async def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows from a partition and return how many, as `DataPlaneClient.clear` does."""
         return await self._run("clear", self._operations.clear(partition, keys, timeout_s))

@@ -278,6 +278,17 @@ class DataPlaneClient:
         """
         return self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
 
+    def free(self, partition: str, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Give back the bytes of rows that nobody reads any more, and return how many rows they are. The rows stay
+        until `clear`, with their keys, versions, tags and leases; a task's claim does not get them again.
+
+        Meant for a consumer of a large batch of rows that has room for a part of it only: the bytes of a block are free
+        once all of its rows were freed or cleared, so that writers that wait for room go on. Afterwards the fields of
+        the rows count as not written, for every task, and reading with an older receipt raises RowsCleared. Raises
+        KeysNotFound for unknown keys, and then frees nothing.
+        """
+        return self._run("free", self._operations.free(partition, keys, timeout_s))
+
     def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows and their leases from a partition, and return how many rows were removed. keys: None means all of
         the partition.

@@ -342,6 +342,11 @@ class Operations:
         reply = yield Ask("task_status", requests.encode(request), self.timeout(timeout_s))
         return messages.decode(reply, TaskStatus)
 
+    def free(self, partition: str, keys: Keys, timeout_s: float | None) -> Steps[int]:
+        request = requests.FreeRows(partition, pack_keys(check_keys(keys)))
+        reply = yield Ask("free", requests.encode(request), self.timeout(timeout_s))
+        return messages.decode(reply, int)
+
     def clear(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[int]:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))
         reply = yield Ask("clear", requests.encode(request), self.timeout(timeout_s))

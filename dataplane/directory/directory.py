@@ -387,6 +387,16 @@ class Directory:
         rows = part.rows.live() if keys is None else distinct(part.find(keys, "clear"))
         return len(rows), self._forget(part, rows)
 
+    def free(self, partition: str, keys: Sequence[str]) -> tuple[int, list[FreedBlock]]:
+        """Drop the values of all fields of the rows of `keys`, but not the rows. Returns the number of rows, and the
+        blocks to which no row refers any more.
+
+        Raises KeysNotFound for unknown keys, and then nothing is dropped.
+        """
+        part = self._partitions[partition]
+        rows = distinct(part.find(keys, "free"))
+        return len(rows), self._blocks.unlink(part.free(rows))
+
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
         """Forget the ready rows that a claim like `claim` skips because their policy version is too old, except those
         that are leased to any task. For a claim of whole groups this holds for groups: one is skipped if any of its

@@ -426,13 +426,26 @@ class Partition:
             for cursor in self.tasks.values():
                 cursor.refresh(rows, requeue=True)
 
-    def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Forget rows, given without repeats. Returns the slots (numbers that locate a value by block and row) of all
-        their fields, and the ids of the leases that held the rows; an id occurs once for each row."""
+    def free(self, rows: np.ndarray) -> np.ndarray:
+        """Mark all fields of `rows`, given without repeats, as unwritten. The rows keep their tags and leases. Returns
+        the slots (numbers that locate a value by block and row) of the fields."""
+        slots = self._unwrite(rows)
+        self.rows.lengths[rows] = UNKNOWN
+        for cursor in self.tasks.values():
+            cursor.refresh(rows)
+        return slots
+
+    def _unwrite(self, rows: np.ndarray) -> np.ndarray:
         slots = np.stack([column[rows] for column in self.rows.slots.values()])
         for name, before in zip(self.rows.slots, slots, strict=True):
             self.rows.slots[name][rows] = UNWRITTEN
             self.rows.num_written[name] -= int((before != UNWRITTEN).sum())
+        return slots
+
+    def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forget rows, given without repeats. Returns the slots (numbers that locate a value by block and row) of all
+        their fields, and the ids of the leases that held the rows; an id occurs once for each row."""
+        slots = self._unwrite(rows)
         leases = [np.empty(0, dtype=np.int64)]
         leases += [cursor.forget(rows) for cursor in self.tasks.values()]
         self.groups.remove(rows, self.rows.groups[rows])

@@ -260,6 +260,14 @@ class StatusOfTask:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeRows:
+    """Request to drop the values of all fields of rows, but not the rows. The reply is the number of rows."""
+
+    partition: str
+    keys: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Clear:
     """Request to forget rows (`keys` None: all rows of the partition). The reply is the number of rows cleared."""
 
@@ -306,6 +314,7 @@ TAKE_EFFECT = frozenset(
         "skip",
         "reset",
         "tag",
+        "free",
         "clear",
         "clear_stale",
     )

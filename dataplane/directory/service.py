@@ -105,6 +105,7 @@ class DirectoryService:
             "release": self._release,
             "skip": self._skip,
             "reset": self._reset,
+            "free": self._free_rows,
             "clear": self._clear,
             "clear_stale": self._clear_stale,
             "status": self._status,
@@ -329,6 +330,11 @@ class DirectoryService:
         self._ready_pulse(request.partition).fire()
         return messages.encode(found)
 
+    def _free_rows(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        request = messages.decode(payload, requests.FreeRows)
+        count, freed = self._directory.free(request.partition, unpack_keys(request.keys))
+        return self._cleared(request.partition, messages.encode(count), freed)
+
     def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Clear)
         keys = None if request.keys is None else unpack_keys(request.keys)
@@ -341,8 +347,8 @@ class DirectoryService:
         return self._cleared(claim.partition, pack_keys(keys), freed)
 
     def _cleared(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
-        """Free the blocks of cleared rows, and return `body` once they are gone from the store. Also wakes waiting
-        claims, because a sampler may have been waiting for one of the cleared rows."""
+        """Free the blocks of cleared or freed rows, and return `body` once they are gone from the store. Also wakes
+        waiting claims, because a sampler may have been waiting for one of the cleared rows."""
         self._ready_pulse(partition).fire()
         task = self._store.free(freed)
         return body if task is None else _after(task, body)

@@ -26,7 +26,7 @@ def generated() -> dict[Path, str]:
     return docs_sources.generated()
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "reference/config.md", "llms.txt"])
+@pytest.mark.parametrize("page", ["architecture.md", "reference/config.md", "how-to/coming-from.md", "llms.txt"])
 def test_a_generated_page_is_current(generated: dict[Path, str], page: str) -> None:
     """`make docs-sources` writes it."""
     assert (DOCS / page).read_text(encoding="utf-8") == generated[DOCS / page]

@@ -21,6 +21,8 @@ VARIANTS = {
     "router": ("rollout.num_engines=2", "rollout.num_actors=1", "sync.transport=collective"),
     "streaming": ("algorithm.mode=streaming",),
     "async": ("algorithm.mode=async",),
+    "async_streaming": ("algorithm.mode=async_streaming",),
+    "minibatches": ("algorithm.minibatches=4",),
     "seed1": ("run.seed=1",),
     "seed2": ("run.seed=2",),
 }

@@ -5,8 +5,8 @@ as further copies of that size, which takes as long as the matrix product. `voca
 torch.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton is not installed everywhere that types are checked, and a kernel's grid is an index.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
+# Triton is not installed everywhere that types are checked, a kernel's grid is an index, and its sums have no types.
 from __future__ import annotations
 
 from typing import Any

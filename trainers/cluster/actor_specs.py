@@ -18,6 +18,7 @@ from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
 from ...actors.rollout.routes import RouteRules
+from ...actors.samples import SampleFile
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
@@ -33,6 +34,7 @@ from ..backends.model_split import resolved_packing
 from ..base_model.prepare import model_config, route_spec
 from ..config.config import Config
 from ..errors import UserError
+from .evaluation_plans import evaluation_plans
 from .placement import Placement
 
 
@@ -132,21 +134,6 @@ def sampling(config: Config) -> SamplingParams:
     )
 
 
-def validation_sampling(config: Config) -> SamplingParams:
-    """Return the sampling parameters of validation."""
-    rollout, validation = config.rollout, config.validation
-    greedy = validation.temperature == 0
-    return SamplingParams(
-        n=validation.n,
-        max_new_tokens=validation.max_new_tokens or rollout.max_new_tokens,
-        temperature=validation.temperature,
-        top_p=1.0 if greedy else rollout.top_p,
-        top_k=0 if greedy else rollout.top_k,
-        seed=config.run.seed,
-        stop=rollout.stop,
-    )
-
-
 def engine_config(
     config: Config, name: str, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
 ) -> EngineConfig:
@@ -229,14 +216,25 @@ def rollout_setup(
         reward=config.reward,
         tagged_rewards=tagged_rewards(config),
         data=config.data,
-        validates=config.validation.every > 0,
+        evaluations=tuple(plan.setup for plan in evaluation_plans(config)),
         check_prompts=index == 0,
         data_plane=handle,
         mask_truncated=config.algorithm.mask_truncated,
+        keeps_old_kv=config.sync.keeps_old_kv,
         engine_timeout_s=config.resources.stage_timeout_s,
+        samples=sample_file(config),
         journal=journal(config),
         routes=None if spec is None else RouteRules(spec, config.router_replay),
     )
+
+
+def sample_file(config: Config) -> SampleFile | None:
+    """Return the run's file of episodes for people to read. None for a run that writes none, because it has no folder,
+    because it is told so, or because it trains on recorded groups, whose texts are not recorded."""
+    samples = config.logging.samples
+    if not samples.every or config.run.dir is None or config.run.replay:
+        return None
+    return SampleFile(os.path.join(config.run.dir, "samples.jsonl"), samples, config.algorithm.prompts_per_step)
 
 
 def journal(config: Config) -> JournalConfig | None:
@@ -257,7 +255,9 @@ def _fingerprint(config: Config) -> str:
     """
     rollout, data, seed = config.rollout, config.data, config.run.seed
     read = data.model_dump(include={"split", "prompt_field", "answer_field", "template", "options"})
-    for name in ("subset", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts"):
+    for name in (
+        "subset", "answer_pattern", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts",
+    ):  # fmt: skip
         if getattr(data, name) != getattr(DataConfig(), name):  # these came later
             read[name] = getattr(data, name)
     if data.overlong_prompts == "drop":
@@ -286,6 +286,8 @@ def _fingerprint(config: Config) -> str:
         decisive["routes"] = config.router_replay.model_dump(include={"missing", "max_missing_share"})
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
+    if config.sync.keeps_old_kv:
+        decisive["keeps_old_kv"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
 
 
@@ -324,6 +326,7 @@ def worker_setup(
         sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
+        samples=sample_file(config),
         one_host=one_host,
         single_rank_groups=config.trainer.backend == "megatron",
         routes=route_spec(config),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.engines.config import engine_dtype, memory_share
+from ...actors.memory import assumed_machine
 from ...actors.weights.transports.factory import resolve_kind
 from ...codecs.integers import ceil_div
 from ..backends.vocab_logprobs import GPU_LOGIT_ELEMENTS
@@ -214,7 +215,10 @@ def value_bytes(config: Config) -> int:
 
 
 def has_gpus() -> bool:
-    """Return whether this machine has a GPU."""
+    """Return whether this machine, or the one that plans are made for, has a GPU."""
+    assumed = assumed_machine()
+    if assumed is not None:
+        return assumed.gpus > 0
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 

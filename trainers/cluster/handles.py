@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
-from ...actors.engines.protocol import CommitReport, PauseMode, Prepared, SamplingParams
+from ...actors.engines.protocol import CommitReport, KeysAndValues, PauseMode, Prepared, SamplingParams
 from ...actors.memory import ProcessMemory
 from ...actors.protocols import ActorInfo, OffloadReport
 from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
-from ...actors.rollout.report import RolloutReport, ValidationReport
+from ...actors.rollout.report import EvaluationReport, RolloutReport
 from ...actors.rollout.worker import RolloutWorker
 from ...actors.train.actor import MeetingPoint, TrainActor
 from ...actors.train.step_rows import TrainShard
@@ -56,6 +56,9 @@ class TrainHandle(ActorHandle):
 
     def write_logprobs(self, field: str) -> Call[WorkerReport]:
         return self._call(TrainWorker.write_logprobs, field)
+
+    def write_samples(self) -> Call[WorkerReport]:
+        return self._call(TrainWorker.write_samples)
 
     def accumulate(self) -> Call[WorkerReport]:
         return self._call(TrainWorker.accumulate)
@@ -150,8 +153,8 @@ class EngineHandle(ActorHandle):
     def prepare_weights(self, update: WeightUpdate) -> Call[Prepared]:
         return self._call(EngineHost.prepare_weights, update)
 
-    def commit_weights(self, version: int, in_flight: PauseMode) -> Call[CommitReport]:
-        return self._call(EngineHost.commit_weights, version, in_flight)
+    def commit_weights(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> Call[CommitReport]:
+        return self._call(EngineHost.commit_weights, version, in_flight, kv)
 
     def drop_weights(self, version: int) -> Call[None]:
         return self._call(EngineHost.drop_weights, version)
@@ -181,8 +184,10 @@ class RolloutHandle(EngineHandle):
     def end_rollouts(self) -> Call[None]:
         return self._call(RolloutWorker.end_rollouts)
 
-    def validate(self, start: int, count: int, params: SamplingParams) -> Call[ValidationReport]:
-        return self._call(RolloutWorker.validate, start, count, params)
+    def evaluate(
+        self, name: str, part: int, parts: int, params: SamplingParams, in_flight: int
+    ) -> Call[EvaluationReport]:
+        return self._call(RolloutWorker.evaluate, name, part, parts, params, in_flight)
 
     def trim_journal(self, first: int, outstanding: list[int]) -> Call[None]:
         return self._call(RolloutWorker.trim_journal, first, outstanding)

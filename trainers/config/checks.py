@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...actors.rollout.validation_figures import find_figure, needs_answers
+from ...actors.rollout.evaluation_figures import find_figure, needs_answers
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..backends.model_split import mesh_problems
@@ -64,10 +64,21 @@ def step_bytes(config: Config, route_bytes: int = 0) -> int:
 
 
 def steps_in_store(config: Config) -> float:
-    """Return the number of steps whose rows may be in the data plane's store at the same time. It is above 1 if
-    rollouts run ahead or oversample, and may be a fraction."""
-    window = config.overlap.window
-    return 1 + window if window else config.algorithm.dynamic_sampling.oversample
+    """Return the number of steps whose rows the data plane's store must be able to hold at the same time. It is above 1
+    if rollouts run ahead or oversample, and may be a fraction.
+
+    Two chunks suffice, one that is trained on and one that comes, if a step is trained on by chunk and any groups may
+    be in a chunk: more groups then wait for room, which each chunk makes. Where groups have an order, those that wait
+    could be the ones that are needed next. With a reference model, the room could be that of its log-probs.
+    """
+    overlap, algorithm = config.overlap, config.algorithm
+    oversample = algorithm.dynamic_sampling.oversample
+    if overlap.window:
+        return 1 + overlap.window
+    any_order = algorithm.sampler == "ready_first" or (algorithm.sampler == "auto" and not config.run.deterministic)
+    if overlap.by_chunk and any_order and not config.with_reference:
+        return min(1.0, 2 * overlap.chunk / overlap.groups) + oversample - 1
+    return oversample
 
 
 def capacity_problems(config: Config, route_bytes: int = 0) -> list[str]:
@@ -105,7 +116,7 @@ def size_problems(config: Config) -> list[str]:
     if given is not None and given < needed:
         problems.append(
             f"rollout.max_model_len: got {given}, expected at least {needed}, the length of the longest prompt and "
-            "answer (data.max_prompt_tokens + rollout.max_new_tokens or validation.max_new_tokens)"
+            "answer (data.max_prompt_tokens + rollout.max_new_tokens or that of an evaluation)"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = Topology(dp=1, tp=config.trainer.tp, cp=config.trainer.cp).pad_multiple
@@ -162,7 +173,7 @@ def meaning_problems(config: Config) -> list[str]:
             "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "
             f"because data.train={data.train!r} has no held-out part of its own"
         )
-    problems += metric_problems(config)
+    problems += metric_problems(config) + evaluation_problems(config)
     if config.trainer.min_lr > config.trainer.lr:
         problems.append(
             f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
@@ -225,6 +236,12 @@ def switch_obstacles(config: Config) -> list[str]:
         obstacles.append(
             "validation.background=true, expected false, because the engines would answer while the trainer computes"
         )
+    for name, one in config.evaluation.items():
+        if one.every and one.background:
+            obstacles.append(
+                f"evaluation.{name}.background=true, expected false, because the engines would answer while the "
+                "trainer computes"
+            )
     if config.sync.delta:
         obstacles.append(
             "sync.delta=true, expected false, because a sleeping engine keeps no version that a delta could refer to"
@@ -271,6 +288,34 @@ def metric_problems(config: Config) -> list[str]:
     if config.validation.every and needs_answers(key) and not data.answer_field and not data.generated:
         return [f"validation.metric: got {metric!r} with data.answer_field='', expected a figure that needs no answers"]
     return []
+
+
+def evaluation_problems(config: Config) -> list[str]:
+    """Return one sentence for each contradiction inside the named evaluation sets, and between them and the run."""
+    problems = []
+    for name, one in config.evaluation.items():
+        key = f"evaluation.{name}"
+        labels = [function.label for function in (one.reward or config.reward).functions]
+        if one.correct is not None and one.correct not in labels:
+            problems.append(f"{key}.correct: got {one.correct!r}, expected one of its rewards, {', '.join(labels)}")
+        if one.num_prompts is None and one.data.source.startswith("task:"):
+            problems.append(f"{key}.num_prompts: not set, expected a number, because {one.data.source} has no end")
+        for sampled, plain in (("n", 1), ("top_p", 1.0), ("top_k", 0)):
+            if one.temperature == 0 and getattr(one, sampled) != plain:
+                problems.append(
+                    f"{key}.{sampled}: got {getattr(one, sampled)} with {key}.temperature=0, expected {plain:g}, "
+                    "because greedy samples are all the same"
+                )
+        if one.every and one.background and config.run.deterministic:
+            problems.append(
+                f"{key}.background: got true with run.deterministic=true, expected false, because the weights change "
+                "during an evaluation in the background"
+            )
+        if one.every and config.run.replay is not None:
+            problems.append(
+                f"{key}.every: got {one.every} with run.replay set, expected 0, because a replay has no engine"
+            )
+    return problems
 
 
 def admission_problems(config: Config) -> list[str]:

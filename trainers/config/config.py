@@ -12,14 +12,20 @@ from pydantic import Field, field_validator
 from ...actors.engines.config import ModelConfig, RolloutConfig, RouterReplayConfig, ScriptedConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import DataConfig
-from ...actors.rollout.validation_figures import REWARD, figure_names, find_figure
+from ...actors.rollout.evaluation_figures import figure_names, find_figure
+from ...actors.samples import SamplesConfig
 from ...actors.weights.config import SyncConfig
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
+from .evaluation import EvaluationConfig, ValidationConfig, evaluation_data
 from .overlap import Mode, Overlap, StaleGroups, overlap_of
+from .trackers import TrackerConfig
+
+SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"
+"""Regular expression that the name of an evaluation set, a part of metric keys, must match."""
 
 
 class DynamicSamplingConfig(Section):
@@ -167,35 +173,6 @@ class WarmupConfig(Section):
     """Peak learning rate."""
 
 
-class ValidationConfig(Section):
-    """Evaluation on prompts that are never trained on."""
-
-    every: CountOrZero = 10
-    """Number of steps between validations. There is also one before the first step and one after the last; 0 turns
-    validation off."""
-    num_prompts: Count = 128
-    """Number of prompts in each validation."""
-    n: Count = 1
-    """Number of samples of each prompt. `val/reward` and the other means are over all samples (avg@n). With more than
-    one sample, `val/best@K` gives the expected reward of the best of K samples, and `val/pass@K` the probability that
-    one of K samples is an exact match. K is each power of two from 2 up to n, and n itself."""
-    temperature: NonNegative = 0.0
-    """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` apply here,
-    too."""
-    metric: str = REWARD
-    """Metric that tells how good a policy is, the higher the better. `run.keep_best`, `validation.stop_at`, the report
-    and Prometheus use it. It is `val/reward`, `val/exact_match`, the name of a reward function, or with `validation.n`
-    above 1 one of `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
-    max_new_tokens: Count | None = None
-    """Largest number of tokens of an answer. Unset: `rollout.max_new_tokens`."""
-    background: bool = False
-    """Whether validation runs while the next step generates and trains, until its optimizer step. Its metrics are then
-    logged with that step, and `val/version` gives the policy that was measured."""
-    stop_at: float | None = None
-    """Value of `validation.metric` at which the run ends; with `validation.background` it ends after the current step.
-    Unset: the run ends after `algorithm.steps`."""
-
-
 class ResourcesConfig(Section):
     """GPUs, CPUs, Ray cluster and time limits of the run's processes."""
 
@@ -245,6 +222,10 @@ class LoggingConfig(Section):
 
     tensorboard: bool = True
     """Whether TensorBoard files are written."""
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Further trackers that get the metrics of every step, and the episodes of samples.jsonl: a list of `wandb`,
+    `trackio`, `mlflow`, `tensorboard`, or of sections with the keys below (extra `trackers`). A tracker that fails is
+    reported and never ends the run."""
     progress: bool = True
     """Whether progress is shown: a live display on a terminal, short lines elsewhere."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
@@ -252,6 +233,20 @@ class LoggingConfig(Section):
     and the address is printed and written to prometheus.txt in the run folder. Unset: there is no endpoint."""
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)
     """Address on which the Prometheus endpoint listens. Anyone who can reach it can read the run's metrics."""
+    report_minutes: NonNegative = 5.0
+    """Minutes between two builds of report.html while the run goes on, by a process of its own. With 0 the report is
+    built only at the end."""
+    samples: SamplesConfig = SamplesConfig()
+    """Episodes that are written to samples.jsonl."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, trackers: tuple[TrackerConfig, ...]) -> tuple[TrackerConfig, ...]:
+        kinds = [tracker.kind for tracker in trackers]
+        for kind in kinds:
+            if kinds.count(kind) > 1:
+                raise ValueError(f"got {kind!r} twice, expected each tracker once")
+        return trackers
 
 
 class Config(Section):
@@ -272,6 +267,7 @@ class Config(Section):
     sync: SyncConfig = SyncConfig()
     dataplane: DataPlaneConfig = DataPlaneConfig()
     validation: ValidationConfig = ValidationConfig()
+    evaluation: dict[Annotated[str, Field(pattern=SET_NAME)], EvaluationConfig] = {}
     resources: ResourcesConfig = ResourcesConfig()
     logging: LoggingConfig = LoggingConfig()
     scripted: ScriptedConfig = ScriptedConfig()
@@ -297,14 +293,28 @@ class Config(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Largest number of tokens of a prompt and its answer together, in training and validation."""
+        """Largest number of tokens of a prompt and its answer together, in training, validation and evaluations."""
         validation = self.validation.max_new_tokens if self.validation.every else None
-        return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, validation or 0)
+        answer, prompt = self.rollout.max_new_tokens, self.data.max_prompt_tokens
+        sets = (self.evaluation_length(name) for name, one in self.evaluation.items() if one.every)
+        return max(prompt + answer, prompt + (validation or 0), *sets)
+
+    def evaluation_length(self, name: str) -> int:
+        """Return the largest number of tokens of a prompt and its answer together in the evaluation set `name`."""
+        one = self.evaluation[name]
+        answer = one.max_new_tokens or self.rollout.max_new_tokens
+        return evaluation_data(self.data, one.data).max_prompt_tokens + answer
 
     @property
     def engine_length(self) -> int:
         """Largest number of tokens of a prompt and its answer together that the engines take."""
         return self.rollout.max_model_len or self.longest_sequence
+
+    @property
+    def sources(self) -> list[tuple[str, str | None]]:
+        """Keys and values of all settings that name a source of prompts."""
+        sets = [(f"evaluation.{name}.data.source", one.data.source) for name, one in self.evaluation.items()]
+        return [("data.train", self.data.train), ("data.validation", self.data.validation), *sets]
 
     @property
     def with_reference(self) -> bool:

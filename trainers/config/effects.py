@@ -66,7 +66,8 @@ def _unset(key: str) -> Need:
 
 
 def _sources(config: Config) -> tuple[str, ...]:
-    return tuple(source for source in (config.data.train, config.data.validation) if source)
+    sets = (one.data.source for one in config.evaluation.values())
+    return tuple(source for source in (config.data.train, config.data.validation, *sets) if source)
 
 
 def _overtakes(config: Config) -> bool:
@@ -135,8 +136,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"data.{name}": (TABLE_PROMPTS,)
         for name in (
-            "prompt_field", "answer_field", "template", "chat_template", "chat_template_kwargs", "system_prompt",
-            "overlong_prompts",
+            "prompt_field", "answer_field", "answer_pattern", "template", "chat_template", "chat_template_kwargs",
+            "system_prompt", "overlong_prompts",
         )
     },
     "data.options": (TASK_PROMPTS,),
@@ -182,6 +183,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         )
     },
     "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),
+    "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
     "sync.dir": (_is("sync.transport", "disk"),),
     "dataplane.trusted_network": (_is("dataplane.store.kind", "simple", "mooncake"),),
@@ -197,6 +199,11 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "resources.num_cpus": (_unset("resources.ray_address"),),
     "resources.residual_mib": (_is("resources.switch_roles", "auto", "always"),),
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
+    "logging.samples.every": (_unset("run.replay"),),
+    **{
+        f"logging.samples.{name}": (_above_zero("logging.samples.every"), _unset("run.replay"))
+        for name in ("groups", "max_tokens", "max_mib")
+    },
     "scripted.latency_s": (_is("rollout.engine", "scripted"),),
     "scripted.latency_sigma": (_is("rollout.engine", "scripted"), _above_zero("scripted.latency_s")),
     "scripted.train_row_s": (_is("trainer.backend", "scripted"),),

@@ -6,6 +6,7 @@ import copy
 import difflib
 import os
 import re
+import types
 import typing
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from ..errors import ConfigError
 from .checks import contradictions
 from .config import Config
 from .effects import idle_key_problems
+from .peers import leaves, meant_keys
 
 SHOWN_CHARS = 80
 SectionT = TypeVar("SectionT", bound=Section)
@@ -198,13 +200,15 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
     """Translate a pydantic error about `root` into sentences that name the key, the value and what was expected."""
-    key = ".".join(str(part) for part in problem["loc"])
+    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")  # the name of a section, not a value in it
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         text = str(context["error"])
         return [f"{key}: {text}"] if key else text.split("\n")
     if kind == "extra_forbidden":
-        return [f"{key}: unknown key; {_suggestion(problem['loc'], root)}"]
+        return _of_another_library(problem["loc"], problem["input"], root) or [
+            f"{key}: unknown key; {_suggestion(problem['loc'], root)}"
+        ]
     if kind == "missing":
         return [f"{key}: not set, expected a value"]
     got = _shown(problem["input"])
@@ -258,63 +262,21 @@ SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.75
 """Smallest similarity of two names (`difflib`, 0 to 1) at which an unknown key counts as a misspelling: first for keys
 of the same section, then for keys of other sections."""
 
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "adv_estimator": ("advantage.kind",),
-    "batch_size": ("algorithm.prompts_per_step",),
-    "beta": ("loss.kl_coef",),
-    "bf16": ("trainer.mixed_precision", "model.dtype"),
-    "clip_ratio": ("loss.clip_low", "loss.clip_high"),
-    "clip_ratio_high": ("loss.clip_high",),
-    "clip_ratio_low": ("loss.clip_low",),
-    "cliprange": ("loss.clip_low", "loss.clip_high"),
-    "entropy_coeff": ("loss.entropy_coef",),
-    "epsilon": ("loss.clip_low", "loss.clip_high"),
-    "epsilon_high": ("loss.clip_high",),
-    "eval_steps": ("validation.every",),
-    "gradient_checkpointing": ("trainer.recompute",),
-    "kl_loss_coef": ("loss.kl_coef",),
-    "kl_loss_type": ("loss.kl_kind",),
-    "learning_rate": ("trainer.lr",),
-    "loss_agg_mode": ("loss.aggregation",),
-    "loss_type": ("loss.kind",),
-    "lr_scheduler_type": ("trainer.schedule",),
-    "mask_truncated_completions": ("algorithm.mask_truncated",),
-    "max_completion_length": ("rollout.max_new_tokens",),
-    "max_grad_norm": ("trainer.grad_clip",),
-    "max_prompt_length": ("data.max_prompt_tokens",),
-    "max_response_length": ("rollout.max_new_tokens",),
-    "max_steps": ("algorithm.steps",),
-    "max_tokens": ("rollout.max_new_tokens",),
-    "micro_batch_size": ("trainer.tokens_per_microbatch",),
-    "min_lr_rate": ("trainer.min_lr",),
-    "min_lr_ratio": ("trainer.min_lr",),
-    "model_name_or_path": ("model.path",),
-    "n": ("algorithm.group_size",),
-    "num_generations": ("algorithm.group_size",),
-    "num_iterations": ("algorithm.epochs",),
-    "num_train_epochs": ("algorithm.steps",),
-    "optim": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
-    "optimizer": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
-    "output_dir": ("run.dir",),
-    "per_device_train_batch_size": ("trainer.tokens_per_microbatch",),
-    "ppo_epochs": ("algorithm.epochs",),
-    "ppo_micro_batch_size": ("trainer.tokens_per_microbatch",),
-    "ppo_micro_batch_size_per_gpu": ("trainer.tokens_per_microbatch",),
-    "ppo_mini_batch_size": ("algorithm.minibatches",),
-    "prompt_key": ("data.prompt_field",),
-    "save_freq": ("run.checkpoint_every",),
-    "save_steps": ("run.checkpoint_every",),
-    "scale_rewards": ("advantage.normalize_std",),
-    "tensor_model_parallel_size": ("rollout.tp", "trainer.tp"),
-    "tensor_parallel_size": ("rollout.tp", "trainer.tp"),
-    "test_freq": ("validation.every",),
-    "total_epochs": ("algorithm.steps",),
-    "train_batch_size": ("algorithm.prompts_per_step",),
-    "train_files": ("data.train",),
-    "val_files": ("data.validation",),
-    "warmup_ratio": ("trainer.warmup_steps",),
-}
-"""Name of a setting in TRL or verl -> the config keys that do the same."""
+
+_NO_COUNTERPART = "it has no counterpart here"
+
+
+def _of_another_library(location: Sequence[str | int], value: Any, root: type[BaseModel]) -> list[str]:
+    """Return one sentence for each key in an unknown section that another library writes just so. [] if there is no
+    such key, so that the section itself is what is wrong."""
+    if not isinstance(value, dict):
+        return []
+    above, own = [str(part) for part in location], {last for _, last in _all_keys(root, "")}
+    found = [((*above, *path), meant_keys((*above, *path), own)) for path in leaves(value)]
+    if not any(meant.parts > 1 for _, meant in found):
+        return []
+    hints = [f"did you mean {' or '.join(meant.keys)}?" if meant.keys else _NO_COUNTERPART for _, meant in found]
+    return [f"{'.'.join(path)}: unknown key; {hint}" for (path, _), hint in zip(found, hints, strict=True)]
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
@@ -328,7 +290,7 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     siblings = list(model.model_fields) if model else []
     prefix = "".join(f"{part}." for part in parents)
     known = dict(_all_keys(root, ""))
-    meant = OTHER_NAMES.get(name)
+    meant = meant_keys([str(part) for part in location], set(known.values())).keys
     if meant:
         return f"did you mean {' or '.join(meant)}?"
     elsewhere = [dotted for dotted, last in known.items() if last == name]
@@ -355,14 +317,24 @@ def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[Base
     """Return the section at `location` below `root`, or None where there is no section."""
     here: Any = root
     for part in location:
+        here = _without_none(here)
+        arguments = typing.get_args(here)
         if isinstance(part, int):
-            arguments = typing.get_args(here)
             here = arguments[0] if arguments else None
+        elif typing.get_origin(here) is dict:
+            here = arguments[1]
         elif isinstance(here, type) and issubclass(here, BaseModel) and part in here.model_fields:
             here = here.model_fields[part].annotation
         else:
             return None
+    here = _without_none(here)
     return here if isinstance(here, type) and issubclass(here, BaseModel) else None
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return the section class of a key that may be unset, and any other annotation as it is."""
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    return parts[0] if isinstance(annotation, types.UnionType) and len(parts) == 1 else annotation
 
 
 def _missing_paths(config: Config) -> list[str]:
@@ -371,7 +343,7 @@ def _missing_paths(config: Config) -> list[str]:
     model = config.model.path
     if _only_a_path(model) and not Path(model).expanduser().is_dir():
         problems.append(f"model.path: got {model!r}, expected an existing model folder")
-    for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+    for key, source in config.sources:
         if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
             problems.append(f"{key}: got {source!r}, expected an existing .jsonl file or dataset folder")
     return problems

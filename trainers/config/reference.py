@@ -25,7 +25,7 @@ class Key:
     """One key of the configuration, or one section."""
 
     name: str
-    """Dotted name, in which `N` stands for an index into a list."""
+    """Dotted name, in which `N` stands for an index into a list, and `NAME` for a name that the user gives."""
     type: str
     """Type and bounds in words; empty for a section."""
     default: str
@@ -44,9 +44,14 @@ def walk_keys(sections: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
 
 
 def run_sections() -> dict[str, type[BaseModel]]:
-    """Return the sections of a run's configuration: name -> class."""
-    fields = {name: _section_in(field.annotation) for name, field in Config.model_fields.items()}
-    return {name: section for name, section in fields.items() if section is not None}
+    """Return the sections of a run's configuration: name -> class. A section that there may be several of has the name
+    `evaluation.NAME`."""
+    sections = {}
+    for name, field in Config.model_fields.items():
+        section = _section_in(field.annotation)
+        if section is not None:
+            sections[f"{name}.NAME" if typing.get_origin(field.annotation) is dict else name] = section
+    return sections
 
 
 def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:
@@ -92,10 +97,10 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     described = descriptions(section)
     for name, field in section.model_fields.items():
         below = _section_in(field.annotation)
-        listed = below is not None and below is not field.annotation
-        if below is None or listed:
+        listed = typing.get_origin(field.annotation) is tuple
+        if below is None or below is not field.annotation:
             effect = " and ".join(need.words for need in EFFECTS.get(prefix + name, ()))
-            kind = "list of sections" if listed else _type_name(field)
+            kind = _type_name(field) if below is None else "list of sections" if listed else "section or unset"
             yield Key(prefix + name, kind, _default(field), described.get(name, ""), effect)
         if below is not None:
             yield from _keys_of(below, f"{prefix}{name}{'.N' if listed else ''}.")

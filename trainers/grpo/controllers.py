@@ -2,7 +2,7 @@
 
 rollouts, up to `window` versions ahead ---- group ---- group ------- group ---> put one by one
                                                |          |             |
-                                             claim -> advantages -> plan -> log-probs -> train, chunk by chunk
+                                             claim -> advantages -> plan -> log-probs -> train -> free, by chunk
                                                                                             |
                                                       optimizer -> sync weights in flight -> clear
 
@@ -18,7 +18,9 @@ older than the policy that is trained on it (`staleness/max`). When groups are t
 this holds because prompts are not issued too early. Other samplers let groups overtake each other: a group that grows
 too old is then cleared, and `algorithm.stale_groups` says whether the same prompt or another one is rolled out in its
 place. With chunks smaller than a step, training overlaps with the generation of the step's longest responses. For the
-same rows the gradient does not depend on the chunks, because losses are sums that are divided once per update.
+same rows the gradient does not depend on the chunks, because losses are sums that are divided once per update. The
+bytes of a chunk go back to the data plane once its gradients are there, while its rows are cleared with the step: a
+store that holds less than a step then suffices.
 
 With `resources.switch_roles`, a step that is trained on as a whole with a window of 0 has the engines sleep from the
 claim to the sync, and the train workers offloaded at all other times (see roles.py).
@@ -72,6 +74,8 @@ def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> Non
             if not left and update == minibatches - 1:
                 _end_rollouts(run, feed)
             tally.passes += grpo.train_on(run, rows, state.step + 1)
+            if left or update < minibatches - 1:
+                grpo.give_back(run, rows)  # the last chunk's is cleared with the step
         if update < minibatches - 1:
             tally.passes += finish_update(run, state)
 

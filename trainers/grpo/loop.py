@@ -10,10 +10,10 @@ from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..errors import UserError
 from . import steps as grpo
+from .evaluations import Evaluations
 from .feed import PARTITION, Feed
 from .step_metrics import step_metrics
 from .steps import Run, State
-from .validation import Validation
 
 AfterStep = Callable[[State, dict[str, float]], None]
 """Callback that receives the run's state and the step's metrics after each step, to log, save and show them."""
@@ -53,21 +53,22 @@ class Steps:
     """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
 
     def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
-        """At step 0, validate the initial model and pass the metrics to `after_step`, unless validation is off or an
-        engine serves a later version."""
+        """At step 0, evaluate the initial model and pass the metrics to `after_step`, unless all evaluations are off or
+        an engine serves a later version."""
         self._run = run
         self._state = state
         self._after_step = after_step
         self._skipped = 0
         """Number of consecutive steps without an optimizer step, counted back from the last finished step."""
-        self._validation = Validation(run)
-        if run.config.validation.every and state.step == 0 and not run.engines.ahead_of(state.version):
-            after_step(state, {**self._validation.validate(state), "policy/version": float(state.version)})
+        self._evaluations = Evaluations(run)
+        metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
+        if metrics:
+            after_step(state, {**metrics, "policy/version": float(state.version)})
 
     @property
     def go_on(self) -> bool:
         """Whether another step follows: steps are left, and validation has not reached its target."""
-        return self._state.step < self._run.config.algorithm.steps and not self._validation.reached
+        return self._state.step < self._run.config.algorithm.steps and not self._evaluations.reached
 
     def begin(self) -> StepTally:
         """Start timing and tracing the next step; returns its empty tally."""
@@ -75,11 +76,13 @@ class Steps:
         return StepTally(time.perf_counter())
 
     def end(self, tally: StepTally, feed: Feed) -> None:
-        """Finish the current step: take the optimizer step, sync weights, clear the rows, validate if that is due, and
+        """Finish the current step: take the optimizer step, sync weights, clear the rows, evaluate if that is due, and
         pass the metrics to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps without an optimizer
         step."""
         run, state = self._run, self._state
-        validated = self._validation.finish()  # while the workers still have the weights that are validated
+        validated = self._evaluations.before_update(
+            state
+        )  # while the workers still have the weights that are validated
         state.ahead = True
         tally.passes += grpo.finish(run)
         state.step, state.version = state.step + 1, state.version + 1
@@ -96,13 +99,7 @@ class Steps:
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)
-        config, last = run.config.validation, state.step == run.config.algorithm.steps
-        due = config.every and (state.step % config.every == 0 or last)
-        if due and not run.engines.ahead_of(state.version):  # else it was validated before the workers went back
-            if config.background and not last:
-                self._validation.start(state)
-            else:
-                metrics |= self._validation.validate(state)
+        metrics |= self._evaluations.after_step(state, last=state.step == run.config.algorithm.steps)
         self._after_step(state, metrics)
         self._stop_if_nothing_is_trained(metrics)
 

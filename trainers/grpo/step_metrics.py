@@ -10,6 +10,7 @@ import numpy as np
 
 from ...actors.rollout.report import merge_reports
 from ...actors.rollout.routes import RouteCounts
+from ...actors.rollout.rows import KV_STALENESS
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..observe.data_plane_watch import covered_s, mean_covered_s
@@ -56,6 +57,7 @@ def step_metrics(
         "rollout/groups_reissued": float(fed.reissued),
         "rollout/actors_replaced": float(run.actors.replaced),
         **staleness_metrics(state.version - 1 - meta.versions, run.config.overlap.window),
+        **kv_metrics(meta),
         **trained,
         "policy/version": float(state.version),
         "time/step_s": step_s,
@@ -173,6 +175,15 @@ def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
     if len(shares) > MANY:
         figures[f"staleness/share_{MANY}_or_more"] = float(shares[MANY:].sum())
     return figures
+
+
+def kv_metrics(meta: KVBatchMeta) -> dict[str, float]:
+    """Return the mean and the maximum over rows of the staleness of keys and values, in versions; {} if no engine keeps
+    keys and values over weight updates."""
+    staleness = meta.tags.get(KV_STALENESS)
+    if staleness is None:
+        return {}
+    return {"staleness/kv_mean": float(np.mean(staleness)), "staleness/kv_max": float(np.max(staleness))}
 
 
 def idle_shares(generating_s: float, seconds: Mapping[str, float], wait_s: float, step_s: float) -> dict[str, float]:

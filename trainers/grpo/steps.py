@@ -21,11 +21,13 @@ from ...actors.train.reader import holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import REF, WorkerReport
 from ...dataplane.client.client import DataPlaneClient
-from ...dataplane.meta import KVBatchMeta
+from ...dataplane.meta import POSITION, KVBatchMeta
 from ...dataplane.plans import Budget, plan_shards
 from ..advantages.estimator import AdvantageEstimator, RewardRows
+from ..cluster import actor_specs
 from ..cluster.calls import Call, DriverMeter, gather
 from ..cluster.engine_pool import EnginePool, NoEngineLeft
+from ..cluster.evaluation_plans import EvaluationPlan
 from ..cluster.handles import TrainHandle
 from ..cluster.progress import gather_slow
 from ..cluster.run_actors import RunActors
@@ -64,8 +66,8 @@ class Run:
     estimate: AdvantageEstimator
     sampling: SamplingParams
     """Sampling parameters of training rollouts."""
-    validating: SamplingParams
-    """Sampling parameters of validation."""
+    evaluations: tuple[EvaluationPlan, ...]
+    """Evaluations that the run makes, validation first."""
     budget: Budget
     """Limit on the tokens of a microbatch, and the coefficients that give a row's compute cost from its length."""
 
@@ -189,6 +191,20 @@ def write_logprobs(run: Run, columns: Sequence[str]) -> list[WorkerReport]:
     return _traced(run, reports)
 
 
+def write_samples(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
+    """Have the train workers write what `step` makes of the picked rows among those of the receipt `meta` to
+    samples.jsonl: advantages, and log-probs under the policy before the step. Returns their reports, none if no row is
+    picked. meta: with the tag `advantage`."""
+    file = actor_specs.sample_file(run.config)
+    picked = [] if file is None else [row for row, at in enumerate(meta.tags[POSITION].tolist()) if file.picks(at)]
+    if not picked:
+        return []
+    ship_plan(run, meta.select(np.array(picked)), step)
+    with run.stages.timed("logprob"):
+        reports = run.gather([worker.write_samples() for worker in run.workers], "samples")
+    return _traced(run, reports)
+
+
 def accumulate(run: Run) -> list[WorkerReport]:
     """Have the train workers add the gradients of their shards to the current optimizer step, which the first such call
     opens. Returns their reports."""
@@ -208,8 +224,10 @@ def finish(run: Run) -> list[WorkerReport]:
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
     """Do the work of an optimizer update of `step`, up to the update itself, on some of its rows: compute advantages,
     plan, compute the reference's log-probs, accumulate gradients. Returns the train workers' reports."""
-    ship_plan(run, with_advantages(run.estimate, meta), step)
-    return write_logprobs(run, reference_columns(run.config)) + accumulate(run)
+    meta = with_advantages(run.estimate, meta)
+    samples = write_samples(run, meta, step)
+    ship_plan(run, meta, step)
+    return samples + write_logprobs(run, reference_columns(run.config)) + accumulate(run)
 
 
 def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:
@@ -261,6 +279,13 @@ def size_of(folder: Path) -> int:
         with suppress(OSError):
             total += path.stat().st_size
     return total
+
+
+def give_back(run: Run, meta: KVBatchMeta) -> None:
+    """Give the bytes of the rows of `meta`, which no train worker reads again, back to the data plane, so that rollouts
+    that wait for room go on. The rows themselves stay, leased, until `retire`."""
+    with run.stages.timed("clear"):
+        run.client.free(meta.partition, meta.keys)
 
 
 def retire(run: Run, meta: KVBatchMeta) -> None:

@@ -62,7 +62,7 @@ def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerRepor
     parts = deal(meta, minibatches=algorithm.minibatches, epochs=algorithm.epochs, seed=run.config.run.seed, step=step)
     first_written = algorithm.epochs > 1
     updates = [Update(part, first_written or number > 0) for number, part in enumerate(parts)]
-    columns, reports = written_columns(run.config), []
+    columns, reports = written_columns(run.config), grpo.write_samples(run, meta, step)
     if columns and len(updates) > 1:
         early = meta if first_written else parts[1].concat(*parts[2:])
         grpo.ship_plan(run, early, step)

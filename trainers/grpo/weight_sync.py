@@ -287,7 +287,7 @@ class WeightSync:
         """Have `engines` load and serve the version that they have prepared. Returns the engines where that failed:
         name -> failure."""
         wall = time.time()
-        calls = [engine.handle.commit_weights(version, self._config.in_flight) for engine in engines]
+        calls = [engine.handle.commit_weights(version, self._config.in_flight, self._config.kv) for engine in engines]
         outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
         for engine, report in zip(engines, outcomes, strict=True):
             engine.broken = isinstance(report, ActorFailed) and (engine.broken or bool(engine.joins))

@@ -1,11 +1,10 @@
-"""Writes a run's metrics as JSON lines to metrics.jsonl and as TensorBoard scalars, and reads metrics.jsonl back.
+"""Writes a run's metrics as JSON lines to metrics.jsonl, hands them to the trackers, and reads metrics.jsonl back.
 
-Keys are flat: `reward/`, `val/`, `rollout/`, `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`, `dataplane/`,
-`driver/`, `idle/`, `sync/`, `switch/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is a whole step
-without the validation after it. `time/elapsed_s` counts from the writer's start. `time/rollout_s` is the driver's wait
-for groups.
-`time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`.
-docs/reference/metrics.md explains every key.
+Keys are flat: `reward/`, `val/`, `eval/`, `rollout/`, `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`,
+`dataplane/`, `driver/`, `idle/`, `sync/`, `switch/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is a
+whole step without the validation after it. `time/elapsed_s` counts from the writer's start. `time/rollout_s` is the
+driver's wait for groups. `time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s`
+and `time/train_s`. docs/reference/metrics.md explains every key.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...actors.rollout.validation_figures import needs_answers
-from ...codecs.imports import MissingExtra
+from ...actors.rollout.evaluation_figures import needs_answers
+from .trackers.tracking import Tracking
 
 FINISHED = "finished"
 RESUMED = "resumed"
@@ -69,25 +68,26 @@ def judged_format(judged: str) -> str:
     return ".1%" if needs_answers(judged) else ".3f"
 
 
-class MetricsWriter:
-    """Appends metrics to metrics.jsonl, flushing every line, and to TensorBoard. Must be used by one thread of one
-    process only."""
+ATTEMPT = "run/attempt"
+"""Metric that counts how often the run had gone back to a checkpoint, or was resumed, when a line was written. If a
+step has several lines, the one with the largest value counts."""
 
-    def __init__(self, path: str | os.PathLike[str], tensorboard_dir: str | os.PathLike[str] | None = None) -> None:
-        """Open `path` to append to it. With `tensorboard_dir` None, no TensorBoard events are written and torch is not
-        imported."""
+
+class MetricsWriter:
+    """Appends metrics to metrics.jsonl, flushing every line, and hands them to the trackers. Must be used by one thread
+    of one process only."""
+
+    def __init__(self, path: str | os.PathLike[str], tracking: Tracking | None = None) -> None:
+        """Open `path` to append to it. tracking: trackers that get the same metrics; None for none."""
         self._start = time.monotonic()
         self.begun = False
         """Whether a step has been logged."""
-        self._board = None
-        if tensorboard_dir is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ModuleNotFoundError:
-                raise MissingExtra("tensorboard", "logging.tensorboard=true", "report") from None
-            self._board = SummaryWriter(str(tensorboard_dir), flush_secs=10)
+        self.finished = False
+        """Whether the run has reached its end."""
+        self._tracking = tracking
         self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
         _drop_torn_line(Path(path))
+        self._attempt = _num_resumed(Path(path))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line for `step`. Values are numbers, numpy or torch scalars, or None; NaN and infinity become null.
@@ -97,22 +97,22 @@ class MetricsWriter:
         line: dict[str, Any] = {"step": int(step)}
         for key, value in metrics.items():
             line[key] = _number(key, value)
-        line[ELAPSED] = self.elapsed_s
+        line |= {ELAPSED: self.elapsed_s, ATTEMPT: self._attempt}
         self._append(line)
         self.begun = True
-        if self._board is not None:
-            for key, value in line.items():
-                if value is not None and key != "step":
-                    self._board.add_scalar(key, value, step)
+        if self._tracking is not None:
+            self._tracking.log(step, {key: value for key, value in line.items() if value is not None and key != "step"})
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Append an event, `{"event": name, "step": step, ...}`. An event is a line that reports something other than
         the metrics of a step. fields: JSON values."""
         self._append({"event": name, "step": step, ELAPSED: self.elapsed_s, **fields})
+        self._attempt += name == RESUMED
 
     def finish(self, step: int, **fields: Any) -> None:
         """Append the `finished` event, the last line of a run that reached its end."""
         self.event(FINISHED, step, **fields)
+        self.finished = True
 
     @property
     def elapsed_s(self) -> float:
@@ -120,14 +120,13 @@ class MetricsWriter:
         return round(time.monotonic() - self._start, 3)
 
     def close(self) -> None:
-        """Flush and close the file and TensorBoard. Idempotent."""
+        """Flush and close the file, and end the trackers. Idempotent."""
         try:
             if not self._file.closed:
                 self._file.close()
         finally:
-            board, self._board = self._board, None
-            if board is not None:
-                board.close()
+            if self._tracking is not None:
+                self._tracking.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
         try:
@@ -145,6 +144,12 @@ def _number(key: str, value: Any) -> float | int | None:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     raise ValueError(f"metric {key!r}: got {value!r}, expected a number or None")
+
+
+def _num_resumed(path: Path) -> int:
+    """Return the number of `resumed` events in a metrics file."""
+    mark = f'"event": "{RESUMED}"'.encode()
+    return sum(line.startswith(b"{" + mark) for line in path.read_bytes().splitlines())
 
 
 def _drop_torn_line(path: Path) -> None:

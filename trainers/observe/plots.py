@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ...actors.rollout.validation_figures import REWARD
+from ...actors.rollout.evaluation_figures import REWARD
 from ...codecs.imports import MissingExtra
 
 try:
@@ -73,7 +74,7 @@ def all_plots(records: Sequence[Record], judged: str = REWARD) -> list[Plot]:
     records: one per step, ascending, as `read_metrics` returns them. judged: key of the metric that `validation.metric`
     names.
     """
-    makers = (partial(_learning, judged), _responses, _times, _data_plane, _overlap, _optimisation)
+    makers = (partial(_learning, judged), _rewards, _responses, _times, _data_plane, _overlap, _optimisation)
     return [plot for plot in (make(records) for make in makers) if plot is not None]
 
 
@@ -97,6 +98,21 @@ def _learning(judged: str, records: Sequence[Record]) -> Plot | None:
     if min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(-0.03, 1.03)
     return _plot("Learning", "Thin: each step; thick: averaged over neighbouring steps.", legend, figure)
+
+
+def _rewards(records: Sequence[Record]) -> Plot | None:
+    """Plot each reward function by itself. Returns None if there is only one, which the total shows already."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    names = [key for key in keys if key.startswith("reward/") and key != "reward/mean"]
+    if len(names) < 2:
+        return None
+    figure, axes = _figure()
+    legend = []
+    for (key, colour), dashes in zip(zip(names, itertools.cycle(RUN_COLOURS)), _dashes(len(names)), strict=False):
+        steps, values = _series(records, key)
+        axes.plot(steps, _smooth(values), color=_STAND_INS[colour], linewidth=1.8, linestyle=dashes)
+        legend.append((key.removeprefix("reward/"), colour))
+    return _plot("Rewards, function by function", "Unweighted; averaged over neighbouring steps.", legend, figure)
 
 
 def _responses(records: Sequence[Record]) -> Plot | None:
@@ -207,6 +223,55 @@ def _optimisation(records: Sequence[Record]) -> Plot | None:
         axes.plot(steps, _smooth(values), color=_STAND_INS[colour], linewidth=1.8)
         _finish(axes, title)
     return _plot("Optimisation", "Thin: each step; thick: averaged over neighbouring steps.", [], figure, wide=True)
+
+
+# ---------------------------------------------------------------- several runs
+
+RUN_COLOURS = ("blue", "orange", "green", "red", "purple", "grey")
+"""Colours of runs, or of reward functions, in one plot. Further ones take them again with dashed lines."""
+
+
+def _dashes(count: int) -> list[str]:
+    """Return the line styles of `count` lines, whose colours are RUN_COLOURS again and again."""
+    return ["-" if at < len(RUN_COLOURS) else "--" for at in range(count)]
+
+
+def compared_plots(runs: Sequence[tuple[str, Sequence[Record]]], panels: Sequence[tuple[str, str]]) -> list[Plot]:
+    """Draw the curves of several runs over each other. runs: name and records of each. panels: title and key of each
+    metric; one that fewer than one run has is left out. The first metric is also drawn over time."""
+    colours = [colour for _, colour in zip(runs, itertools.cycle(RUN_COLOURS), strict=False)]
+    drawn = []
+    for number, (title, key) in enumerate(panels):
+        for over_time in (False, True) if number == 0 else (False,):
+            figure, axes = _figure()
+            legend, everything = [], list[float]()
+            for (name, records), colour, style in zip(runs, colours, _dashes(len(runs)), strict=True):
+                steps, values = _series(records, key)
+                if not values:
+                    continue
+                spent = dict(zip((record["step"] for record in records), minutes(records), strict=True))
+                places = [spent[step] for step in steps] if over_time else steps
+                axes.plot(places, values, color=_STAND_INS[colour], alpha=0.25, linewidth=1, linestyle=style)
+                axes.plot(places, _smooth(values), color=_STAND_INS[colour], linewidth=2, linestyle=style)
+                legend.append((name + (" (dashed)" if style == "--" else ""), colour))
+                everything += values
+            if not everything:
+                continue
+            if over_time:
+                axes.set_xlabel("minutes", fontsize=9, color=_STAND_INS["ink"])
+                axes.xaxis.set_major_locator(MaxNLocator(6))
+            if min(everything) >= 0 and max(everything) > 1:
+                _finish(axes, "", everything)
+            drawn.append(
+                _plot(f"{title[:1].upper()}{title[1:]} over {'time' if over_time else 'steps'}", "", legend, figure)
+            )
+    return drawn
+
+
+def minutes(records: Sequence[Record]) -> list[float]:
+    """Return the minutes of work until the end of each record's step, validations included and restarts left out."""
+    spent = ((record.get("time/step_s") or 0.0) + (record.get("time/validate_s") or 0.0) for record in records)
+    return [total / 60 for total in itertools.accumulate(spent)]
 
 
 # ---------------------------------------------------------------- drawing

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -14,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ...actors.rollout.validation_figures import REWARD
+from ...actors.rollout.evaluation_figures import REWARD
 from .metrics import judged_format, judged_label, time_split
 
 COLOURS = {
@@ -43,8 +44,12 @@ LOSSES = (
 """Failures that a run survives, such as dropped groups and replaced actors, which are shown if their count is above 0:
 (label, metric key, whether the value counts a single step and must be summed)."""
 
-LINE_EVERY_S = 60.0
-"""Seconds without output after which the next finished step prints a line, in a run without a terminal."""
+LINE_EVERY_S, LONGEST_SILENCE_S, SILENT_SHARE = 60.0, 600.0, 1 / 40
+"""Seconds without output after which a run without a terminal prints a line: at first, at most, and in between as a
+share of the time since its start."""
+
+POLL_S = 1.0
+"""Seconds between two looks at whether a line is due by time."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
@@ -63,15 +68,20 @@ class Progress:
         judged: str = REWARD,
     ) -> None:
         """Prepare the display of a run of `num_steps` steps. Without a terminal, it prints about twenty lines over the
-        run, another one for each step that ends a minute or more after the last line, and one for each validation.
+        run, one for each validation, and more lines by time (see LINE_EVERY_S), which say what a long step is doing.
         judged: key of the metric that `validation.metric` names."""
+        self.doing: Callable[[], str] = lambda: ""
+        """Function that returns what the run is doing now, such as the stage of its step; "" if it is not known."""
         self._title = title
         self._judged = judged
         self._num_steps = num_steps
         self._enabled = enabled
         self._console = console or Console()
         self._line_every = max(1, num_steps // 20)
-        self._start = self._printed_s = time.monotonic()
+        self._start = self._printed_s = self._step_s = time.monotonic()
+        self._ended = threading.Event()
+        self._clockwork: threading.Thread | None = None
+        """Thread that prints lines by time, for a display without a terminal."""
         self._phase = "starting"
         self._phase_share: float | None = None
         self._step = 0
@@ -89,11 +99,17 @@ class Progress:
         if self._enabled and self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
+        elif self._enabled:
+            self._clockwork = threading.Thread(target=self._print_by_time, name="progress lines", daemon=True)
+            self._clockwork.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        if self._clockwork is not None:
+            self._clockwork.join()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -102,6 +118,8 @@ class Progress:
         """Show what the run does outside its steps, such as starting, warm-up or saving. done, total: progress within
         this phase; with `total` 0 none is shown."""
         new = name != self._phase.partition(":")[0]
+        if new:
+            self._step_s = time.monotonic()
         self._phase = f"{name}: {note}" if note else name
         self._phase_share = done / total if total else None
         if self._enabled and self._live is None and (new or (total and done == total)):
@@ -110,6 +128,7 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Show the metrics of `step` (0 before the first step)."""
         self._phase, self._phase_share, self._step = "training", None, step
+        self._step_s = time.monotonic()
         if step and self._first_step is None:
             # The first step is left out of the estimate, because it includes one-time work.
             self._first_step = (step, time.monotonic())
@@ -130,7 +149,7 @@ class Progress:
         if reward is not None:
             self._rewards.append(reward)
         validated = self._judged in metrics
-        due = step % self._line_every == 0 or step == 1 or time.monotonic() - self._printed_s >= LINE_EVERY_S
+        due = step % self._line_every == 0 or step == 1 or self._silent_too_long()
         if self._enabled and self._live is None and (validated or due):
             self._print(self._line(metrics))
 
@@ -145,6 +164,24 @@ class Progress:
         self._console.print(
             f"[{_clock(time.monotonic() - self._start)}] {text}", markup=False, highlight=False, soft_wrap=True
         )
+
+    def _silent_too_long(self) -> bool:
+        now = time.monotonic()
+        bound_s = min(max(LINE_EVERY_S, SILENT_SHARE * (now - self._start)), LONGEST_SILENCE_S)
+        return now - self._printed_s >= bound_s
+
+    def _print_by_time(self) -> None:
+        """Print what the run is doing whenever it has printed nothing for too long, until the display ends."""
+        while not self._ended.wait(POLL_S):
+            if self._silent_too_long():
+                self._print(f"{self._where()}, for {_clock(time.monotonic() - self._step_s)} so far")
+
+    def _where(self) -> str:
+        """Return what the run is doing: the step in progress and its stage, or the phase outside the steps."""
+        if self._phase != "training":
+            return self._phase
+        stage = self.doing()
+        return f"step {self._step + 1}/{self._num_steps}" + (f": {stage}" if stage else "")
 
     def _line(self, metrics: Mapping[str, float | None]) -> str:
         parts = [f"step {self._step}/{self._num_steps}"]
@@ -196,7 +233,9 @@ class Progress:
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(ratio=1, no_wrap=True)
         head.add_column(justify="right", no_wrap=True)
-        where = f"step {self._step}/{self._num_steps}" if self._phase == "training" else self._phase
+        stage = self.doing()
+        where = f"step {self._step}/{self._num_steps}" + (f"  {stage}" if stage else "")
+        where = where if self._phase == "training" else self._phase
         head.add_row(Text(where, style="bold"), Text(clock, style="dim"))
         bar = Table.grid(expand=True)  # in a table, as a bare ProgressBar does not end its line
         bar.add_row(

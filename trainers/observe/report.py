@@ -8,90 +8,18 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from ...actors.rollout.validation_figures import EXACT_MATCH, REWARD, find_figure
+from ...actors.rollout.evaluation_figures import EXACT_MATCH, REWARD, find_figure
 from ..errors import UserError
 from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_metrics
+from .page import card, data_script, page, plot_html, script, short, table
+from .samples import FILE, Row, read_samples
 
-if TYPE_CHECKING:
-    from .plots import Plot
-
-# ---------------- The report's HTML page as a string.Template, with a light and a dark theme.
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title - headrace</title>
-<style>
-:root {
-  color-scheme: light dark;
-  --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
-  --page: #f5f6f8; --card: #ffffff; --line: #e1e4e9; --text: #1b1f27; --ink: #5d6675; --grid: #e3e6eb;
-  --blue: #2e6bd6; --orange: #d97a0b; --green: #2a9162; --red: #cc3f4d; --purple: #8452c8; --grey: #a3abb8;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #12151b; --card: #1b1f28; --line: #2c323e; --text: #e8ebf0; --ink: #9aa4b4; --grid: #2c323e;
-    --blue: #74a5ff; --orange: #f2a04a; --green: #56c596; --red: #f27d88; --purple: #b48cf2; --grey: #6d7687;
-  }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 var(--font); }
-main { max-width: 1240px; margin: 0 auto; padding: 32px 24px 64px; }
-header { display: flex; flex-wrap: wrap; align-items: baseline; gap: 4px 14px; margin-bottom: 20px; }
-h1 { font-size: 24px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 15px; margin: 0 0 6px; }
-header span { color: var(--ink); }
-header .state { font-size: 13px; padding: 2px 10px; border-radius: 99px; border: 1px solid currentColor; }
-.good { color: var(--green) !important; }
-.open { color: var(--orange) !important; }
-.cards { display: grid; gap: 14px; margin-bottom: 14px;
-  grid-template-columns: repeat(auto-fill, minmax(max(160px, calc((100% - 42px) / 4)), 1fr)); }
-.card, figure, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.card { padding: 12px 16px; display: flex; flex-direction: column; }
-.card span { color: var(--ink); font-size: 13px; }
-.card b { font-size: 24px; line-height: 1.35; font-variant-numeric: tabular-nums; }
-.card small { color: var(--ink); font-size: 12px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 14px; }
-figure { margin: 0; padding: 16px 18px 12px; min-width: 0; display: flex; flex-direction: column; }
-figure.wide { grid-column: 1 / -1; }
-figure ul { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 6px; padding: 0; }
-figure li { color: var(--ink); font-size: 13px; }
-figure li::before { content: ""; display: inline-block; width: 10px; height: 10px; border-radius: 3px;
-  margin-right: 6px; background: var(--c); }
-figure svg { display: block; width: 100%; height: auto; margin-top: auto; }
-figure p { color: var(--ink); font-size: 12px; margin: 4px 0 0; }
-.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 14px;
-  margin-top: 14px; align-items: start; }
-section { padding: 16px 18px; overflow-x: auto; max-height: 460px; overflow-y: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: var(--ink); font-weight: 500; white-space: nowrap; }
-th, td { padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
-tr:last-child td { border-bottom: 0; }
-code, pre { font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-details { margin-top: 14px; }
-summary { cursor: pointer; color: var(--ink); font-size: 13px; }
-pre { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 18px;
-  overflow-x: auto; }
-</style>
-</head>
-<body>
-<main>
-<header><h1>$title</h1><span class="state $state_class">$state</span></header>
-<div class="cards">$cards</div>
-<div class="plots">$plots</div>
-<div class="tables">$validations$settings$phases</div>
-<details><summary>config.yaml</summary><pre>$config</pre></details>
-</main>
-</body>
-</html>
-"""
+RELOAD_S = 30
+"""Seconds after which the page of an unfinished run loads itself again."""
 
 SUMMARY_KEYS = (
     "model.path",
@@ -120,7 +48,7 @@ SUMMARY_KEYS = (
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write `report.html` into the run folder from its metrics.jsonl and config.yaml, and return its path.
+    """Write `report.html` into the run folder from its metrics.jsonl, samples.jsonl and config.yaml; returns its path.
 
     Also works while a run is in progress and after it failed. Raises UserError if the folder has no metrics or a broken
     metrics file.
@@ -131,14 +59,15 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         raise UserError(f"{folder}: no metrics.jsonl there, expected a run folder")
     try:
         records, events = read_metrics(metrics_path)
+        samples = read_samples(folder / FILE)
     except ValueError as error:
         raise UserError(str(error)) from error
     config_text = config_path.read_text(encoding="utf-8") if config_path.is_file() else ""
-    page = render(records, events, config_text, title=folder.resolve().name)
+    text = render(records, events, config_text, title=folder.resolve().name, samples=samples)
     path = folder / "report.html"
     new = folder / "report.html.new"
     try:
-        new.write_text(page, encoding="utf-8")
+        new.write_text(text, encoding="utf-8")
         new.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -147,8 +76,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     return path
 
 
-def render(records: Sequence[Record], events: Sequence[Record], config_text: str, *, title: str) -> str:
-    """Return the HTML of the report. config_text: content of the resolved config.yaml, "" if there is none."""
+def render(
+    records: Sequence[Record], events: Sequence[Record], config_text: str, *, title: str, samples: Sequence[Row] = ()
+) -> str:
+    """Return the HTML of the report. config_text: content of the resolved config.yaml, "" if there is none. samples:
+    episodes as `read_samples` returns them."""
     from .plots import all_plots  # matplotlib is slow to import, and an extra
 
     config = yaml.safe_load(config_text) or {}
@@ -156,19 +88,22 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
     steps = max((record["step"] for record in records), default=0)
     finished = any(event["event"] == FINISHED and event["step"] == steps for event in events)
     of = f" of {num_steps}" if num_steps else ""
-    judged = _judged(config, records)
+    judged = judged_key(config, records)
     state = f"finished, {steps} steps" if finished else f"not finished, {steps}{of} steps"
-    return Template(PAGE).substitute(
-        title=html.escape(title),
-        state=html.escape(state),
-        state_class="good" if finished else "open",
-        cards="".join(_card(*card) for card in summary_cards(records, judged)),
-        plots="".join(_plot_html(plot) for plot in all_plots(records, judged)),
-        phases=_phases_html(events),
-        validations=_validations_html(records, judged),
-        settings=_settings_html(config),
-        config=html.escape(config_text),
+    cards = "".join(card(*entry) for entry in summary_cards(records, judged))
+    plots = "".join(plot_html(plot) for plot in all_plots(records, judged))
+    tables = _validations_html(records, judged) + _settings_html(config) + _phases_html(events)
+    body = (
+        f'<div class="cards">{cards}</div>\n<div class="plots">{plots}</div>\n'
+        f'<section class="samples" id="samples"></section>\n<div class="tables">{tables}</div>\n'
+        f"<details><summary>config.yaml</summary><pre>{html.escape(config_text)}</pre></details>"
     )
+    scripts = (
+        data_script("samples-data", list(samples))
+        + data_script("page-data", {"reload_s": 0 if finished else RELOAD_S})
+        + script("samples.js")
+    )
+    return page(title, body, state=state, good=finished, scripts=scripts)
 
 
 # ---------------------------------------------------------------- cards
@@ -184,7 +119,7 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
         if values:
             cards.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
     for label, key, show in (
-        ("Time per step", "time/step_s", _seconds),
+        ("Time per step", "time/step_s", seconds_text),
         ("Tokens per second", "rollout/tokens_per_s", _count),
         ("Put per step", "dataplane/bytes_put", _bytes),
         ("Got per step", "dataplane/bytes_got", _bytes),
@@ -210,7 +145,7 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
     times = _values(records, "time/step_s")
     if times:
         validating = sum(_values(records, "time/validate_s"))
-        cards.append(("All steps", _seconds(sum(times)), f"and {_seconds(validating)} of validation"))
+        cards.append(("All steps", seconds_text(sum(times)), f"and {seconds_text(validating)} of validation"))
     return cards
 
 
@@ -242,7 +177,8 @@ def _values(records: Sequence[Record], key: str) -> list[float]:
     return [record[key] for record in records if record.get(key) is not None]
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Return a duration in seconds as text with a fitting unit."""
     if value < 1:
         return f"{value * 1e3:.0f} ms"
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
@@ -269,44 +205,29 @@ def _at(config: Any, dotted: str) -> Any:
 # ---------------------------------------------------------------- HTML
 
 
-def _card(label: str, value: str, small: str) -> str:
-    return (
-        f'<div class="card"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
-        f"<small>{html.escape(small)}</small></div>"
-    )
-
-
-def _plot_html(plot: Plot) -> str:
-    legend = "".join(f'<li style="--c: var(--{colour})">{html.escape(label)}</li>' for label, colour in plot.legend)
-    note = f"<p>{html.escape(plot.note)}</p>" if plot.note else ""
-    width = ' class="wide"' if plot.wide else ""
-    listed = f"<ul>{legend}</ul>" if legend else ""
-    return f"<figure{width}><h2>{html.escape(plot.title)}</h2>{listed}{plot.svg}{note}</figure>"
-
-
 def _phases_html(events: Sequence[Record]) -> str:
     """Return an HTML table of the run's events, one line each. Events are everything but steps, such as a warm-up or a
     resume."""
     lines = []
     for event in events:
-        facts = [f"step {event['step']}", f"at {_seconds(event[ELAPSED])}"]
-        facts += [f"{key} {_short(value)}" for key, value in event.items() if key not in ("event", "step", ELAPSED)]
+        facts = [f"step {event['step']}", f"at {seconds_text(event[ELAPSED])}"]
+        facts += [f"{key} {short(value)}" for key, value in event.items() if key not in ("event", "step", ELAPSED)]
         lines.append(f"<tr><th>{html.escape(str(event['event']))}</th><td>{html.escape(', '.join(facts))}</td></tr>")
-    return _table("Events", ("event", ""), lines)
+    return table("Events", ("event", ""), lines)
 
 
 def _validations_html(records: Sequence[Record], judged: str) -> str:
     keys = list(dict.fromkeys((judged, EXACT_MATCH, REWARD)))
     keys = [key for key in keys if any(key in record for record in records)]
     lines = [
-        f"<tr><td>{record['step']}</td>" + "".join(f"<td>{_short(record.get(key))}</td>" for key in keys) + "</tr>"
+        f"<tr><td>{record['step']}</td>" + "".join(f"<td>{short(record.get(key))}</td>" for key in keys) + "</tr>"
         for record in records
         if any(key in record for key in keys)
     ]
-    return _table("Validation", ("step", *(key.removeprefix("val/").replace("_", " ") for key in keys)), lines)
+    return table("Validation", ("step", *(key.removeprefix("val/").replace("_", " ") for key in keys)), lines)
 
 
-def _judged(config: dict[str, Any], records: Sequence[Record]) -> str:
+def judged_key(config: dict[str, Any], records: Sequence[Record]) -> str:
     """Return the key of the metric that `validation.metric` named in the run; exact match for runs from before that
     config key existed. Falls back to the reward if the records lack that metric."""
     keys = {key for record in records for key in record}
@@ -315,21 +236,8 @@ def _judged(config: dict[str, Any], records: Sequence[Record]) -> str:
 
 def _settings_html(config: dict[str, Any]) -> str:
     lines = [
-        f"<tr><td><code>{key}</code></td><td>{html.escape(_short(_at(config, key)))}</td></tr>"
+        f"<tr><td><code>{key}</code></td><td>{html.escape(short(_at(config, key)))}</td></tr>"
         for key in SUMMARY_KEYS
         if _at(config, key) is not None
     ]
-    return _table("Settings", ("key", "value"), lines)
-
-
-def _table(title: str, head: Sequence[str], lines: Sequence[str]) -> str:
-    """Return an HTML table with a title, or "" if it has no lines."""
-    if not lines:
-        return ""
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = f"<thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    return f"<section><h2>{title}</h2><table>{body}</table></section>"
-
-
-def _short(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return table("Settings", ("key", "value"), lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import shutil
 import traceback
@@ -13,6 +14,8 @@ from ...codecs.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
+from .trackers.factory import build_tracker, wanted_trackers
+from .trackers.tracking import Tracking
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
 """Glob patterns of drafts, the files and folders that are written under a temporary name and renamed once they are
@@ -31,12 +34,15 @@ class RunFolder:
     config.yaml     the resolved configuration
     metrics.jsonl   one JSON object a line; the last one of a finished run has "event": "finished"
     tensorboard/    the same metrics as TensorBoard events
+    wandb/, mlruns/ the same metrics as Weights & Biases and MLflow keep them; trackers.json has the names of their runs
     trace.json      the timeline of some steps (Perfetto, chrome://tracing)
     checkpoints/    one folder per checkpoint
     journal/        finished groups that no checkpoint covers yet
     engines/        what vLLM's processes wrote, engine-N.log of each engine
     report.html     metrics and plots in one page that needs no network
+    samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
     reward_errors.jsonl  why rewards failed, a line for each rollout call with failed rows; only if any did
+    incidents.txt   what died or failed while the run went on, a sentence a line; only if anything did
     error.txt       the traceback, when the run failed
     watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run
     """
@@ -52,12 +58,12 @@ class RunFolder:
         self.path = Path(config.run.dir)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
-        self.tensorboard_dir = self.path / "tensorboard"
         self.trace_path = self.path / "trace.json"
         self.checkpoints_dir = self.path / "checkpoints"
         self.report_path = self.path / "report.html"
         self.error_path = self.path / "error.txt"
         self.watchdog_path = self.path / "watchdog.txt"
+        self.incidents_path = self.path / "incidents.txt"
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         """Folders that did not exist before and are created for this run, the deepest first."""
         if resume and not self.holds_run:
@@ -73,12 +79,13 @@ class RunFolder:
             self.checkpoints_dir.mkdir(exist_ok=True)
             if not resume:
                 shutil.rmtree(self.path / "journal", ignore_errors=True)  # left by a run without metrics
+                (self.path / "samples.jsonl").unlink(missing_ok=True)
             self._write_config(config)
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)
-            self.metrics = MetricsWriter(
-                self.metrics_path, self.tensorboard_dir if config.logging.tensorboard else None
-            )
+            trackers = {tracker.kind: build_tracker(tracker) for tracker in wanted_trackers(config.logging)}
+            tracking = Tracking(trackers, self.path, config.model_dump(mode="json"))
+            self.metrics = MetricsWriter(self.metrics_path, tracking)
         except BaseException as error:
             if isinstance(error, UserError | OSError):
                 self._remove_what_was_made()
@@ -133,6 +140,12 @@ class RunFolder:
         process.
         """
         self.metrics.event(RESUMED, step, **({"died": died} if died else {}))
+
+    def incident(self, step: int, sentence: str) -> None:
+        """Append a sentence about something that died or failed in `step`, with the time, to incidents.txt."""
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        with self.incidents_path.open("a", encoding="utf-8") as file:
+            file.write(f"{now} step {step}: {' '.join(sentence.split())}\n")
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""

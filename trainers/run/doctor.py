@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,18 +90,32 @@ PROBES = (
     Probe("backend", "megatron", ("megatron.core",), "megatron"),
 )
 
-# Imports in turn; JSON lines, marked because libraries print too: probe name -> first line of the error, "" when fine.
+# Imports `ahead`, and then each group in a fork, all at the same time. JSON lines, marked because libraries print too:
+# group -> first line of the error, "" when fine.
 _IMPORTER = """
-import importlib, json, sys
-found = {}
-for name, modules in json.loads(sys.argv[1]).items():
+import importlib, json, os, sys
+groups, ahead = json.loads(sys.argv[1])
+def tell(name, error):
+    os.write(1, ("\\nHEADRACE " + json.dumps({name: error}) + "\\n").encode())
+def attempt(modules):
     try:
         for module in modules:
             importlib.import_module(module)
-        found[name] = ""
+        return ""
     except BaseException as error:
-        found[name] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    print("HEADRACE " + json.dumps(found), flush=True)
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+attempt(ahead)
+children = {}
+for name, modules in groups.items():
+    pid = os.fork()
+    if not pid:
+        tell(name, attempt(modules))
+        os._exit(0)
+    children[pid] = name
+for _ in range(len(children)):
+    pid, status = os.wait()
+    if status:
+        tell(children[pid], f"the import ended its process (exit code {os.waitstatus_to_exitcode(status)})")
 """
 
 
@@ -158,7 +173,12 @@ def _python() -> list[Finding]:
 def _packages() -> list[Finding]:
     """Check the packages that every installation requires. Packages of extras are checked with the stores and engines
     that need them."""
-    required = [line for line in importlib.metadata.requires("headrace") or [] if "extra ==" not in line]
+    try:
+        listed = importlib.metadata.requires("headrace") or []
+    except importlib.metadata.PackageNotFoundError:
+        detail = "headrace runs from its folder without being installed, so what it requires is not known"
+        return [Finding("software", "packages", State.NOTE, detail)]
+    required = [line for line in listed if "extra ==" not in line]
     versions = {name: _version(name) for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required)}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
@@ -286,9 +306,9 @@ def _gib(nbytes: float) -> str:
 
 
 def _starts() -> list[Finding]:
-    """Return a finding for each probe. Their imports are tried one after the other in a child process, so that torch is
-    loaded only once."""
-    errors = try_imports({probe.name: probe.imports for probe in PROBES})
+    """Return a finding for each probe. Their imports are tried at the same time, after torch, which most of them need
+    and which is then loaded only once."""
+    errors = try_imports({probe.name: probe.imports for probe in PROBES}, ahead=("torch", "torch._dynamo"))
     for kind in ("shm", "tcp"):
         errors[kind] = errors[kind] or write_error(SHARED_MEMORY)
     kinds = (
@@ -299,38 +319,40 @@ def _starts() -> list[Finding]:
     return [verdict(probe, errors[probe.name], kinds) for probe in PROBES]
 
 
-def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Try to import each group of modules, one group after the other in a child process. If a group crashes or blocks
-    the process, another process continues with the groups after it. Returns the outcomes: name of the group -> error in
-    one line, "" if there was none."""
+def try_imports(groups: dict[str, tuple[str, ...]], ahead: tuple[str, ...] = ()) -> dict[str, str]:
+    """Try to import each group of modules in a process of its own. Returns the outcomes: name of the group -> error in
+    one line, "" if there was none.
+
+    ahead: modules that many groups need, which are imported once before the processes part. If they crash or block that
+    process, each group imports them for itself.
+    """
     absent = {
         name: f"{module.partition('.')[0]} is not installed"
         for name, modules in groups.items()
         for module in modules
         if importlib.util.find_spec(module.partition(".")[0]) is None
     }
-    found, wanted = absent, {name: modules for name, modules in groups.items() if name not in absent}
-    while wanted:
-        answers = _import_in_child(wanted)
-        found |= answers
-        wanted = {name: modules for name, modules in wanted.items() if name not in answers}
-    return {name: found[name] for name in groups}
+    wanted = {name: modules for name, modules in groups.items() if name not in absent}
+    found = absent | _import_in_children(wanted, ahead)
+    if ahead and wanted and not any(name in found for name in wanted):
+        found |= _import_in_children(wanted, ())
+    return {name: found.get(name, f"the import took more than {IMPORT_TIMEOUT_S:g} s") for name in groups}
 
 
-def _import_in_child(wanted: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Import the groups in one child process, up to the first group that crashes or blocks it. Returns the outcomes of
-    the groups that were tried (at least one): name -> error, "" if there was none."""
-    command = [sys.executable, "-c", _IMPORTER, json.dumps(wanted)]
+def _import_in_children(wanted: dict[str, tuple[str, ...]], ahead: tuple[str, ...]) -> dict[str, str]:
+    """Import the groups in child processes. Returns the outcomes of those that ended within IMPORT_TIMEOUT_S: name ->
+    error, "" if there was none."""
+    command = [sys.executable, "-c", _IMPORTER, json.dumps([wanted, ahead])]
+    # A session of their own, so that all of them can be ended together.
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, start_new_session=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
-        output, end = done.stdout, f"the import ended its process (exit code {done.returncode})"
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        end = f"the import took more than {IMPORT_TIMEOUT_S:g} s"
+        output, _ = process.communicate(timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
     lines = [line.removeprefix("HEADRACE ") for line in output.splitlines() if line.startswith("HEADRACE ")]
-    found = json.loads(lines[-1]) if lines else {}
-    blamed = next((name for name in wanted if name not in found), None)
-    return found if blamed is None else {**found, blamed: end}
+    return {name: error for line in lines for name, error in json.loads(line).items()}
 
 
 def verdict(probe: Probe, error: str, kinds: Sequence[str]) -> Finding:

@@ -8,19 +8,25 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from ...actors.memory import assumed_machine
 from ..cluster import actor_specs
 from ..cluster.placement import Host, Placement, plan_placement
 from ..config.config import Config
 
 
 def plan_here(config: Config) -> Placement | None:
-    """Return the placement of a run on this machine, or None for a run that joins a Ray cluster, whose hosts are known
-    only then. Raises UserError if the run does not fit on the machine's GPUs, or its weight transport not to them."""
-    if config.resources.ray_address is not None:
+    """Return the placement of a run on this machine, or on the assumed one. Returns None for a run that joins a Ray
+    cluster, whose hosts are known only then. Raises UserError if the run does not fit on the machine's GPUs, or its
+    weight transport not to them."""
+    assumed = assumed_machine()
+    if config.resources.ray_address is not None and assumed is None:
         return None
-    placement = plan_placement(config, [local_host(config)])
+    here = local_host(config)
+    hosts = [replace(here, name=f"host {index}") for index in range(assumed.num_hosts)] if assumed else [here]
+    placement = plan_placement(config, hosts)
     actor_specs.transport(config, placement)
     return placement
 
@@ -36,7 +42,11 @@ def local_host(config: Config) -> Host:
 
 
 def count_gpus() -> int:
-    """Return the number of this machine's GPUs that CUDA_VISIBLE_DEVICES, if it is set, lets this process use."""
+    """Return the number of this machine's GPUs that CUDA_VISIBLE_DEVICES, if it is set, lets this process use, or the
+    number of those of an assumed host."""
+    assumed = assumed_machine()
+    if assumed is not None:
+        return assumed.gpus
     present = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is None:

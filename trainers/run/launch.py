@@ -7,7 +7,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from ..advantages.factory import build_advantages
 from ..base_model.prepare import model_config, prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
+from ..cluster.evaluation_plans import evaluation_plans
 from ..cluster.gpu_bundles import reserve_places
 from ..cluster.gpu_memory import decide_roles, send_buffer_bytes
 from ..cluster.ray_cluster import Cluster, open_cluster
@@ -37,6 +38,7 @@ from ..grpo.stages import Stages
 from ..grpo.validation import BEST
 from ..grpo.weight_sync import WeightSync
 from ..observe.data_plane_watch import DataPlaneWatch
+from ..observe.live_report import LiveReport
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import PrometheusEndpoint
@@ -94,8 +96,11 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
                 progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
+            live_report = LiveReport(folder.path, 60 * config.logging.report_minutes)
             try:
-                _Training(config, folder, endpoint, progress, watch, times, cluster).run(resume)
+                progress.doing = lambda: watch.heartbeat.stage
+                with closing(live_report):
+                    _Training(config, folder, endpoint, progress, watch, times, cluster, live_report).run(resume)
             finally:
                 tell_how_to_go_on(folder, progress)
     return folder.path
@@ -108,11 +113,15 @@ def _steps_done(folder: RunFolder) -> int:
 
 
 def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
-    """Print the newest checkpoint's step and the command that continues the run from it. Prints nothing if there is no
-    checkpoint."""
+    """Print the newest checkpoint's step and the command that continues the run from it, or that there is no
+    checkpoint. Prints nothing if the run has not begun."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
-    except (UserError, OSError):  # a disk that fails has been told of
+    except UserError:
+        if folder.metrics.begun and not folder.metrics.finished:
+            progress.message(f"{folder.path} has no checkpoint, so this run cannot be continued")
+        return
+    except OSError:  # a disk that fails has been told of
         return
     progress.message(f"to go on from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
 
@@ -130,7 +139,9 @@ class _Training:
         watch: WatchdogProcess,
         times: StartTimes,
         cluster: Cluster | None,
+        live_report: LiveReport,
     ) -> None:
+        self._live_report = live_report
         self._config = config
         self._folder = folder
         self._endpoint = endpoint
@@ -163,6 +174,7 @@ class _Training:
         self._watch.heartbeat.enter("writing the report")
         self._tracer.write(self._folder.trace_path)
         self._folder.metrics.finish(state.step)
+        self._live_report.close()
         write_report(self._folder.path)
         self._progress.message(f"report: {self._folder.report_path}")
 
@@ -233,7 +245,12 @@ class _Training:
         config, folder = self._config, self._folder
         checkpoints = Checkpoints(folder.checkpoints_dir, keep=config.run.keep_checkpoints, warn=self._progress.message)
         self._endpoint.run.watch(run.watch)
-        run.actors.on_death.append(lambda died: folder.metrics.event(REPLACED, state.step, died=died))
+
+        def replaced(died: str) -> None:
+            folder.metrics.event(REPLACED, state.step, died=died)
+            folder.incident(state.step, f"{died} (replaced)")
+
+        run.actors.on_death.append(replaced)
         checkpoints.load(run, state)
         if state.step:
             grpo.sync_weights(run, state)
@@ -250,6 +267,7 @@ class _Training:
             folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)
+            self._live_report.tick()
             if checkpoints.is_due(config.run, state.step):
                 checkpoints.save(run, state)
 
@@ -296,7 +314,10 @@ class _Training:
         stopped the run."""
         if self._watch.reason() is not None or not self._config.run.saves_checkpoints:
             return
-        if state.ahead or not state.step:  # the optimizer step was under way, or there is nothing to save
+        if not state.step:
+            return
+        if state.ahead:
+            self._progress.message(f"interrupted during the update of step {state.step + 1}, which is not saved")
             return
         self._progress.message(
             f"interrupted: saving a checkpoint of step {state.step} (interrupt again to stop at once)"
@@ -352,6 +373,7 @@ class _Training:
         where = f"the checkpoint of step {state.step}" if state.step else "the start, as there is no checkpoint yet"
         limit = f"run.max_restarts={self._config.run.max_restarts}"
         self._progress.message(f"{lost}\nrestart {self._restarts} ({limit}): going on from {where}")
+        self._folder.incident(state.step, f"{lost} (restart {self._restarts}, going on from {where})")
         return state
 
 
@@ -451,7 +473,7 @@ def launched(
             reward_errors=RewardErrors(folder),
             estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
-            validating=actor_specs.validation_sampling(config),
+            evaluations=evaluation_plans(config),
             budget=actor_specs.budget(config),
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 from ...actors.engines.key_value_memory import check_cache, token_bytes
 from ...actors.engines.vllm.options import problems_in_child
 from ...actors.environments.tools import build_tools
+from ...actors.memory import assumed_machine
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
 from ...codecs.host_memory import total_memory
@@ -24,12 +25,13 @@ from ...dataplane.factory import check_store
 from ...dataplane.security.trusted_network import check_trust
 from ..base_model.prepare import check_model, model_config
 from ..cluster import actor_specs
+from ..cluster.evaluation_plans import evaluation_plans
 from ..cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
 from .dry_run import check_host_memory
-from .extras import check_extras
+from .extras import check_evaluation_extras, check_extras
 from .gpu_table import plan_here
 
 READ_PROMPTS = 10_000
@@ -64,6 +66,12 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
     return _check(config, [*_quick_checks(resume), _check_prompts])
 
 
+def check_evaluation(config: Config) -> None:
+    """Check what the evaluation of a model without a training run needs: the model, the rewards, and the packages for
+    these and for the prompts. Raises ConfigError with one sentence for each mistake."""
+    _check(config, [check_model, _check_rewards, _check_tools], extras=check_evaluation_extras)
+
+
 def _quick_checks(resume: bool) -> list[Check]:
     return [
         lambda config: _check_run_dir(config, resume=resume),
@@ -80,9 +88,15 @@ def _quick_checks(resume: bool) -> list[Check]:
     ]
 
 
-def _check(config: Config, checks: Sequence[Check], otherwise: Sequence[Check] = ()) -> list[str]:
-    """Run all checks, and `otherwise` as well if one of them fails. Returns the lines that the checks return."""
-    check_extras(config)
+def _check(
+    config: Config,
+    checks: Sequence[Check],
+    otherwise: Sequence[Check] = (),
+    extras: Callable[[Config], None] = check_extras,
+) -> list[str]:
+    """Run all checks, and `otherwise` as well if one of them fails. Returns the lines that the checks return. extras:
+    check of the optional packages, which comes first."""
+    extras(config)
     problems: list[str] = []
     left: list[str] = []
     for check in (*checks, *otherwise):
@@ -129,6 +143,11 @@ def _check_run_dir(config: Config, *, resume: bool) -> None:
 
 def _check_rewards(config: Config) -> None:
     check_rewards(config.reward.functions)
+    for name, one in config.evaluation.items():
+        try:
+            check_rewards(one.reward.functions if one.reward else ())
+        except ValueError as error:
+            raise ValueError(f"evaluation.{name}: {error}") from error
 
 
 def _check_kv_cache(config: Config) -> None:
@@ -180,7 +199,7 @@ def _check_sampler(config: Config) -> None:
 def _check_ray_address(config: Config) -> None:
     """Raise ValueError when no connection to the cluster at `resources.ray_address` can be opened."""
     given = config.resources.ray_address
-    if given is None or given == "local":
+    if given is None or given == "local" or assumed_machine() is not None:
         return
     try:
         address = _cluster_address(given)
@@ -220,10 +239,12 @@ def _check_gpus(config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Check that the model fits into this machine's memory. Without GPUs, raises ValueError if the weights, gradients
-    and optimizer state of all train workers and engines need more. With GPUs, raises UserError if the part that the
-    train workers keep in host memory needs more."""
+    """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
+    ValueError if the weights, gradients and optimizer state of all train workers and engines need more. With GPUs,
+    raises UserError if the part that the train workers keep in host memory needs more."""
     params = parameters(config)
+    if assumed_machine() is not None:
+        return
     if params is not None:
         check_host_memory(config, params, total_memory())
     if params is None or config.resources.ray_address is not None or has_gpus():
@@ -256,19 +277,20 @@ def _check_prompts(config: Config) -> list[str]:
     left = []
     with _one_tokenizer_thread():
         tokenizer = _builtin_tokenizer() if config.model.builtin else load_tokenizer(config.model.path)
-        for validation in (False, True) if config.validation.every else (False,):
-            name = config.data.source(validation=validation)
+        sets = [(plan.setup.data, True) for plan in evaluation_plans(config)]
+        for data, validation in [(config.data, False), *sets]:
+            name = data.source(validation=validation)
             if not _source_is_here(name):
                 left.append(f"data: {name} is not on this machine, so its prompts are read when the run starts")
                 continue
-            source = open_source(config.data, tokenizer, seed=config.run.seed, validation=validation)
+            source = open_source(data, tokenizer, seed=config.run.seed, validation=validation)
             if source.size is not None and source.size > READ_PROMPTS:
                 left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
                 source = _FirstPrompts(source, READ_PROMPTS)
-            if config.data.overlong_prompts == "error" or source.size is None:
-                check_prompt_lengths(source, tokenizer, config.data.max_prompt_tokens)
+            if data.overlong_prompts == "error" or source.size is None:
+                check_prompt_lengths(source, tokenizer, data.max_prompt_tokens)
             elif not isinstance(source, _FirstPrompts):
-                without_overlong(source, tokenizer, config.data.max_prompt_tokens)
+                without_overlong(source, tokenizer, data.max_prompt_tokens)
     return left
 
 

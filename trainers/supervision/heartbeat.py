@@ -62,6 +62,11 @@ class Heartbeat:
         self._stage = b"start"
         self._write(False, bound_s)
 
+    @property
+    def stage(self) -> str:
+        """Name of the current stage, or of the last one when none is in progress."""
+        return self._stage.decode()
+
     def step(self, step: int) -> None:
         """Record that all following stages belong to step `step`."""
         self._step = step

@@ -85,7 +85,7 @@ class Decoding:
 
         version: policy version of the model's current weights, which may change only between two calls. The forward
         pass and the sampling of a token happen within the same call, so the recorded version of each token is exact.
-        Keys and values of earlier tokens are not recomputed.
+        Keys and values of earlier tokens are recomputed only after `forget_keys_and_values`.
         """
         rows = self._rows
         while self._step < self._params.max_new_tokens and rows.running.any():
@@ -98,12 +98,16 @@ class Decoding:
             self._step += 1
         return True
 
+    def forget_keys_and_values(self) -> None:
+        """Drop all keys and values. The next step computes them anew, with the weights that the model then has, for the
+        prompt and the tokens so far of every running row. Must not be called during `run`."""
+        self._window = None
+
     def _advance(self) -> _Window:
         """Run the forward pass that computes the logits of the next tokens. The first call prefills the prompts."""
         if self._window is None or self._tokens is None:
-            self._window = _Window(self._model, self._requests)
-            if self._recorder is not None:
-                self._routes.append(self._recorder.take(len(self._requests)))
+            self._window = self._prefilled()
+            self._note_routes(self._window)
             return self._window
         live = self._rows.running[self._window.rows]
         if live.sum() < COMPACT_BELOW * len(live):
@@ -111,13 +115,32 @@ class Decoding:
             self._window.keep(keep)
             self._tokens = self._tokens[torch.from_numpy(keep).to(self._tokens.device)]
         self._window.advance(self._tokens)
-        if self._recorder is not None:
-            rows = self._window.rows
-            chosen = self._recorder.take(len(rows))
-            routes = np.zeros((len(self._rows.running), *chosen.shape[2:]), chosen.dtype)
-            routes[rows] = chosen[:, 0]
-            self._routes.append(routes)
+        self._note_routes(self._window)
         return self._window
+
+    def _note_routes(self, window: _Window) -> None:
+        """Keep the routes of a forward pass: of all prompts in the first, and of each row's last token in the others,
+        whose earlier tokens were computed anew if there are any."""
+        if self._recorder is None:
+            return
+        if not self._routes:
+            self._routes.append(self._recorder.take(len(self._requests)))
+            return
+        chosen = self._recorder.take(len(window.rows))
+        routes = np.zeros((len(self._rows.running), *chosen.shape[2:]), chosen.dtype)
+        routes[window.rows] = chosen[:, -1]
+        self._routes.append(routes)
+
+    def _prefilled(self) -> _Window:
+        """Compute keys and values from the start: of each prompt once for all its rows before the first token, and of
+        each running row's prompt and tokens after it."""
+        rows, prompts = self._rows, [request.prompt_ids for request in self._requests]
+        owners = np.repeat(np.arange(len(prompts)), [len(request.keys) for request in self._requests])
+        if not self._step:
+            return _Window(self._model, prompts, owners, np.arange(len(owners)))
+        live = np.flatnonzero(rows.running)
+        known = [np.concatenate([prompts[owners[row]], rows.tokens[row, : self._step]]) for row in live]
+        return _Window(self._model, known, np.arange(len(live)), live)
 
     def end(self, request: int) -> None:
         """Abort the running rows of the request with index `request`. Must not be called during `run`."""
@@ -231,24 +254,28 @@ class _Rows:
 class _Window:
     """The B rows that are still in the key-value cache, and the logits of their next token."""
 
-    def __init__(self, model: Any, requests: Sequence[DecodeRequest]) -> None:
+    def __init__(self, model: Any, known: Sequence[np.ndarray], owners: np.ndarray, rows: np.ndarray) -> None:
+        """Run a forward pass over `known`, the token ids that different rows may have in common, each int64 `[L]`.
+
+        owners: index in `known` of each row's tokens, int64 `[B]`. rows: number of each row in its batch, int64 `[B]`.
+        """
         self.model = model
         self.cache = DynamicCache(config=model.config)
-        lengths = np.array([len(request.prompt_ids) for request in requests])
+        lengths = np.array([len(ids) for ids in known])
         width = int(lengths.max())
-        ids = np.zeros((len(requests), width), dtype=np.int64)
+        ids = np.zeros((len(known), width), dtype=np.int64)
         # Padding on the left puts every row's next token into the last column.
         mask = np.arange(width) >= (width - lengths)[:, None]
-        ids[mask] = np.concatenate([request.prompt_ids for request in requests])
+        ids[mask] = np.concatenate(known)
         device = model.device
         # Without padding no mask is needed, and attention without one is faster.
         self.mask = None if mask.all() else torch.from_numpy(mask).to(device=device, dtype=torch.int64)
         positions = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)).to(device)
         self.next_position = torch.from_numpy(lengths).to(device)[:, None]
         self.logits = self._forward(torch.from_numpy(ids).to(device), positions)
-        self.rows = np.arange(len(requests))
-        self.keep(np.repeat(self.rows, [len(request.keys) for request in requests]))
-        self.rows = np.arange(len(self.rows))
+        self.rows = np.arange(len(known))
+        self.keep(owners)
+        self.rows = rows
 
     def keep(self, indices: np.ndarray) -> None:
         """Replace the cached rows by those at `indices`, in that order. An index that occurs several times duplicates

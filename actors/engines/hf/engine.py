@@ -25,6 +25,7 @@ from ..protocol import (
     Completion,
     EngineBroken,
     EngineStats,
+    KeysAndValues,
     PauseMode,
     Prepared,
     SamplingParams,
@@ -51,8 +52,8 @@ class HfEngine:
     most the last bits of floating-point results. Global random generators are neither read nor advanced.
 
     Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. Weights can
-    change between two decoding steps. A request that continues after such a change keeps the keys and values that the
-    older weights computed for its earlier tokens.
+    change between two decoding steps. A request that continues after such a change either keeps the keys and values
+    that the older weights computed for its earlier tokens, or computes them anew, as the commit says.
     """
 
     died = ""
@@ -207,10 +208,13 @@ class HfEngine:
         several if the values are equal. Tensors of other float dtypes than the model's are converted."""
         return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
         """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
         froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far. A sleeping engine takes back the memory of its weights and stays asleep."""
+        far. A sleeping engine takes back the memory of its weights and stays asleep. kv: whether requests that continue
+        keep their keys and values, see KeysAndValues."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
@@ -223,7 +227,7 @@ class HfEngine:
         try:
             kept = self._num_running
             # Finished even if this call is cancelled, or the new weights would be served as the old version.
-            await asyncio.shield(self._swap(version))
+            await asyncio.shield(self._swap(version, kv))
         finally:
             if not was_paused:
                 await self.resume()
@@ -233,7 +237,7 @@ class HfEngine:
     def _serves(self, version: int) -> bool:
         return self._version == version and not self._broken
 
-    async def _swap(self, version: int) -> None:
+    async def _swap(self, version: int, kv: KeysAndValues) -> None:
         async with self._swapping:
             if self._serves(version):
                 return  # a commit that began earlier has done it
@@ -243,6 +247,8 @@ class HfEngine:
                 await self._in_thread(self._parameters.copy, pairs)
                 self._version = version
                 self._broken = ""
+                if kv == "recompute" and self._batch is not None and self._batch.decoding is not None:
+                    self._batch.decoding.forget_keys_and_values()
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)

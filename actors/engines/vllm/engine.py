@@ -2,7 +2,7 @@
 
 generate   submits one vLLM request per sample, and counts tokens by version as they come in (`versions`)
 prepare    has the workers receive and verify new weights, each in a thread of its own
-commit     freezes, ends or awaits requests -> loads -> drops the KV cache -> marks the version -> resumes
+commit     freezes, ends or awaits requests -> loads -> drops or keeps the KV cache -> marks the version -> resumes
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..protocol import (
     EngineBroken,
     EngineDied,
     EngineStats,
+    KeysAndValues,
     PauseMode,
     Prepared,
     SamplingParams,
@@ -111,6 +112,8 @@ class VllmEngine:
         self._tp = tp
         self._version = version
         self._in_flight: dict[str, RunningRequest] = {}
+        self._anew: set[str] = set()
+        """Ids of samples that are withdrawn from vLLM, to be submitted to it once more."""
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._control = asyncio.Lock()  # pause, resume, commit, sleep and wake run one at a time
@@ -247,9 +250,12 @@ class VllmEngine:
         final, taken = None, params.logprobs is not None  # vLLM itself returns log-probs that it was asked for
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.
-            if not request.aborted.is_set():
+            while final is None and not request.aborted.is_set():
                 async for output in self._process.generate(sample_id, prompt, params):
                     final = output.outputs[0]
+                if sample_id in self._anew:
+                    self._anew.discard(sample_id)
+                    final = None
             if final is None:
                 return Completion.empty()
             logprobs, routes = None, None
@@ -262,6 +268,21 @@ class VllmEngine:
             versions.close(sample_id)
             if not taken:
                 self._logprobs.forget(sample_id)
+            self._anew.discard(sample_id)
+
+    async def _submit_anew(self) -> None:
+        """Withdraw the samples without tokens from vLLM, which is frozen, and submit them once more, so that they read
+        no keys and values of older weights.
+
+        Their prompts may have been computed with those weights, for themselves or for another sample of the same
+        prompt. The versions of their tokens would not show it.
+        """
+        self._anew = self._process.versions.without_tokens()
+        while waiting := list(self._anew):
+            # Repeated, because vLLM ignores an abort of a request that is still on its way to it.
+            await self._process.llm.abort(waiting)
+            await asyncio.sleep(0.02 if self._anew else 0)
+            self._expect_alive("samples without tokens")
 
     async def abort(self, request_id: str) -> None:
         if (request := self._in_flight.get(request_id)) is not None:
@@ -369,22 +390,28 @@ class VllmEngine:
         self._expect_alive(f"weights of version {update.version}")
         return await self._updates.prepare(update, lambda: -1 if self._partial or self._dropped else self._version)
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Load the prepared `version` and serve it from now on. Requests that are kept recompute their keys and values,
-        so that every later log-prob is that of the new model.
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
+        """Load the prepared `version` and serve it from now on.
 
-        in_flight: what happens to running requests, see PauseMode. A paused engine keeps its requests in flight, or
-        ends them for `abort`, and stays paused. A sleeping engine wakes its weights only; `wake` does the rest. If the
-        load fails (WeightTransferError without staging, else EngineBroken), requests in flight and new ones wait until
-        a later version is loaded completely, so that no token is generated with a mix of two versions.
+        in_flight: what happens to running requests, see PauseMode. kv: what happens to the keys and values of those
+        that are kept. With `recompute` every later log-prob is that of the new model. With `keep` they read at most
+        those that were computed since their first token; when the KV cache is full, vLLM recomputes those of requests
+        that have to wait.
+
+        A paused engine keeps its requests in flight, or ends them for `abort`, and stays paused. A sleeping engine
+        wakes its weights only; `wake` does the rest. If the load fails (WeightTransferError without staging, else
+        EngineBroken), requests in flight and new ones wait until a later version is loaded completely, so that no token
+        is generated with a mix of two versions.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
         if version != self._updates.loading and not self._serves(version):
             self._updates.expect(version)
-        return await self._alone(self._commit(version, in_flight))
+        return await self._alone(self._commit(version, in_flight, kv))
 
-    async def _commit(self, version: int, in_flight: PauseMode) -> CommitReport:
+    async def _commit(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> CommitReport:
         async with self._updates.turn:
             if self._serves(version):
                 return CommitReport(version, 0.0, 0.0, 0, 0)
@@ -400,8 +427,11 @@ class VllmEngine:
                     await self._process.wake("weights")
                 # vLLM drops keys and values while the workers load: with a single worker in the engine process's own
                 # interpreter, it would keep that worker from starting if it came first.
-                await self._updates.load(version, self._process.forget_keys_and_values)
+                keeps = kv == "keep" and kept > 0
+                await self._updates.load(version, None if keeps else self._process.forget_keys_and_values)
                 await self._process.mark(version)
+                if keeps:
+                    await self._submit_anew()
             except Exception as error:
                 raise await self._break(version, error) from error
             loaded = time.perf_counter()

@@ -103,16 +103,16 @@ class WorkerLinks:
         await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))
         return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
-    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> list[LoadReport]:
+    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> list[LoadReport]:
         """Have all workers load the prepared version, and return their reports when all have finished. No model step
         may run during the load.
 
-        meanwhile: function whose coroutine is started once all workers have begun to load, and is awaited too. Raises
-        EngineDied if a worker's connection breaks, and what `meanwhile` raises.
+        meanwhile: function whose coroutine is started once all workers have begun to load, and is awaited too; None if
+        there is none. Raises EngineDied if a worker's connection breaks, and what `meanwhile` raises.
         """
         await self._order(load=version)
         await self._until(lambda: len(self._begun | self._answers.keys()) == self._num_workers)
-        await all_of(meanwhile(), self._until(lambda: False))
+        await all_of(*([] if meanwhile is None else [meanwhile()]), self._until(lambda: False))
         return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
     async def close(self) -> None:

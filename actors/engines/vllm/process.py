@@ -115,9 +115,11 @@ class VllmProcess:
         return self.llm.vllm_config.model_config.get_vocab_size()
 
     def generate(self, request_id: str, prompt: list[int], params: library.SamplingParams) -> AsyncGenerator[Any, None]:
-        """Submit one request and yield vLLM's outputs. Raises library.EngineDeadError when vLLM's engine process has
-        died."""
-        tokens: Any = {"type": "token", "prompt_token_ids": prompt}  # as vLLM's renderer would make it
+        """Submit one request and yield vLLM's outputs. It finds only those cached prefixes that were computed for
+        requests that were submitted under the same weights. Raises library.EngineDeadError when vLLM's engine process
+        has died."""
+        salt = f"weights {self.versions.current}"
+        tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}  # as vLLM's renderer would
         return self.llm.generate(tokens, params, request_id)
 
     async def call(self, method: str, *args: Any, returns: type[T] | None = None, **kwargs: Any) -> list[T]:

@@ -100,9 +100,9 @@ class WeightUpdates:
         if self._opened and version != self.loading:
             await self._process.call("headrace_drop", version)
 
-    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         """Have the workers replace all weights with those of `version`. No model step may run during the call.
-        meanwhile: work for the engine process at the same time, see `WorkerLinks.load`.
+        meanwhile: work for the engine process at the same time, see `WorkerLinks.load`; None if there is none.
 
         Raises what `meanwhile` raises, EngineDied if a worker has died, WeightTransferError if the version did not
         arrive completely, and RuntimeError if loading failed otherwise. After the last two, the model holds a mix of

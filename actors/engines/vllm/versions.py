@@ -43,6 +43,15 @@ class TokenVersions:
         self._next_output = core.get_output_async
         core.get_output_async = self._counted_output
 
+    @property
+    def current(self) -> int:
+        """Weight version of the tokens that arrive next."""
+        return self._version
+
+    def without_tokens(self) -> set[str]:
+        """Return the ids of the running samples that have no token yet."""
+        return {request_id for request_id, spans in self._spans.items() if not spans}
+
     def open(self, request_id: str) -> None:
         """Start counting the tokens of `request_id`."""
         self._spans[request_id] = []

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from headrace.actors.engines.hf.engine import HfEngine
-from headrace.actors.engines.protocol import Completion, EngineBroken, SamplingParams
+from headrace.actors.engines.protocol import Completion, EngineBroken, KeysAndValues, SamplingParams
 from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
@@ -182,46 +182,55 @@ def test_without_a_receiver_weights_never_change(model_folder: str, tmp_path: Pa
     publisher.close()
 
 
-def test_kept_requests_go_on_under_the_new_weights_token_by_token(model_folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_kept_requests_go_on_under_the_new_weights_token_by_token(
+    model_folder: str, tmp_path: Path, kv: KeysAndValues
+) -> None:
     new = scaled(model_folder, 1.5)
     prompt, params = [5, 6, 7], SamplingParams(n=3, max_new_tokens=20)
+    longer = [9, 8, 7, 6, 5, 5, 6]
 
-    async def main() -> list[Completion]:
+    async def main() -> list[tuple[list[int], Completion]]:
         engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
         engine._stop_ids = np.array([], dtype=np.int64)  # all run to their full length
         steps = Steps(engine)
-        running = asyncio.create_task(engine.generate("a", prompt, params))
+        running = asyncio.gather(engine.generate("a", prompt, params), engine.generate("b", longer, params))
         steps.allow(5)
         await until(lambda: steps.begun == 6)  # five tokens a row are there, the sixth is on its way
         await engine.prepare_weights(publisher.publish(1, new))
-        commit = asyncio.create_task(engine.commit_weights(1, "keep"))
+        commit = asyncio.create_task(engine.commit_weights(1, "keep", kv))
         await until(engine._interrupt.is_set)
         late = asyncio.create_task(engine.generate("late", prompt, params))
         steps.allow(100)
         report = await commit
-        assert (report.kept, report.aborted, engine.version) == (1, 0, 1)
-        completions = await running
+        assert (report.kept, report.aborted, engine.version) == (2, 0, 1)
+        short, long = await running
         assert all((one.versions == 1).all() for one in await late)
         await engine.close()
         publisher.close()
-        return completions
+        return [*((prompt, one) for one in short), *((longer, one) for one in long)]
 
-    for completion in asyncio.run(main()):
+    for asked, completion in asyncio.run(main()):
         assert completion.versions.tolist() == [0] * 6 + [1] * 14
         assert len(completion.token_ids) == 20 and completion.finish_reason == "length"
-        expected = mixed_logprobs(model_folder, new, prompt, completion.token_ids.tolist(), change_at=6)
+        response = completion.token_ids.tolist()
+        expected = mixed_logprobs(model_folder, new, asked, response, change_at=6, kept=kv == "keep")
+        other = mixed_logprobs(model_folder, new, asked, response, change_at=6, kept=kv != "keep")
+        assert np.abs(np.subtract(expected, other)).max() > 1e-3, "the two ways could not be told apart"
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 def mixed_logprobs(
-    folder: str, new: dict[str, torch.Tensor], prompt: list[int], response: list[int], change_at: int
+    folder: str, new: dict[str, torch.Tensor], prompt: list[int], response: list[int], change_at: int, *, kept: bool
 ) -> list[float]:
-    """Log-probs of the response when the weights change before its token `change_at`; keys and values are kept."""
+    """Log-probs of the response when the weights change before its token `change_at`. kept: whether the new weights go
+    on from the keys and values of the old."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     cache, fed, result = None, prompt, []
     for index, token in enumerate(response):
         if index == change_at:
             model.load_state_dict({**new, "lm_head.weight": new["model.embed_tokens.weight"]})
+            cache, fed = (cache, fed) if kept else (None, prompt + response[:index])
         with torch.no_grad():
             output = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
         cache, fed = output.past_key_values, [token]

@@ -20,6 +20,7 @@ from headrace.actors.engines.protocol import (
     EngineBroken,
     EngineDied,
     GenerationEngine,
+    KeysAndValues,
     PauseMode,
     SamplingParams,
 )
@@ -344,7 +345,9 @@ def test_weights_reach_all_engines_or_none(model_folder: str, tmp_path: Path) ->
 
 def test_an_engine_that_breaks_over_a_commit_is_left_out(tmp_path: Path) -> None:
     class Fragile(ScriptedEngine):
-        async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+        async def commit_weights(
+            self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+        ) -> CommitReport:
             raise WeightTransferError(f"version {version}: bucket 3 of 7 is missing")
 
     async def main() -> None:

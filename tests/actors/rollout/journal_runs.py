@@ -127,7 +127,7 @@ class Life:
             tokenizer=self._tokenizer,
             rubric=self._rubric,
             prompts=PromptStream(TaskSource("reverse", held_out=False)),
-            held_out=None,
+            held_out={},
             client=client,
             journal=self._journal,
         )

@@ -19,7 +19,7 @@ from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
-from headrace.actors.rollout.actor import RolloutActor, RolloutSetup
+from headrace.actors.rollout.actor import EvaluationSetup, RolloutActor, RolloutSetup
 from headrace.actors.rollout.config import DataConfig
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
@@ -53,7 +53,9 @@ def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
         ),
         tagged_rewards=frozenset(),
         data=DataConfig(max_prompt_tokens=16),
-        validates=True,
+        evaluations=(
+            EvaluationSetup("validation", "val", DataConfig(max_prompt_tokens=16), 8, RewardConfig(), correct=None),
+        ),
         check_prompts=True,
         data_plane=plane.handle,
     )
@@ -86,17 +88,17 @@ def test_an_actor_s_life(model_folder: str, plane: DataPlane, tmp_path: Path) ->
         meta = client.claim("train", "train", ROLLOUT_FIELDS, 64, whole_groups=True, timeout_s=10)
         assert client.get(meta).num_rows == 64 and Traffic.from_bytes(report.traffic).bytes_put > 0
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
-    assert got(actor.validate(0, 8, greedy)).rows == 8
+    assert got(actor.evaluate("validation", 0, 1, greedy, 0)).rows == 8
     publisher = Publisher(tmp_path)
     assert got(actor.num_workers()) == 1
     got(actor.prepare_weights(publisher.publish(3, scaled(model_folder, 1.1))))
     assert ask(actor.ray_actor.version) == 0
-    report = got(actor.commit_weights(3, "keep"))
+    report = got(actor.commit_weights(3, "keep", "recompute"))
     assert (report.version, report.kept, ask(actor.ray_actor.version)) == (3, 0, 3)
     got(actor.prepare_weights(publisher.publish(4, scaled(model_folder, 1.2))))
     got(actor.drop_weights(4))
     with pytest.raises(ActorFailed, match="ValueError: .*got version 4 to commit, expected the prepared one, none"):
-        got(actor.commit_weights(4, "wait"))
+        got(actor.commit_weights(4, "wait", "recompute"))
     publisher.close()
     ask(actor.ray_actor.close)
     ask(actor.ray_actor.close)

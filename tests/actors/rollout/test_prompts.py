@@ -101,9 +101,8 @@ def test_dataset_folders(tmp_path: Path) -> None:
 
 def held_out(config: DataConfig) -> tuple[str, str | None]:
     """Text of the first validation prompt, and what the user is told."""
-    opened = open_prompts(config, None, seed=0, validates=True, check_lengths=False)
-    assert opened.validation is not None
-    return opened.validation.row(0).text, " ".join(opened.notes) or None
+    opened = open_prompts(config, None, seed=0, check_lengths=False, held_out="validation")
+    return opened.source.row(0).text, " ".join(opened.notes) or None
 
 
 def saved(folder: Path, *splits: str) -> str:
@@ -221,11 +220,12 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path, token
     train = jsonl(tmp_path / "p.jsonl", rows)
     other = jsonl(tmp_path / "v.jsonl", rows[:2])
     config = DataConfig(train=train, validation=other, max_prompt_tokens=8, overlong_prompts="drop")
-    opened = open_prompts(config, tokenizer, seed=0, validates=True, check_lengths=False)
-    assert opened.train.size == 3 and [opened.train.row(index).text for index in range(3)] == ["111", "1111", "1" * 8]
-    assert opened.train.texts(1, 3) == ["1111", "1" * 8] and opened.validation is not None
-    assert opened.validation.size == 1
-    assert opened.notes == (
+    opened = open_prompts(config, tokenizer, seed=0, check_lengths=False)
+    assert opened.source.size == 3 and [opened.source.row(index).text for index in range(3)] == ["111", "1111", "1" * 8]
+    assert opened.source.texts(1, 3) == ["1111", "1" * 8]
+    held_out = open_prompts(config, tokenizer, seed=0, check_lengths=False, held_out="validation")
+    assert held_out.source.size == 1
+    assert (*opened.notes, *held_out.notes) == (
         f"3 of 6 training prompts of {train} are left out, as they have more than data.max_prompt_tokens=8 tokens",
         f"1 of 2 validation prompts of {other} are left out, as they have more than data.max_prompt_tokens=8 tokens",
     )
@@ -233,7 +233,18 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path, token
         without_overlong(open_source(config), tokenizer, 2)
     strict = config.model_copy(update={"overlong_prompts": "error"})
     with pytest.raises(ValueError, match="and 0 more|are longer: row 1 .*; data.overlong_prompts=drop leaves them out"):
-        open_prompts(strict, tokenizer, seed=0, validates=False, check_lengths=True)
+        open_prompts(strict, tokenizer, seed=0, check_lengths=True)
+
+
+def test_an_answer_is_found_in_its_column(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "answer": "4 - 1 = <<4-1=3>>3 #### 3\n#### 1,200 "}, {"prompt": "q", "answer": "none"}]
+    source = open_source(DataConfig(train=jsonl(tmp_path / "p.jsonl", rows), answer_pattern="#### (.+)"))
+    assert source.row(0).answer == "1,200", "the last match counts"
+    with pytest.raises(ValueError, match=r"data.answer_pattern: .* is nowhere in the answer of row 1 .* 'none'"):
+        source.row(1)
+    for wrong in ("####", "(a)(b)", "("):
+        with pytest.raises(ValueError, match="expected a regular expression"):
+            DataConfig(answer_pattern=wrong)
 
 
 def test_tokens_are_counted_as_prompts_are_encoded(tokenizer: Any) -> None:

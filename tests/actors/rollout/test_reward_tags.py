@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout.rows import rollout_rows
+from headrace.actors.rollout.rows import kv_staleness, rollout_rows
 from headrace.actors.rollout.worker import _score_one
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.advantages.config import AdvantageConfig
@@ -56,6 +56,16 @@ def test_truncated_rows_are_masked_and_keep_their_reward_if_asked_for() -> None:
     assert batch.jagged("response_mask").values.tolist() == [0, 0, 1, 1, 1, 1, 1] + [0] * 5
     plain, _ = rollout_rows(samples, scores)
     assert int(plain.jagged("response_mask").values.sum()) == 8
+
+
+def test_rows_say_how_old_the_keys_and_values_were_that_they_were_generated_from() -> None:
+    """Two turns of an episode, between which a tool spoke, are two requests."""
+    versions = [[-1, -1, 3, 3, 4, 6], [-1, 3, 4, -1, 6, 6], [-1, -1], [5, 5], [-1, 2, 2, -1, 7, 9]]
+    lengths = np.array([len(row) for row in versions])
+    found = kv_staleness(np.concatenate(versions).astype(np.int32), lengths)
+    assert found.tolist() == [3, 1, 0, 0, 2]
+    samples, scores = [sample(0, 5), sample(1, 3)], [Score(1.0, {}, True)] * 2
+    assert rollout_rows(samples, scores, keeps_old_kv=True)[1]["kv_staleness"].tolist() == [0.0, 0.0]
 
 
 class Receipt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,16 +24,19 @@ from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.builtin import exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
+from headrace.actors.rollout.evaluation_figures import FigureScheme
 from headrace.actors.rollout.prompts import PromptStream
-from headrace.actors.rollout.report import merge_reports
+from headrace.actors.rollout.report import EvaluationReport, merge_reports
 from headrace.actors.rollout.rows import version_spans
 from headrace.actors.rollout.tasks import TaskSource
-from headrace.actors.rollout.worker import RolloutWorker, generation_spans
+from headrace.actors.rollout.worker import HeldOut, RolloutWorker, generation_spans
+from headrace.actors.samples import SampleFile, SamplesConfig
 from headrace.codecs.batch import Batch
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.traffic import ClientStats, Traffic
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.trainers.observe.samples import read_samples
 
 PARTITION = "train"
 EOS = 2
@@ -61,8 +65,23 @@ def right_then_wrong(tokenizer: Any) -> Any:
     return script
 
 
+def evaluations() -> dict[str, HeldOut]:
+    """Validation on 30 prompts, and a named set on the same prompts that is judged by `exact_match`."""
+    prompts = PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-")
+    named = Rubric([("exact_match", exact_match, 1.0)], voter="exact_match")
+    return {
+        "validation": HeldOut(prompts, 30, rubric(), 60.0, FigureScheme()),
+        "evaluation.set": HeldOut(prompts, 10, named, 60.0, FigureScheme("eval/set", "exact_match")),
+    }
+
+
 def worker(
-    engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None, reward_timeout_s: float = 60.0
+    engine: Any,
+    tokenizer: Any,
+    client: Any,
+    rewards: Rubric | None = None,
+    reward_timeout_s: float = 60.0,
+    samples: SampleFile | None = None,
 ) -> RolloutWorker:
     return RolloutWorker(
         engine=engine,
@@ -70,10 +89,41 @@ def worker(
         tokenizer=tokenizer,
         rubric=rewards or rubric(),
         prompts=PromptStream(TaskSource("reverse", held_out=False)),
-        held_out=PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-"),
+        held_out=evaluations(),
         client=client,
         reward_timeout_s=reward_timeout_s,
+        samples=samples,
     )
+
+
+def test_picked_groups_and_held_out_prompts_are_written_for_people(tokenizer: Any, tmp_path: Path) -> None:
+    file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(every=2, groups=1), prompts_per_step=4)
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer), version=7), tokenizer, FakeClient(), samples=file)
+    params = SamplingParams(n=2, max_new_tokens=12)
+    asyncio.run(rollouts.rollout(range(12), PARTITION, params))
+    asyncio.run(rollouts.validate(0, 3, SamplingParams(n=1, max_new_tokens=12)))
+    rows = read_samples(file.path)
+    assert sorted((row["set"], row["key"]) for row in rows) == [
+        ("train", "0.0"), ("train", "0.1"), ("train", "8.0"), ("train", "8.1"), ("validation", "val-0.0"),
+    ]  # fmt: skip
+    right = next(row for row in rows if row["key"] == "8.0")
+    assert right["turns"][0]["text"] == right["answer"] + "<eos>" and right["reward"] == 1.0 and right["version"] == 7
+    assert right["prompt"] == PromptStream(TaskSource("reverse", held_out=False))[8].text
+    assert set(right["rewards"]) == {"exact_match", "per_position"}
+
+
+def test_samples_that_cannot_be_written_cost_no_row(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise OverflowError("no such token")
+
+    monkeypatch.setattr("headrace.actors.rollout.worker.episode_line", broken)
+    file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(), prompts_per_step=4)
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient(), samples=file)
+    report = asyncio.run(rollouts.rollout(range(2), PARTITION, SamplingParams(n=2, max_new_tokens=12)))
+    assert (report.rows, report.failed) == (4, 0)
+    assert "samples are not written: OverflowError: no such token" in caplog.text
 
 
 def spans_of(batch: Batch) -> list[list[list[int]]]:
@@ -237,7 +287,7 @@ def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) ->
     rollouts = worker(engine, tokenizer, client, rubric(("picky", picky, 1.0)))
     report = asyncio.run(rollouts.rollout(range(3), PARTITION, SamplingParams(n=3, max_new_tokens=10)))
     assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
-    assert report.first_error == "reward 'picky' raised RuntimeError: no end"
+    assert re.fullmatch(r"reward 'picky' raised RuntimeError: no end \(test_rollout.py line \d+\)", report.first_error)
     assert report.component_means()["picky"] == 1.0 and report.reward_sum >= 1.5 * report.valid
     for keys, batch, tags in client.puts:
         failed = np.array([key.endswith(".2") for key in keys])
@@ -356,26 +406,61 @@ def test_engines_left_out_are_reported_once(tokenizer: Any) -> None:
 # ---------------------------------------------------------------- validation
 
 
-def test_validation_scores_held_out_prompts_and_puts_nothing(tokenizer: Any) -> None:
+def evaluated(
+    tokenizer: Any, name: str, part: int, parts: int, params: SamplingParams, client: Any = None
+) -> EvaluationReport:
+    """Make one part of an evaluation with a worker of its own."""
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, client or FakeClient())
+    return asyncio.run(rollouts.evaluate(name, part, parts, params, 2))
+
+
+def test_an_evaluation_scores_held_out_prompts_and_puts_nothing(tokenizer: Any) -> None:
     client = FakeClient()
-    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, client)
     greedy = SamplingParams(n=1, max_new_tokens=12, temperature=0.0)
-    report = asyncio.run(rollouts.validate(0, 30, greedy))
+    report = evaluated(tokenizer, "validation", 0, 1, greedy, client=client)
     means = {key: total / report.counts[key] for key, total in report.sums.items()}
     assert (report.rows, means["val/exact_match"], means["val/reward"], report.failed) == (30, 1.0, 1.0, 0)
     assert means["val/reward/exact_match"] == means["val/reward/per_position"] == 1.0
     assert 4 <= means["val/response_length_mean"] <= 9 and not client.puts
-    both = asyncio.run(rollouts.validate(0, 30, SamplingParams(n=2, max_new_tokens=12)))
+    assert (report.first_version, report.last_version) == (0, 0)
+    both = evaluated(tokenizer, "validation", 0, 1, SamplingParams(n=2, max_new_tokens=12))
     assert both.rows == 60 and 30 <= both.sums["val/exact_match"] < 36
     assert (both.sums["val/pass@2"], both.counts["val/pass@2"]) == (30.0, 30), "the first sample is right"
-    assert asyncio.run(rollouts.validate(0, 0, greedy)).rows == 0
 
 
-def test_validation_needs_held_out_prompts(tokenizer: Any) -> None:
-    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
-    rollouts._held_out = None
-    with pytest.raises(ValueError, match="no held-out prompts"):
-        asyncio.run(rollouts.validate(0, 1, SamplingParams()))
+def test_the_parts_of_an_evaluation_make_up_the_whole(tokenizer: Any) -> None:
+    twice = SamplingParams(n=2, max_new_tokens=12)
+    parts = [evaluated(tokenizer, "evaluation.set", part, 3, twice) for part in range(3)]
+    whole = evaluated(tokenizer, "evaluation.set", 0, 1, twice)
+    assert [part.rows for part in parts] == [6, 6, 8] and whole.rows == 20
+    for key, total in whole.sums.items():
+        assert sum(part.sums[key] for part in parts) == pytest.approx(total), key
+    # Sample 0 of a prompt is right; sample 1 only for a palindrome, which has the same answer twice.
+    palindromes = whole.sums["eval/set/avg@2"] - 10
+    assert whole.sums["eval/set/pass@2"] == 10 and whole.sums["eval/set/maj@2"] == 10 - (10 - palindromes) / 2
+    many = evaluated(tokenizer, "evaluation.set", 0, 16, twice)
+    assert many.rows == 0 and (many.first_version, many.last_version) == (-1, -1)
+
+
+def test_an_evaluation_generates_no_more_prompts_at_a_time_than_it_may(tokenizer: Any) -> None:
+    busy, most = 0, 0
+
+    class Counting(SingleTurn):
+        async def run(self, *arguments: Any) -> Any:
+            nonlocal busy, most
+            busy += 1
+            most = max(most, busy)
+            try:
+                await asyncio.sleep(0.001)
+                return await super().run(*arguments)
+            finally:
+                busy -= 1
+
+    for in_flight, expected in ((3, 3), (0, 30)):
+        rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
+        rollouts._environment, most = Counting(), 0
+        asyncio.run(rollouts.evaluate("validation", 0, 1, SamplingParams(max_new_tokens=12), in_flight))
+        assert most == expected
 
 
 def test_environment_factory() -> None:

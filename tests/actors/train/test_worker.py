@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import threading
 import time
@@ -18,13 +19,15 @@ import torch
 import torch.distributed as dist
 
 from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
+from headrace.actors.samples import SampleFile, SamplesConfig
 from headrace.actors.train.actor import CONCURRENCY_GROUPS, MeetingPoint, TrainActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import PREV, REF, TrainWorker, WorkerReport, WorkerSetup
 from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverGroup
 from headrace.codecs import messages
-from headrace.dataplane.errors import DataPlaneError
+from headrace.codecs.jagged import unpack
+from headrace.dataplane.errors import DataPlaneError, FieldsNotReady
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.topology import Topology
@@ -261,6 +264,36 @@ def test_a_shard_without_its_receipt_is_refused(handle: DataPlaneHandle) -> None
     with pytest.raises(ValueError, match="got no receipt, expected one, as rank 0 reads"):
         worker.begin(shard)
     assert messages.decode(messages.encode(shard), TrainShard).meta is None
+    worker.close()
+    client.clear(PARTITION)
+    client.close()
+
+
+def test_samples_of_a_shard_are_written_and_change_nothing(handle: DataPlaneHandle, tmp_path: Path) -> None:
+    client = connect(handle, name="driver")
+    meta = put_rows(client, [9, 4, 1, 12, 7], "samples-r")
+    step = ship(handle, meta, Topology(1), budget=14)
+    backend = RecordingBackend(True, None)
+    file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(max_tokens=4), prompts_per_step=8)
+    worker = TrainWorker(replace(alone(handle, lambda _rank, _world: backend), samples=file))
+    worker.begin(step.shards[0])
+    assert worker.write_samples().metrics == {}
+    lines = {line["key"]: line for line in map(json.loads, Path(file.path).read_text().splitlines())}
+    assert set(lines) == set(meta.keys)
+    ids = client.get(meta, ["input_ids", "response_mask"])
+    for row, key in enumerate(meta.keys):
+        tokens, mask = (unpack(ids)[name][row].numpy() for name in ("input_ids", "response_mask"))
+        answer = np.flatnonzero(mask)[0] + np.arange(len(mask) - np.flatnonzero(mask)[0]) if mask.any() else []
+        kept = [at for at in ([*answer[:2], *answer[-2:]] if len(answer) > 4 else answer) if mask[at]]
+        assert lines[key]["logprobs"] == [tokens[at] / 2 for at in kept], (
+            "the backend's log-probs are halves of the ids"
+        )
+        assert lines[key]["advantage"] == round(row / 7, 4) and lines[key]["step"] == step.shards[0].step
+    with pytest.raises(FieldsNotReady):
+        client.lookup(PARTITION, meta.keys, [PREV])
+    worker.begin(step.shards[0])  # the step itself, as without samples
+    worker.accumulate()
+    assert backend.calls[-1].startswith("accumulate")
     worker.close()
     client.clear(PARTITION)
     client.close()

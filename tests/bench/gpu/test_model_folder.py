@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.bench.gpu.model_folder import PROMPTS, FolderTask, byte_level_tokenizer, end_tokens, write_folder
+from headrace.bench.gpu.model_folder import PROMPTS, FolderTask, end_tokens, write_folder
 from headrace.bench.gpu.shapes import SHAPES
 from headrace.bench.gpu.works import GRPO_WORKS, SWITCH_WORKS
 from headrace.bench.weights.gpu_peers import MODELS
+from headrace.trainers.base_model.byte_tokenizer import byte_level_tokenizer
 
 TINY = FolderTask(SHAPES["tiny"], "float32", 24, (16, 48), num_prompts=200)
 

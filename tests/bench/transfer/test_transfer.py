@@ -108,3 +108,16 @@ def test_wrong_names_are_told_in_one_sentence(tmp_path: Path):
         options(tmp_path, patterns=("put", "puts"))
     with pytest.raises(UserError, match="no store can start here: simple: needs Ray"):
         run_transfer(options(tmp_path, stores=("simple",)), lambda line: None)
+
+
+def test_a_groups_prompt_costs_its_bytes_once(tmp_path: Path) -> None:
+    options = TransferOptions(
+        tmp_path, stores=("shm",), workloads=("moe",), patterns=("put",), baselines=("memcpy",), quick=True,
+        in_process=True, share=0.06,
+    )  # fmt: skip
+    report = run_transfer(options, lambda line: None)
+    assert not [result.failure for result in report.results if result.failure]
+    assert 1.0 <= report.summary["moe.bytes_over_formula"] < 1.01
+    assert 393 * 0.7 < report.summary["moe.bytes_put_per_token"] < 393, "384 of routes and 9 of the rest"
+    assert report.summary["moe.padded_int32_over_formula"] > 4
+    assert report.summary["moe.put.shm.vs_memcpy"] > 0

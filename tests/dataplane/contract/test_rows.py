@@ -17,6 +17,7 @@ from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import (
     AlreadyWritten,
     CapacityExceeded,
+    ClaimTimeout,
     DataPlaneError,
     DirectoryLost,
     DuplicateKeys,
@@ -241,6 +242,41 @@ def test_full_store_makes_a_put_wait_until_rows_are_cleared(tight_plane: DataPla
     assert client.status().store_bytes == 0
 
 
+@pytest.mark.also_over(*OTHER_STORES)
+def test_freed_rows_give_their_bytes_back_and_stay_with_their_lease(tight_plane: DataPlane, partition: str) -> None:
+    client, other = connect(tight_plane.handle, name="first"), connect(tight_plane.handle, name="second")
+    client.register(partition, BYTES, ("train", "eval"))
+    keys = [f"a.{n}" for n in range(8)]
+    receipt = client.put(partition, keys, block_of(1, 8), tags={"t": np.arange(8)})
+    meta = client.claim(partition, "train", ["x"], 8)
+    with pytest.raises(KeysNotFound, match="nope"):
+        client.free(partition, [*keys, "nope"])
+    done: list[Any] = []
+    waiting = threading.Thread(target=lambda: done.append(other.put(partition, ["c.0", "c.1", "c.2"], block_of(3, 3))))
+    waiting.start()
+    deadline = time.monotonic() + 5
+    while client.status().waiting_puts == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not done and client.status().waiting_puts == 1
+    assert client.free(partition, keys) == 8
+    waiting.join(10)
+    assert len(done) == 1, "a put that waited for room goes on"
+    with pytest.raises(RowsCleared):
+        client.get(receipt)
+    with pytest.raises(FieldsNotReady):
+        client.lookup(partition, keys[:1], ["x"])
+    assert client.rows(partition, keys).tags["t"].tolist() == list(range(8))
+    assert client.status(partition).leased_rows == 8 and client.claim(partition, "eval", ["x"], 3).keys == done[0].keys
+    client.release(meta.select(np.arange(4)), "train", "retry")
+    with pytest.raises(ClaimTimeout):
+        client.claim(partition, "train", ["x"], 4, timeout_s=0.0)  # three there are, and none of those that were freed
+    assert client.clear(partition, keys) == 8 and client.status().store_bytes > 0
+    client.clear(partition)
+    assert client.status().store_bytes == 0
+    client.close()
+    other.close()
+
+
 # ------------------------------------------------------------------ sharing inside a group
 
 PROMPT, GROUP = 200, 4
@@ -314,6 +350,7 @@ def test_async_client_is_the_same_client(client: Any, plane: DataPlane, partitio
         with pytest.raises(KeysNotFound, match="nope"):
             await twin.get_keys(partition, ["nope"], FIRST)
         await twin.release(meta, "train", "done")
+        assert await twin.free(partition, keys[:4]) == 4
         assert await twin.clear(partition) == 16
         with pytest.raises(RowsCleared):
             await twin.get(meta)

@@ -214,6 +214,15 @@ class Run:
             del self.model.rows[key]
         self.freed(freed)
 
+    def free(self) -> None:
+        keys = self.random.sample(sorted(self.model.rows), min(len(self.model.rows), self.random.randint(0, 6)))
+        count, freed = self.directory.free("p", keys)
+        assert count == len(keys)
+        for key in keys:
+            row = self.model.rows[key]
+            row.places, row.length = {}, 0
+        self.freed(freed)
+
     def wait(self) -> None:
         self.now += self.random.choice([0.5, 3.0])
         returned = 0
@@ -265,7 +274,7 @@ class Run:
 @pytest.mark.parametrize("seed", range(12))
 def test_directory_agrees_with_the_model(directory: Directory, seed: int) -> None:
     run = Run(directory, seed)
-    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.reset, run.clear, run.tag, run.wait]
+    steps = [run.put] * 6 + [run.claim] * 6 + [run.release] * 3 + [run.reset, run.free, run.clear, run.tag, run.wait]
     for number in range(400):
         run.random.choice(steps)()
         if number % 10 == 0:

@@ -411,3 +411,24 @@ def test_a_client_of_a_plane_that_has_gone_is_told_so() -> None:
     with pytest.raises(UnitDied, match="nobody listens at its address .*unit-9"):
         put(link, 1, bytes(64))
     assert "key" not in repr(StoreSpec("tcp", "r", {}))
+
+
+@pytest.mark.processes
+def test_rows_that_share_tokens_are_read_in_ranges_or_as_a_part() -> None:
+    """Without checksums, few rows are read by their pieces, and a whole group by its part."""
+    schema = Schema([Field("routes", Kind.PER_TOKEN, torch.uint8, (12, 8), shared=True)])
+    config = DataPlaneConfig(store=StoreConfig(kind="tcp", capacity_mib=32))
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 99, (400, 12, 8), dtype=np.uint8)
+    rows = [np.concatenate([prompt, rng.integers(0, 99, (100 + n, 12, 8), dtype=np.uint8)]) for n in range(6)]
+    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+        with connect(plane.handle.over_sockets()) as client:
+            client.register("train", schema, group_size=6)
+            meta = client.put(
+                "train", [f"a.{n}" for n in range(6)], {"routes": [torch.from_numpy(row) for row in rows]}
+            )
+            for asked in ([4], [0], [5, 1], [3, 3, 2], list(range(6)), [5, 4, 3, 2, 1, 0]):
+                column = client.get(meta.select(asked)).jagged("routes")
+                found = np.split(column.values.numpy(), np.cumsum(column.lengths)[:-1])
+                for row, values in zip(asked, found, strict=True):
+                    np.testing.assert_array_equal(values, rows[row])

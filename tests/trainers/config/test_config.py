@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
 from headrace.trainers.cluster.actor_specs import bucket_mib, data_plane
+from headrace.trainers.config.checks import capacity_problems, step_bytes, steps_in_store
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import ConfigError, UserError
@@ -293,6 +294,26 @@ def test_turns_in_memory_are_refused_where_both_sides_are_busy(sections: dict, w
     always = {"resources": {"switch_roles": "always"}}
     assert words in only_problem({**sections, **always})
     build_config({**sections, "resources": {"switch_roles": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "steps"),
+    [
+        ({"algorithm": {"mode": "streaming"}}, 0.5),
+        ({"algorithm": {"mode": "streaming", "chunk_groups": 32}}, 1 / 16),
+        ({"algorithm": {"mode": "streaming", "sampler": "in_order"}}, 1.0),
+        ({"algorithm": {"mode": "streaming"}, "run": {"deterministic": True}}, 1.0),
+        ({"algorithm": {"mode": "streaming"}, "loss": {"kl_coef": 0.1}}, 1.0),
+        ({"algorithm": {"mode": "sync"}}, 1.0),
+        ({"algorithm": {"mode": "async_streaming", "max_staleness": 2}}, 3.0),
+    ],
+)
+def test_modes_that_give_room_back_need_less_of_the_store(sections: dict[str, Any], steps: float) -> None:
+    algorithm = {"prompts_per_step": 1024, **sections["algorithm"]}
+    config = Config.model_validate({**sections, "algorithm": algorithm, "rollout": {"max_new_tokens": 16_000}})
+    assert steps_in_store(config) == steps
+    needed_mib = steps_in_store(config) * step_bytes(config) / (1 << 20)
+    assert bool(capacity_problems(config)) == (needed_mib > config.dataplane.store.capacity_mib) == (steps >= 1)
 
 
 @pytest.mark.parametrize(

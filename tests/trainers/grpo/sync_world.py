@@ -16,7 +16,14 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.actors.engine_actor import EngineHost
-from headrace.actors.engines.protocol import CommitReport, Completion, PauseMode, Prepared, SamplingParams
+from headrace.actors.engines.protocol import (
+    CommitReport,
+    Completion,
+    KeysAndValues,
+    PauseMode,
+    Prepared,
+    SamplingParams,
+)
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.memory import ProcessMemory
 from headrace.actors.protocols import ActorInfo, OffloadReport
@@ -173,7 +180,9 @@ class DirectEngine(ScriptedEngine):
         self._update = update
         return "joined"
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
         update = self._update
         assert update is not None and update.version == version
         await super().pause(in_flight)

@@ -14,7 +14,8 @@ from headrace.trainers.grpo.steps import State
 
 
 def steps_of_a_run() -> Any:
-    run: Any = SimpleNamespace(config=build_config({"validation": {"every": 0}, "trainer": {"lr": 0.5}}))
+    config = build_config({"validation": {"every": 0}, "trainer": {"lr": 0.5}})
+    run: Any = SimpleNamespace(evaluations=(), config=config)
     return Steps(run, State(), lambda state, metrics: None)
 
 

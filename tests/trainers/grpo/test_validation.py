@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.rollout.report import ValidationReport
-from headrace.trainers.cluster import actor_specs
+from headrace.actors.rollout.report import EvaluationReport
+from headrace.trainers.cluster.evaluation_plans import evaluation_plans
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
+from headrace.trainers.grpo import evaluation
 from headrace.trainers.grpo import validation as subject
 from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
@@ -31,7 +32,7 @@ MATH = {"functions": [{"kind": "exact_match", "weight": 0}, {"kind": "per_positi
 class Answered:
     """A call that has ended."""
 
-    report: ValidationReport
+    report: EvaluationReport
 
 
 class Actor:
@@ -42,11 +43,13 @@ class Actor:
         self.failed = failed
         self.step = 0
 
-    def validate(self, start: int, count: int, params: Any) -> Answered:
+    def evaluate(self, name: str, part: int, parts: int, params: Any, in_flight: int) -> Answered:
+        count = 64  # of the 128 prompts of both actors
         figures = self.figures[self.step]
         sums = {key: value * count for key, value in figures.items()}
         error = "boom" if self.failed else ""
-        return Answered(ValidationReport(count, self.failed, error, sums, dict.fromkeys(sums, count)))
+        counts = dict.fromkeys(sums, count)
+        return Answered(EvaluationReport(count, self.failed, error, self.step, self.step, sums, counts))
 
 
 class Validations:
@@ -73,12 +76,12 @@ class Validations:
             config=config,
             rollouts=rollouts,
             stages=stages,
-            validating=actor_specs.validation_sampling(config),
             roles=BothResident(None),  # pyright: ignore[reportArgumentType]
         )
-        monkeypatch.setattr(subject, "ended", lambda calls, stage, timeout_s: [(call, call.report) for call in calls])
+        ended = lambda calls, stage, timeout_s: [(call, call.report) for call in calls]  # noqa: E731
+        monkeypatch.setattr(evaluation, "ended", ended)
         monkeypatch.setattr(subject.grpo, "export_model", self._export)
-        self.validation = subject.Validation(self.run)
+        self.validation = subject.Validation(self.run, evaluation_plans(config)[0])
 
     def _export(self, run: Any, path: str) -> None:
         Path(path).mkdir()
@@ -87,7 +90,7 @@ class Validations:
     def after(self, step: int) -> dict[str, float]:
         for actor in self.actors:
             actor.step = step
-        return self.validation.validate(State(step, step))
+        return self.validation.evaluate(State(step, step))
 
     @property
     def best(self) -> dict[str, Any]:
@@ -189,8 +192,8 @@ def test_a_metric_that_cannot_be_is_refused(sections: Any, sentence: str) -> Non
 def test_validation_samples_as_its_section_says() -> None:
     config = build_config({"validation": {"n": 8, "temperature": 0.7}, "rollout": {"top_p": 0.9},
                            "algorithm": {"prev_logprobs": "recompute"}})  # fmt: skip
-    params = actor_specs.validation_sampling(config)
+    params = evaluation_plans(config)[0].sampling
     assert (params.n, params.temperature, params.top_p, params.max_new_tokens) == (8, 0.7, 0.9, 256)
-    params = actor_specs.validation_sampling(build_config({"validation": {"max_new_tokens": 9}}))
+    params = evaluation_plans(build_config({"validation": {"max_new_tokens": 9}}))[0].sampling
     assert (params.n, params.temperature, params.top_p, params.max_new_tokens) == (1, 0.0, 1.0, 9)
     assert "val/pass@8" in config.figures

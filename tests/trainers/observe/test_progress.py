@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import time
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -157,3 +159,45 @@ def test_lines_also_come_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_skipped_steps_are_counted(terminal: bool) -> None:
     assert "steps skipped 2" in shown({"train/skipped": 1.0}, {"train/skipped": 1.0}, {}, terminal=terminal)
     assert "steps skipped" not in shown({"train/skipped": 0.0}, {}, terminal=terminal)
+
+
+def test_a_long_step_prints_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.05)
+    monkeypatch.setattr(progress, "POLL_S", 0.01)
+    console = Console(file=io.StringIO(), width=80)
+    assert isinstance(console.file, io.StringIO)
+    with Progress("tiny", 100, console=console) as view:
+        view.doing = lambda: "rollout"
+        view.phase("building the actors")
+        wait_for(lambda: console.file.getvalue().count("building the actors") >= 2)
+        view.update(12, figures(12))
+        wait_for(lambda: "step 13/100: rollout, for 0:00 so far" in console.file.getvalue())
+    ended = console.file.getvalue()
+    time.sleep(0.1)
+    assert console.file.getvalue() == ended, "nothing is printed after the end"
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_silence_grows_with_the_run_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    view = Progress("tiny", 100, console=Console(file=io.StringIO()))
+    for elapsed_s, silent_s, due in ((90, 59, False), (90, 60, True), (8000, 199, False), (8000, 200, True),
+                                     (1e6, 599, False), (1e6, 600, True)):  # fmt: skip
+        now[0], view._start, view._printed_s = 1e7, 1e7 - elapsed_s, 1e7 - silent_s
+        assert view._silent_too_long() is due, (elapsed_s, silent_s)
+
+
+def test_the_panel_says_what_the_step_is_doing() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Progress("tiny", 10, console=console) as view:
+        view.doing = lambda: "logprob"
+        view.update(3, figures(3))
+    assert isinstance(console.file, io.StringIO)
+    assert "step 3/10  logprob" in console.file.getvalue()

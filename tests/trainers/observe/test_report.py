@@ -97,7 +97,7 @@ def test_the_page_stands_alone_and_is_whole(tmp_path: Path) -> None:
     page = Page(text)
     assert page.depth == []
     assert all(link.startswith("#") for link in page.links), page.links
-    assert "@import" not in text and "<script" not in text
+    assert "@import" not in text and "https:" not in text.replace("http://www.w3.org", "")
     assert "finished, 30 steps" in text
     assert text.count("<svg") == 5
     assert "warmup" in text and "model.path" in text
@@ -210,7 +210,7 @@ def test_text_of_the_run_cannot_break_the_page(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text("model: {path: '<script>$title'}\n")
     (folder / "metrics.jsonl").write_text(json.dumps({"event": "<i>", "step": 1, "time/elapsed_s": 1.0}) + "\n")
     text = write_report(folder).read_text()
-    assert "<script" not in text and "<b>run" not in text and "<i>" not in text
+    assert "<script>$" not in text and "<b>run" not in text and "<i>" not in text
     assert "$title" in text
 
 

@@ -15,8 +15,10 @@ from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.metrics import MetricsWriter, read_metrics
+from headrace.trainers.observe.progress import Progress
 from headrace.trainers.observe.report import write_report
 from headrace.trainers.observe.run_folder import RunFolder
+from headrace.trainers.run.launch import tell_how_to_go_on
 
 
 def config_for(folder: Path, **algorithm: int) -> Config:
@@ -197,3 +199,47 @@ def test_metrics_that_cannot_be_written_name_their_file(tmp_path: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
     os.dup2(os.open(tmp_path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND), metrics._file.fileno())
     metrics.close()
+
+
+def test_incidents_are_sentences_in_a_file_with_their_step(tmp_path: Path) -> None:
+    with RunFolder(config_for(tmp_path), resume=False) as run:
+        assert not run.incidents_path.exists()
+        run.incident(3, "engine 0 died:\n  out of memory")
+        run.incident(4, "engine 1 died")
+    first, second = run.incidents_path.read_text().splitlines()
+    assert first.endswith(" step 3: engine 0 died: out of memory") and second.endswith(" step 4: engine 1 died")
+
+
+def test_a_new_run_begins_without_the_samples_of_one_that_never_began(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text("{}\n")
+    with RunFolder(config_for(tmp_path), resume=False) as run:
+        assert not (tmp_path / "samples.jsonl").exists()
+        run.metrics.log(1, {})
+    (tmp_path / "samples.jsonl").write_text("{}\n")
+    with RunFolder(config_for(tmp_path), resume=True):
+        assert (tmp_path / "samples.jsonl").exists()
+
+
+def test_a_run_that_stops_says_how_it_goes_on_or_that_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress("tiny", 5)
+    with RunFolder(config_for(tmp_path), resume=False) as run:
+        tell_how_to_go_on(run, progress)
+        assert capsys.readouterr().out == "", "nothing has begun"
+        run.metrics.log(1, {})
+        tell_how_to_go_on(run, progress)
+        assert "has no checkpoint, so this run cannot be continued" in capsys.readouterr().out
+        (run.checkpoints_dir / "step_000001").mkdir()
+        (run.checkpoints_dir / "step_000001.json").write_text('{"step": 1}')
+        tell_how_to_go_on(run, progress)
+        said = capsys.readouterr().out
+    assert said == f"to go on from the checkpoint of step 1: headrace train {run.config_path} --resume\n"
+
+
+def test_a_run_that_ended_without_checkpoints_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(config_for(tmp_path), resume=False) as run:
+        run.metrics.log(1, {})
+        run.metrics.finish(1)
+        tell_how_to_go_on(run, Progress("tiny", 1))
+    assert capsys.readouterr().out == ""

@@ -131,3 +131,49 @@ def test_this_machine_can_be_examined() -> None:
     assert "torch" in by_name["packages"].detail
     assert by_name["hf"].state is State.OK and by_name["fsdp"].state is State.OK
     assert by_name["megatron"].area == "backend"
+
+
+def test_the_table_fits_80_columns() -> None:
+    findings = [
+        Finding("software", "packages", State.OK, ", ".join(f"package-{number} 1.2.{number}" for number in range(20))),
+        Finding("store", "mooncake", State.FIX, "ImportError: libibverbs.so.1: cannot open", "apt-get install x" * 5),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(doctor.table(findings))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80 and "package-19" in text
+
+
+def test_a_checkout_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> list[str]:
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", unknown)
+    [finding] = doctor._packages()
+    assert finding.state is State.NOTE and "without being installed" in finding.detail
+
+
+@pytest.mark.processes
+def test_imports_happen_at_the_same_time_after_what_they_share(library: Path) -> None:
+    """Each of two modules waits until the other one is being imported; a third is imported before, and once."""
+    (library / "shared_lib.py").write_text(f"open({str(library / 'shared')!r}, 'a').write('x')\n")
+    for own, other in (("one", "two"), ("two", "one")):
+        (library / f"{own}_lib.py").write_text(
+            "import os, shared_lib, time\n"
+            f"open({str(library / own)!r}, 'w').close()\n"
+            "until = time.monotonic() + 30\n"
+            f"while not os.path.exists({str(library / other)!r}):\n"
+            "    assert time.monotonic() < until\n"
+            "    time.sleep(0.01)\n"
+        )
+    found = try_imports({"one": ("one_lib",), "two": ("two_lib",)}, ahead=("shared_lib",))
+    assert found == {"one": "", "two": ""} and (library / "shared").read_text() == "x"
+
+
+@pytest.mark.processes
+def test_what_is_shared_may_crash(library: Path) -> None:
+    (library / "fatal_lib.py").write_text("import os\nos._exit(1)\n")
+    (library / "fine_lib.py").write_text("")
+    found = try_imports({"a": ("fatal_lib",), "b": ("fine_lib",)}, ahead=("fatal_lib",))
+    assert "exit code 1" in found["a"] and found["b"] == ""

@@ -15,14 +15,18 @@ from headrace.actors.rollout.config import DataConfig
 from headrace.cli import main
 from headrace.codecs.imports import MissingExtra
 from headrace.trainers.config.load import build_config
+from headrace.trainers.config.trackers import TrackerConfig
 from headrace.trainers.errors import ConfigError
-from headrace.trainers.observe.metrics import MetricsWriter
+from headrace.trainers.observe.trackers.factory import build_tracker
+from headrace.trainers.observe.trackers.protocol import TrackedRun
 from headrace.trainers.run.extras import check_extras
 
 EVERYTHING = {
     "data": {"train": "org/math"},
     "validation": {"every": 0},
     "dataplane": {"store": {"kind": "simple"}},
+    "logging": {"trackers": ["wandb"]},
+    "reward": {"functions": [{"kind": "math_verify"}]},
 }
 """A configuration that uses all optional packages but those of engines and backends."""
 
@@ -31,7 +35,7 @@ EVERYTHING = {
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core install: none of the optional packages can be found or imported."""
     found = importlib.util.find_spec
-    absent = ("matplotlib", "tensorboard", "datasets", "transfer_queue")
+    absent = ("matplotlib", "tensorboard", "datasets", "transfer_queue", "wandb", "math_verify")
     for name in {*absent, *sys.modules}:
         if name.partition(".")[0] in absent:
             monkeypatch.setitem(sys.modules, name, None)
@@ -46,14 +50,19 @@ def test_a_run_names_all_missing_extras_before_it_starts(bare: None) -> None:
     assert list(caught.value.problems) == [
         "report.html, which every run ends with, needs matplotlib, which is not installed: "
         "pip install 'headrace[report]'",
+        "the tracker wandb needs wandb, which is not installed: pip install 'headrace[trackers]'",
         "logging.tensorboard=true needs tensorboard, which is not installed: pip install 'headrace[report]'",
-        "data.train=org/math needs datasets, which is not installed: pip install 'headrace[datasets]'",
         "dataplane.store.kind=simple needs transfer_queue, which is not installed: "
         "pip install 'headrace[transferqueue]'",
+        "data.train=org/math needs datasets, which is not installed: pip install 'headrace[datasets]'",
+        "the reward math_verify needs math_verify, which is not installed: pip install 'headrace[math]'",
     ]
 
 
-def test_nothing_is_missed_where_everything_is_installed() -> None:
+def test_nothing_is_missed_where_everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    there = ("wandb", "math_verify")  # no test needs them but some of `make test-all`
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else found(name))
     check_extras(build_config(EVERYTHING))
 
 
@@ -80,8 +89,10 @@ def test_a_module_names_the_extra_of_its_package(
 
 
 def test_writers_and_sources_name_the_extra_of_their_package(bare: None, tmp_path: Path) -> None:
-    with pytest.raises(MissingExtra, match="tensorboard"):
-        MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "board")
+    run = TrackedRun("run", tmp_path, {}, None)
+    for kind in ("tensorboard", "wandb"):
+        with pytest.raises(MissingExtra, match=kind):
+            build_tracker(TrackerConfig.model_validate(kind)).start(run)
     with pytest.raises(MissingExtra, match="datasets"):
         prompt_files._load_dataset(DataConfig(train="org/math"), "org/math", tmp_path / "absent", False)
 

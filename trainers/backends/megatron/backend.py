@@ -33,6 +33,7 @@ from .gathering import OwnPieces, spread_weights
 from .library import get_forward_backward_func
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
+from .pipeline import OpenPipeline
 from .routers import PipelineReplay
 from .row_sums import sum_rows, whole_counts
 from .rows import PackedRows, pack_rows
@@ -103,6 +104,7 @@ class MegatronBackend:
         if config.trainer.recompute == "selective":  # Megatron itself does `full`
             recompute_layers(layers, "selective")
         self._model = wrap_model(config, self._policy)
+        self._pipeline = OpenPipeline(self._model)
         self._optimizer = build_optimizer(config, self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._source, self._topology, dtype)
@@ -139,8 +141,9 @@ class MegatronBackend:
         """Run the forward pass, the summed loss and the backward pass of `count` microbatches. Gradients stay unscaled
         sums. Collective.
 
-        Every rank must pass the same number of microbatches; one without rows is allowed. The pipeline fills and drains
-        once per call. The last stage needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also
+        Every rank must pass the same number of microbatches; one without rows is allowed. The pipeline stays full at
+        the end of a call: the backward passes of the last microbatches run in the next call or in `finish_step`. The
+        last stage needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also
         `prev_logprobs` when `prev` is "recompute", and `ref_logprobs` with a KL term. Raises RuntimeError when no step
         is open, and ValueError naming a missing column.
         """
@@ -148,9 +151,10 @@ class MegatronBackend:
             if count and self._replay is not None and self._replay.take_measurement():
                 micros = iter(micros)
                 first = list(islice(micros, 1))
-                self._run(first, 1, partial(self._measure, self._replay, temperature), forward_only=True)
+                self._predict_all(first, 1, partial(self._measure, self._replay, temperature))
                 micros = chain(first, micros)
-            self._run(micros, count, partial(self._train, temperature), forward_only=False)
+            with megatron_calls(self._device):
+                self._pipeline.run(iter(micros), count, partial(self._train, temperature))
 
     def finish_step(self) -> dict[str, float]:
         """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step the
@@ -170,6 +174,9 @@ class MegatronBackend:
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
+        self._pipeline.drop()
+        if self._replay is not None:
+            self._replay.drop()
         if not self._residence.offloaded:  # the gradient buffers have no memory then, and are zero afterwards
             self._clear()
 
@@ -193,7 +200,7 @@ class MegatronBackend:
         swapped = Swapped(self._policy, self._reference) if reference and self._reference else nullcontext()
         replay = None if reference else self._replay
         with swapped:
-            self._run(micros, count, partial(self._predict, replay, temperature, columns), forward_only=True)
+            self._predict_all(micros, count, partial(self._predict, replay, temperature, columns))
         return columns if self._rank == self._topology.writer(self._mesh.place.dp) else []
 
     @torch.no_grad()
@@ -206,7 +213,7 @@ class MegatronBackend:
         self._residence.require_onloaded("native_figures")
         self._step.require_closed("native_figures")
         replay = require_replay(self._replay)
-        self._run(micros, count, partial(self._measure, replay, temperature), forward_only=True)
+        self._predict_all(micros, count, partial(self._measure, replay, temperature))
         return replay.native.metrics()
 
     # ------------------------------------------------------------ weights and state
@@ -308,12 +315,12 @@ class MegatronBackend:
         with megatron_calls(self._device):
             clear_gradients(self._model, self._optimizer)
 
-    def _run(self, micros: Iterable[MicroBatch], count: int, forward: Any, *, forward_only: bool) -> None:
-        """Run `count` microbatches through the pipeline with one of Megatron's schedules, which calls
+    def _predict_all(self, micros: Iterable[MicroBatch], count: int, forward: Any) -> None:
+        """Run the forward passes of `count` microbatches with one of Megatron's schedules, which calls
         `forward(iterator, model)` for each."""
         if count < 1:
             return
-        with megatron_calls(self._device), nullcontext() if self._replay is None else self._replay.passes():
+        with megatron_calls(self._device):
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=iter(micros),
@@ -321,8 +328,8 @@ class MegatronBackend:
                 num_microbatches=count,
                 seq_length=1,  # lengths vary, and stages send them to each other
                 micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
+                forward_only=True,
+                collect_non_loss_data=True,
             )
 
     def _next(self, micros: Iterator[MicroBatch], replay: PipelineReplay | None) -> tuple[MicroBatch, PackedRows]:
@@ -419,6 +426,9 @@ class MegatronBackend:
         columns.append(column.cpu())
 
     def _finish(self) -> dict[str, float]:
+        self._pipeline.drain()
+        if self._replay is not None:
+            self._replay.check_drained()
         norm = sum_gradients(self._model, self._optimizer)
         # The norm already covers all ranks, so only the first rank contributes it to the sum.
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0

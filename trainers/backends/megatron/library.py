@@ -26,6 +26,8 @@ with warnings.catch_warnings():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.pipeline_parallel.schedules import backward_step, forward_step, get_tensor_shapes
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -35,6 +37,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import get_model_config, get_model_type
 
 # megatron-core 0.16.1: without TransformerEngine this name is never set, and every router's forward raises NameError,
 # on GPUs too (moe_utils.py, RouterGatingLinearFunction). Delete when the pin moves to a release that sets it.
@@ -49,15 +52,21 @@ __all__ = [
     "DistributedOptimizer",
     "GPTModel",
     "OptimizerConfig",
+    "P2PCommunicator",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "backward_step",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "forward_step",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "get_model_config",
+    "get_model_type",
+    "get_tensor_shapes",
     "moe_utils",
     "parallel_state",
     "tensor_parallel_random",

@@ -4,7 +4,8 @@
     backward pass, recomputed layer     nothing is installed; the layer takes the oldest choice of its queue
 
 Pipelines run forward passes of later microbatches before the backward pass of an earlier one, so a layer may have
-several choices in its queue. Microbatches go backward in the order in which they went forward.
+several choices in its queue, also between two calls of a step. Microbatches go backward in the order in which they went
+forward.
 """
 
 from __future__ import annotations
@@ -76,19 +77,18 @@ class PipelineReplay(RouterReplay):
             finally:
                 self._queueing = False
 
-    @contextmanager
-    def passes(self) -> Iterator[None]:
-        """Context of all passes of one call of the schedule. Raises RuntimeError when a layer has computed a microbatch
-        again less often than forward, because the routes of a later step would then be wrong; after any other error it
-        drops what is queued."""
-        try:
-            yield
-            left = {self.spec.layers[index]: len(queue) for index, queue in enumerate(self._queues) if queue}
-            if left:
-                raise RuntimeError(f"router replay: layers computed again too rarely (layer: microbatches) {left}")
-        finally:
-            for queue in self._queues:
-                queue.clear()
+    def check_drained(self) -> None:
+        """Raise RuntimeError if a layer has computed a microbatch again less often than forward, because the routes of
+        a later step would then be wrong. Called when all backward passes of a step are over."""
+        left = {self.spec.layers[index]: len(queue) for index, queue in enumerate(self._queues) if queue}
+        self.drop()
+        if left:
+            raise RuntimeError(f"router replay: layers computed again too rarely (layer: microbatches) {left}")
+
+    def drop(self) -> None:
+        """Forget the choices of microbatches whose backward pass is still to come. Idempotent."""
+        for queue in self._queues:
+            queue.clear()
 
     @contextmanager
     def _installed(self, routes: torch.Tensor | None) -> Iterator[None]:
@@ -102,7 +102,9 @@ class PipelineReplay(RouterReplay):
     @uncompiled
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts to use, as `RouterReplay.choose`; in a recomputed layer those of its forward pass."""
-        if self._routes is None and self._queues[layer]:
+        # Passes without gradients, such as those of the reference, run while choices are queued; they are not
+        # computed again.
+        if self._routes is None and torch.is_grad_enabled() and self._queues[layer]:
             return self._queues[layer].popleft()
         index = super().choose(layer, own)
         if self._queueing and (self._kept_graph or not torch.is_grad_enabled()):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.protocol import KeysAndValues, SamplingParams
 from headrace.actors.weights.transports.protocol import WeightUpdate
 from headrace.tests.actors.engines.vllm.builder import EOS, VOCAB_SIZE
 from headrace.tests.actors.engines.vllm.conftest import Subject
@@ -65,6 +67,42 @@ class TestUpdates:
 
         subject.run(main())
 
+    @pytest.mark.parametrize("kv", ["keep", "recompute"])
+    def test_requests_that_go_on_read_old_keys_and_values_only_if_asked_to(
+        self, subject: Subject, kv: KeysAndValues
+    ) -> None:
+        """Requests that begin after the commit, and samples that still waited for room in the batch, never do: not even
+        those of their prompt, which others have left in the prefix cache."""
+        prompt = [5 + i % 30 for i in range(300)]  # three cache blocks of 128 tokens, two of them full
+
+        async def main() -> None:
+            engine, version = subject.engine, subject.engine.version + 1
+            old = copy.deepcopy(subject.model)
+            await engine.prepare_weights(subject.update(0.2))
+            running = asyncio.create_task(engine.generate(kv, prompt, SamplingParams(n=90, max_new_tokens=40)))
+            while sum(one >= 0 for one, _ in engine.tokens_of_newest()) < 32:
+                await asyncio.sleep(0.002)
+            report = await engine.commit_weights(version, "keep", kv)
+            assert (report.kept, report.aborted) == (1, 0)
+            late = await engine.generate("late", prompt, SamplingParams(n=2, max_new_tokens=8))
+            subject.expect_logprobs(prompt, late)
+            done = await running
+            fresh = [one for one in done if (one.versions == version).all()]
+            mixed = [one for one in done if 0 < np.count_nonzero(one.versions == version) < len(one.versions)]
+            assert fresh and mixed and len(done) == 90
+            subject.expect_logprobs(prompt, fresh[:3])
+            distance = 0.0
+            for one in mixed[:3]:
+                change_at = int(np.count_nonzero(one.versions < version))
+                response = one.token_ids.tolist()
+                expected = mixed_logprobs([old, subject.model], prompt, response, change_at, kept=kv == "keep")
+                np.testing.assert_allclose(one.logprobs, expected, atol=3e-3)
+                other = mixed_logprobs([old, subject.model], prompt, response, change_at, kept=kv != "keep")
+                distance = max(distance, float(np.abs(np.subtract(expected, other)).max()))
+            assert distance > 0.03, "the two ways could not be told apart"
+
+        subject.run(main())
+
     def test_every_token_carries_the_version_that_made_it(self, subject: Subject) -> None:
         """Weights of version v give token 3 + v and no other."""
 
@@ -79,7 +117,7 @@ class TestUpdates:
                 await engine.prepare_weights(telling(subject, version, token[version]))
                 requests.append(asyncio.create_task(engine.generate(f"b{version}", [7] * version, params)))
                 await asyncio.sleep(0.03)
-                await engine.commit_weights(version, "keep")
+                await engine.commit_weights(version, "keep", "keep" if version % 2 else "recompute")
             mixed = 0
             for completions in await asyncio.gather(*requests):
                 for one in completions:
@@ -90,6 +128,23 @@ class TestUpdates:
             assert mixed, "no request saw two versions"
 
         subject.run(main())
+
+
+def mixed_logprobs(
+    models: list[Any], prompt: list[int], response: list[int], change_at: int, *, kept: bool
+) -> list[float]:
+    """Log-probs of the response if the second of `models` takes over before the token `change_at`. kept: whether it
+    goes on from the keys and values of the first."""
+    cache, fed, result = None, prompt, []
+    for index, token in enumerate(response):
+        if index == change_at and not kept:
+            cache, fed = None, prompt + response[:index]
+        with torch.no_grad():
+            model = models[int(index >= change_at)]
+            output = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache, fed = output.past_key_values, [token]
+        result.append(torch.log_softmax(output.logits[0, -1].float(), dim=-1)[token].item())
+    return result
 
 
 def telling(subject: Subject, version: int, token: int) -> WeightUpdate:

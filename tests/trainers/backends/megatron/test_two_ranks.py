@@ -24,7 +24,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     weights_of,
 )
 from headrace.tests.trainers.backends.backend_reference import TEMPERATURE
-from headrace.tests.trainers.backends.megatron.mesh_ranks import NUM_ROWS, Case, accumulate, train
+from headrace.tests.trainers.backends.megatron.mesh_ranks import NUM_ROWS, Case, accumulate, sent, train
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.losses.config import LossConfig
 
@@ -82,6 +82,59 @@ def interrupted(rank: int, folder: str) -> dict[str, Any]:
         return found
 
 
+def pipelined(rank: int, folder: str) -> dict[str, Any]:
+    """Run a step of eight microbatches on a pipeline of two stages, in one call, in four and in eight, with log-probs
+    between the calls. Returns the order of forward and backward passes, and the weights afterwards."""
+    from headrace.trainers.backends.megatron import library
+
+    case = Case("pp2", "tied", MESHES["pp2"])
+    rows, place = random_rows(0, 16), case.topology.place(rank)
+    micros = [sent(rows[start : start + 2], case.topology, place, rows) for start in range(0, 16, 2)]
+    order: list[str] = []
+
+    def counted(letter: str, real: Any) -> Any:
+        def step(*args: Any, **options: Any) -> Any:
+            order.append(letter)
+            return real(*args, **options)
+
+        return step
+
+    def run(size: int) -> dict[str, Any]:
+        order.clear()
+        with contextlib.closing(case.build(rank, folder)) as backend:
+            backend.begin_step(TEMPERATURE)
+            for start in range(0, 8, size):
+                backend.accumulate(micros[start : start + size], size)
+                backend.logprobs(micros[:2], 2, temperature=TEMPERATURE)
+            metrics = {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
+            return {"order": "".join(order), "metrics": metrics, "weights": weights_of(backend)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        for letter, name in (("F", "forward_step"), ("B", "backward_step")):
+            patch.setattr(library, name, counted(letter, getattr(library, name)))
+        return {f"calls of {size}": run(size) for size in (8, 2, 1)}
+
+
+def bubbles(stages: list[str]) -> int:
+    """Number of idle slots of a pipeline whose stages run these passes in order, each in one slot: a forward pass comes
+    after that of the stage before, a backward pass after that of the stage behind."""
+    done: dict[tuple[int, str, int], int] = {}
+    at, free = [0] * len(stages), [0] * len(stages)
+    while any(place < len(order) for place, order in zip(at, stages, strict=True)):
+        for stage, order in enumerate(stages):
+            if at[stage] == len(order):
+                continue
+            letter = order[at[stage]]
+            number = order[: at[stage]].count(letter)
+            before = stage - 1 if letter == "F" else stage + 1
+            if 0 <= before < len(stages) and (before, letter, number) not in done:
+                continue
+            free[stage] = max(free[stage], done.get((before, letter, number), 0)) + 1
+            done[stage, letter, number] = free[stage]
+            at[stage] += 1
+    return max(free) * len(stages) - sum(map(len, stages))
+
+
 def resumed(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     """Run two steps, a save and a third step on some meshes; load and run the third step on all of them."""
     found: dict[str, dict[str, Any]] = {}
@@ -117,6 +170,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {
         "objectives": objective_steps(rank, folder),
         "interrupted": interrupted(rank, folder),
+        "pipelined": pipelined(rank, folder),
         "resumed": resumed(rank, folder),
         "from fsdp": from_fsdp(rank, folder),
     }
@@ -161,6 +215,18 @@ def test_objectives_are_those_of_whole_rows(objective: str, folder: Path, ranks:
         for mesh in MESHES:
             for got, wanted in zip(rank["objectives"][f"{objective} {mesh}"], expected, strict=True):
                 assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6), mesh
+
+
+def test_a_pipeline_is_not_drained_between_chunks(ranks: list[dict[str, Any]]) -> None:
+    whole = [rank["pipelined"]["calls of 8"] for rank in ranks]
+    for name in ("calls of 2", "calls of 1"):
+        chunked = [rank["pipelined"][name] for rank in ranks]
+        assert [one["order"] for one in chunked] == ["F" + 7 * "FB" + "B", 8 * "FB"]
+        assert [one["metrics"] for one in chunked] == [one["metrics"] for one in whole]
+        for key, tensor in whole[0]["weights"].items():
+            assert torch.equal(chunked[0]["weights"][key], tensor), key
+        assert bubbles([one["order"] for one in chunked]) == bubbles([one["order"] for one in whole]) == 4
+    assert bubbles([4 * "FFBB", 4 * "FBFB"]) == 16, "drained after each of four calls"
 
 
 def test_steps_that_must_not_be_applied_are_not(ranks: list[dict[str, Any]], alone: list[dict[str, float]]) -> None:

@@ -1,4 +1,4 @@
-"""Tests the figures of a validation: means, pass@k and best@k, and the names that users give them."""
+"""Tests the figures of an evaluation: means, pass@k, best@k and majority, and the names that users give them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from headrace.actors.protocols import Prompt, Sample, Score
-from headrace.actors.rollout.validation_figures import (
+from headrace.actors.rollout.evaluation_figures import (
+    FigureScheme,
     FigureSums,
     best_counts,
     expected_best,
     figure_names,
     find_figure,
+    majority,
 )
 
 
@@ -66,6 +68,7 @@ def test_figures_are_means_over_samples_and_over_prompts_of_the_best() -> None:
             "val/reward/mine/best@2": (2.0 + 1.0) / 2,
             "val/exact_match": 2 / 4,  # of the samples whose prompts have answers
             "val/pass@2": 1.0,
+            "val/maj@2": 0.5,  # both prompts have two answers, each given once
         }
     )
     assert set(sums.means()) <= {*figure_names(["mine"], 2), "val/response_length_mean"}
@@ -85,3 +88,41 @@ def test_a_figure_has_its_key_its_short_name_or_the_name_of_a_reward() -> None:
     assert find_figure("pass@4", known) == "val/pass@4"
     assert find_figure("mine/best@2", known) == "val/reward/mine/best@2"
     assert find_figure("pass@3", known) is None
+
+
+@pytest.mark.parametrize(
+    ("votes", "share"),
+    [
+        ([("7", True), ("8", False), ("7", True)], 1.0),
+        ([("8", False), ("8", False), ("7", True)], 0.0),
+        ([("8", False), ("7", True)], 0.5),
+        ([("8", False), ("9", False), ("7", True), ("7", True), ("8", False)], 0.5),
+        ([(None, False), (None, False), ("7", True)], 1.0),
+        ([(None, False)], 0.0),
+    ],
+)
+def test_the_most_frequent_answer_decides_a_majority_vote(votes: list[tuple[str | None, bool]], share: float) -> None:
+    assert majority(votes) == share
+
+
+def judged(value: float, answer: str | None, valid: bool = True) -> Score:
+    components = {"judge": value, "length": 0.5} if valid else {}
+    return Score(reward=value, components=components, valid=valid, answer=answer)
+
+
+def test_a_named_set_goes_by_the_reward_that_judges_it() -> None:
+    sums = FigureSums(FigureScheme("eval/aime", "judge"))
+    four = [sample("")] * 4
+    sums.add_group(four, [judged(1.0, "3"), judged(0.99, "4"), judged(0.0, "4"), judged(1.0, "3.0")])
+    sums.add_group(four, [judged(1.0, "5"), judged(1.0, "5"), judged(0.0, "6"), judged(0.0, None, valid=False)])
+    hand = {
+        "eval/aime/avg@4": (1 + 0 + 0 + 1 + 1 + 1 + 0) / 7,
+        # Of the pairs of the first prompt, one of six has no correct sample; of the second's three pairs none.
+        "eval/aime/pass@2": (5 / 6 + 1.0) / 2,
+        "eval/aime/pass@4": 1.0,  # the second prompt has three samples that count
+        "eval/aime/maj@4": 0.0,  # "4", which is wrong, has two votes
+    }
+    means = sums.means()
+    assert {key: means[key] for key in hand} == pytest.approx(hand)
+    assert means["eval/aime/reward"] == pytest.approx(4.99 / 7) and means["eval/aime/reward/length"] == 0.5
+    assert sums.counts["eval/aime/avg@4"] == 7 and sums.counts["eval/aime/maj@4"] == 1

@@ -1,0 +1,92 @@
+"""The names of other libraries lead to keys that exist, also when whole sections of theirs are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.tests.trainers.config.refusals import file_problems, only_problem
+from headrace.trainers.config.config import Config
+from headrace.trainers.config.effects import value_of
+from headrace.trainers.config.peers import ALIASES, PEERS, meant_keys
+
+ROWS = [(library, *row) for library, rows in PEERS.items() for row in rows]
+DEFAULTS = Config()
+
+
+def exists(path: str) -> bool:
+    try:
+        value_of(DEFAULTS, path)
+    except AttributeError:
+        return False
+    return True
+
+
+def test_every_key_of_ours_exists() -> None:
+    named = {key for _, _, ours, _ in ROWS for key in ours.split()} | {key for keys in ALIASES.values() for key in keys}
+    assert [key for key in sorted(named) if not exists(key)] == []
+    assert all(key.count(".") for key in named)
+
+
+def test_no_setting_of_a_library_stands_twice() -> None:
+    for library, rows in PEERS.items():
+        theirs = [row[0] for row in rows]
+        assert len(set(theirs)) == len(theirs), library
+
+
+@pytest.mark.parametrize(("library", "theirs", "ours", "note"), ROWS)
+def test_a_setting_of_another_library_is_answered_with_ours(
+    tmp_path: Path, library: str, theirs: str, ours: str, note: str
+) -> None:
+    """The setting as it is typed there leads to its row, unless it is a key of ours, too."""
+    if exists(theirs):
+        assert theirs in ours.split()
+        return
+    sentences = file_problems(tmp_path, "{}", f"{theirs}=1")
+    assert len(sentences) == 1 and sentences[0].startswith(f"{theirs}: unknown key; did you mean "), sentences
+    assert all(key in sentences[0] for key in ours.split()), sentences
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("learning_rate", "trainer.lr"),
+        ("trainer.learning_rate", "trainer.lr"),
+        ("rollout.n", "algorithm.group_size"),
+        ("ppo_mini_batch_size", "algorithm.minibatches"),
+        ("actor.ppo_mini_batch_size", "algorithm.minibatches"),
+        ("loss.beta", "loss.kl_coef"),
+        ("num_generations", "algorithm.group_size"),
+        ("grpo.num_generations_per_prompt", "algorithm.group_size"),
+        ("val_kwargs.n", "validation.n"),
+        ("ckpt.interval", "run.checkpoint_every"),
+    ],
+)
+def test_short_forms_are_answered_too(tmp_path: Path, typed: str, ours: str) -> None:
+    assert file_problems(tmp_path, "{}", f"{typed}=1") == [f"{typed}: unknown key; did you mean {ours}?"]
+
+
+def test_a_whole_file_of_another_library_is_answered_key_by_key(tmp_path: Path) -> None:
+    text = """
+        actor_rollout_ref:
+          rollout: {n: 8, gpu_memory_utilization: 0.5, free_cache_engine: true}
+          actor: {optim: {lr: 1.0e-6}}
+        data: {train_batch_size: 256}
+    """
+    assert file_problems(tmp_path, text) == [
+        "data.train_batch_size: unknown key; did you mean algorithm.prompts_per_step?",
+        "actor_rollout_ref.rollout.n: unknown key; did you mean algorithm.group_size?",
+        "actor_rollout_ref.rollout.gpu_memory_utilization: unknown key; did you mean rollout.gpu_memory_utilization?",
+        "actor_rollout_ref.rollout.free_cache_engine: unknown key; it has no counterpart here",
+        "actor_rollout_ref.actor.optim.lr: unknown key; did you mean trainer.lr?",
+    ]
+
+
+def test_a_misspelt_section_of_ours_is_still_a_misspelling() -> None:
+    assert only_problem({"trainers": {"lr": 1}}) == "trainers: unknown key; did you mean trainer?"
+
+
+def test_a_name_that_says_too_little_is_left_to_our_own_keys() -> None:
+    assert meant_keys(["path"], {"path"}).keys == ()
+    assert meant_keys(["nothing", "of", "the", "kind"]).keys == ()

@@ -1,0 +1,120 @@
+"""Declares the evaluations of a run: validation, and named sets, each with its own prompts, sampling and rewards."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ...actors.rewards.config import RewardConfig
+from ...actors.rollout.config import DataConfig
+from ...actors.rollout.evaluation_figures import REWARD
+from ...dataplane.section import Count, CountOrZero, NonNegative, Section, Share
+
+
+class ValidationConfig(Section):
+    """Evaluation on prompts that are never trained on."""
+
+    every: CountOrZero = 10
+    """Number of steps between validations. There is also one before the first step and one after the last; 0 turns
+    validation off."""
+    num_prompts: Count = 128
+    """Number of prompts in each validation."""
+    n: Count = 1
+    """Number of samples of each prompt. `val/reward` and the other means are over all samples (avg@n). With more than
+    one sample, `val/best@K` gives the expected reward of the best of K samples, and `val/pass@K` the probability that
+    one of K samples is an exact match. K is each power of two from 2 up to n, and n itself."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` apply here,
+    too."""
+    metric: str = REWARD
+    """Metric that tells how good a policy is, the higher the better. `run.keep_best`, `validation.stop_at`, the report
+    and Prometheus use it. It is `val/reward`, `val/exact_match`, the name of a reward function, or with `validation.n`
+    above 1 one of `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
+    max_new_tokens: Count | None = None
+    """Largest number of tokens of an answer. Unset: `rollout.max_new_tokens`."""
+    background: bool = False
+    """Whether validation runs while the next step generates and trains, until its optimizer step. Its metrics are then
+    logged with that step, and `val/version` gives the policy that was measured."""
+    stop_at: float | None = None
+    """Value of `validation.metric` at which the run ends; with `validation.background` it ends after the current step.
+    Unset: the run ends after `algorithm.steps`."""
+
+
+class EvaluationDataConfig(Section):
+    """Source of the prompts of an evaluation set. A key that is unset, other than `split` and `subset`, has the value
+    that it has in section `data`."""
+
+    source: str
+    """Source of the prompts: a .jsonl file, the folder of a Hugging Face dataset, the id of a dataset on the hub, or
+    `task:reverse` or `task:arithmetic` for the held-out part of a generated task."""
+    subset: str | None = None
+    """Name of the configuration of a Hugging Face dataset that has several."""
+    split: str | None = None
+    """Name of the split of a Hugging Face dataset. Unset: `validation`, or `test` if there is none, or its only
+    split."""
+    prompt_field: str | None = None
+    """Name of the column that holds the prompt; see `data.prompt_field`."""
+    answer_field: str | None = None
+    """Name of the column that holds the expected answer; see `data.answer_field`."""
+    answer_pattern: str | None = None
+    """Regular expression that finds the expected answer in its column; see `data.answer_pattern`. An empty one takes
+    the whole column, whatever section `data` says."""
+    template: str | None = None
+    """Format of the prompt's text; see `data.template`."""
+    chat_template: Literal["messages", "all"] | None = None
+    """Prompts to which the chat template is applied; see `data.chat_template`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template; see `data.chat_template_kwargs`."""
+    system_prompt: str | None = None
+    """System message in front of chat messages; see `data.system_prompt`. An empty one stands for none."""
+    options: dict[str, Any] | None = None
+    """Options of a generated task; see `data.options`."""
+    max_prompt_tokens: Count | None = None
+    """Largest number of tokens of a prompt; see `data.max_prompt_tokens`."""
+
+
+class EvaluationConfig(Section):
+    """A named evaluation set. Its metrics begin with `eval/NAME/`. With n samples of each prompt, `avg@n` is the share
+    of correct samples, `pass@K` the probability that one of K samples is correct, and `maj@n` the share of prompts
+    whose most frequent answer is correct."""
+
+    data: EvaluationDataConfig
+    """Source of the prompts."""
+    every: CountOrZero = 50
+    """Number of steps between evaluations. There is also one before the first step and one after the last. With 0 only
+    `headrace eval` makes them."""
+    num_prompts: Count | None = None
+    """Largest number of prompts of an evaluation. Unset: all prompts of a file or dataset; a generated task needs a
+    number."""
+    n: Count = 1
+    """Number of samples of each prompt."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature; 0 decodes greedily."""
+    top_p: Share = 1.0
+    """Probability mass of the tokens that are sampled from."""
+    top_k: CountOrZero = 0
+    """Number of most likely tokens that are sampled from; 0 means all."""
+    max_new_tokens: Count | None = None
+    """Largest number of tokens of an answer. Unset: `rollout.max_new_tokens`."""
+    reward: RewardConfig | None = None
+    """Reward functions that score the samples. Unset: those of section `reward`."""
+    correct: str | None = None
+    """Name of the reward function that tells which samples are correct: those that it gives at least 1. Unset: the
+    first of the functions."""
+    background: bool = True
+    """Whether training goes on during an evaluation. Its metrics are then logged with the step during which it ended,
+    and `version_first` and `version_last` tell which policies generated its samples, which the weight syncs of these
+    steps may change. If false, training waits, and all samples are of one version."""
+    in_flight: Count = 32
+    """Largest number of prompts of a background evaluation that each rollout actor works on at a time, so that the
+    samples of training are not kept waiting."""
+
+
+def evaluation_data(config: DataConfig, data: EvaluationDataConfig) -> DataConfig:
+    """Return the section `data` as an evaluation set has it: with the set's source as that of validation. config: the
+    section `data` of the run, whose values hold where the set has none."""
+    given = data.model_dump(exclude={"source", "subset", "split"}, exclude_none=True)
+    for name in ("answer_pattern", "system_prompt"):
+        if given.get(name) == "":
+            given[name] = None
+    places = {"validation": data.source, "validation_subset": data.subset, "validation_split": data.split}
+    return DataConfig.model_validate({**config.model_dump(), **given, **places})

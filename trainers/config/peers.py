@@ -1,0 +1,299 @@
+"""Lists the settings of TRL, verl, prime-rl and NeMo-RL with the config keys that do the same here.
+
+The names are those of TRL's GRPOConfig, verl's ppo_trainer.yaml, prime-rl's rl.toml and NeMo-RL's grpo_math_1B.yaml, as
+published in 2025 and 2026. A user who types one of them is told ours, and docs/how-to/coming-from.md shows the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = tuple[str, str, str]
+"""A setting of another library, our keys (separated by spaces), and what differs; "" if nothing does."""
+
+_MICRO = "counted in tokens"
+_EPOCHS = "counted in steps: prompts of the data set x epochs / prompts per step"
+_BOTH = "one bound for each side"
+
+PEERS: Mapping[str, tuple[Row, ...]] = {
+    "TRL": (
+        ("model_name_or_path", "model.path", ""),
+        ("output_dir", "run.dir", ""),
+        ("seed", "run.seed", ""),
+        ("learning_rate", "trainer.lr", ""),
+        ("lr_scheduler_type", "trainer.schedule", "constant, cosine or linear"),
+        ("warmup_ratio", "trainer.warmup_steps", "in steps"),
+        ("optim", "trainer.lr trainer.betas trainer.weight_decay", "always AdamW"),
+        ("max_grad_norm", "trainer.grad_clip", ""),
+        ("bf16", "trainer.mixed_precision model.dtype", ""),
+        ("gradient_checkpointing", "trainer.recompute", ""),
+        ("per_device_train_batch_size", "trainer.tokens_per_microbatch", _MICRO),
+        ("gradient_accumulation_steps", "algorithm.prompts_per_step", "microbatches follow from the size of the step"),
+        ("generation_batch_size", "algorithm.prompts_per_step", "in prompts, not in samples"),
+        ("steps_per_generation", "algorithm.minibatches", ""),
+        ("num_iterations", "algorithm.epochs", ""),
+        ("num_train_epochs", "algorithm.steps", _EPOCHS),
+        ("max_steps", "algorithm.steps", ""),
+        ("num_generations", "algorithm.group_size", ""),
+        ("max_prompt_length", "data.max_prompt_tokens", ""),
+        ("max_completion_length", "rollout.max_new_tokens", ""),
+        ("temperature", "rollout.temperature", ""),
+        ("top_p", "rollout.top_p", ""),
+        ("top_k", "rollout.top_k", ""),
+        ("use_vllm", "rollout.engine", "vllm"),
+        ("vllm_mode", "resources.layout", "colocated or separate"),
+        ("vllm_tensor_parallel_size", "rollout.tp", ""),
+        ("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization", ""),
+        ("vllm_enable_sleep_mode", "resources.switch_roles", ""),
+        ("vllm_importance_sampling_correction", "loss.correction", "tis"),
+        ("vllm_importance_sampling_cap", "loss.correction_high", ""),
+        ("beta", "loss.kl_coef", ""),
+        ("epsilon", "loss.clip_low loss.clip_high", _BOTH),
+        ("epsilon_high", "loss.clip_high", ""),
+        ("delta", "loss.clip_dual", ""),
+        ("importance_sampling_level", "loss.kind", "`sequence` is gspo"),
+        ("loss_type", "loss.kind loss.aggregation", "grpo: sequence; dapo: token; dr_grpo: sequence_sum"),
+        ("scale_rewards", "advantage.normalize_std", ""),
+        ("mask_truncated_completions", "algorithm.mask_truncated", ""),
+        ("reward_funcs", "reward.functions", "package.module:function"),
+        ("reward_weights", "reward.functions", "`weight` of each function"),
+        ("chat_template_kwargs", "data.chat_template_kwargs", ""),
+        ("eval_steps", "validation.every", ""),
+        ("save_steps", "run.checkpoint_every", ""),
+        ("save_total_limit", "run.keep_checkpoints", ""),
+        ("resume_from_checkpoint", "run.dir", "`headrace train CONFIG --resume`"),
+        ("log_completions", "logging.samples.every", ""),
+        ("num_completions_to_print", "logging.samples.groups", "`headrace samples RUN_DIR`"),
+    ),
+    "verl": (
+        ("actor_rollout_ref.model.path", "model.path", ""),
+        ("data.train_files", "data.train", ".jsonl or a Hugging Face dataset"),
+        ("data.val_files", "data.validation", ""),
+        ("data.prompt_key", "data.prompt_field", ""),
+        ("data.train_batch_size", "algorithm.prompts_per_step", ""),
+        ("data.max_prompt_length", "data.max_prompt_tokens", ""),
+        ("data.max_response_length", "rollout.max_new_tokens", ""),
+        ("data.filter_overlong_prompts", "data.overlong_prompts", "drop"),
+        ("actor_rollout_ref.rollout.n", "algorithm.group_size", ""),
+        ("actor_rollout_ref.rollout.name", "rollout.engine", ""),
+        ("actor_rollout_ref.rollout.temperature", "rollout.temperature", ""),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tp", ""),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", "rollout.gpu_memory_utilization", ""),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "validation.n", ""),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "validation.temperature", ""),
+        ("actor_rollout_ref.actor.strategy", "trainer.backend", ""),
+        ("actor_rollout_ref.actor.optim.lr", "trainer.lr", ""),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", "trainer.warmup_steps", ""),
+        ("actor_rollout_ref.actor.optim.weight_decay", "trainer.weight_decay", ""),
+        ("actor_rollout_ref.actor.grad_clip", "trainer.grad_clip", ""),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.minibatches", "number of mini-batches"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "trainer.tokens_per_microbatch", _MICRO),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "trainer.tokens_per_microbatch", ""),
+        ("actor_rollout_ref.actor.use_dynamic_bsz", "trainer.packing", "dynamic"),
+        ("actor_rollout_ref.actor.ppo_epochs", "algorithm.epochs", ""),
+        ("actor_rollout_ref.actor.clip_ratio", "loss.clip_low loss.clip_high", _BOTH),
+        ("actor_rollout_ref.actor.clip_ratio_low", "loss.clip_low", ""),
+        ("actor_rollout_ref.actor.clip_ratio_high", "loss.clip_high", ""),
+        ("actor_rollout_ref.actor.clip_ratio_c", "loss.clip_dual", ""),
+        ("actor_rollout_ref.actor.loss_agg_mode", "loss.aggregation", ""),
+        ("actor_rollout_ref.actor.use_kl_loss", "loss.kl_coef", "above 0"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "loss.kl_coef", ""),
+        ("actor_rollout_ref.actor.kl_loss_type", "loss.kl_kind", "low_var_kl is k3"),
+        ("actor_rollout_ref.actor.entropy_coeff", "loss.entropy_coef", ""),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", "trainer.offload", ""),
+        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "trainer.pp", ""),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size", "trainer.cp", ""),
+        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", "trainer.ep", ""),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing", "trainer.recompute", ""),
+        ("algorithm.adv_estimator", "advantage.kind", ""),
+        ("algorithm.norm_adv_by_std_in_grpo", "advantage.normalize_std", ""),
+        ("algorithm.use_kl_in_reward", "loss.kl_in", "reward"),
+        ("algorithm.kl_ctrl.kl_coef", "loss.kl_coef", "with loss.kl_in=reward"),
+        ("algorithm.filter_groups.enable", "algorithm.dynamic_sampling.enabled", ""),
+        ("algorithm.filter_groups.max_num_gen_batches", "algorithm.dynamic_sampling.max_factor", ""),
+        ("custom_reward_function.path", "reward.functions", "package.module:function"),
+        ("reward_model.overlong_buffer.enable", "reward.functions", "kind: overlong"),
+        ("trainer.total_epochs", "algorithm.steps", _EPOCHS),
+        ("trainer.total_training_steps", "algorithm.steps", ""),
+        ("trainer.save_freq", "run.checkpoint_every", ""),
+        ("trainer.test_freq", "validation.every", ""),
+        ("trainer.default_local_dir", "run.dir", ""),
+        ("trainer.experiment_name", "run.name", ""),
+        ("trainer.rollout_data_dir", "logging.samples.every", "samples.jsonl in the run folder"),
+        ("trainer.log_val_generations", "logging.samples.groups", ""),
+        ("trainer.resume_mode", "run.dir", "`headrace train CONFIG --resume`"),
+        ("trainer.n_gpus_per_node", "trainer.dp rollout.num_engines", "resources.layout places them"),
+        ("async_training.staleness_threshold", "algorithm.max_staleness", "in versions"),
+    ),
+    "prime-rl": (
+        ("model.name", "model.path", ""),
+        ("max_steps", "algorithm.steps", ""),
+        ("seq_len", "data.max_prompt_tokens rollout.max_new_tokens", "the two together"),
+        ("output_dir", "run.dir", ""),
+        ("max_async_level", "algorithm.max_staleness", "with algorithm.mode=async"),
+        ("orchestrator.batch_size", "algorithm.prompts_per_step", "in prompts: samples / group size"),
+        ("orchestrator.group_size", "algorithm.group_size", ""),
+        ("orchestrator.rollouts_per_example", "algorithm.group_size", ""),
+        ("orchestrator.max_off_policy_steps", "algorithm.max_staleness", ""),
+        ("orchestrator.oversampling_factor", "algorithm.dynamic_sampling.oversample", ""),
+        ("orchestrator.train.sampling.max_completion_tokens", "rollout.max_new_tokens", ""),
+        ("orchestrator.sampling.max_tokens", "rollout.max_new_tokens", ""),
+        ("orchestrator.sampling.temperature", "rollout.temperature", ""),
+        ("orchestrator.eval.interval", "validation.every", ""),
+        ("orchestrator.eval.rollouts_per_example", "validation.n", ""),
+        ("trainer.optim.lr", "trainer.lr", ""),
+        ("trainer.optim.max_norm", "trainer.grad_clip", ""),
+        ("trainer.optim.weight_decay", "trainer.weight_decay", ""),
+        ("trainer.scheduler.warmup_steps", "trainer.warmup_steps", ""),
+        ("trainer.model.ac", "trainer.recompute", ""),
+        ("trainer.model.cp", "trainer.cp", "with trainer.backend=megatron"),
+        ("trainer.model.ep", "trainer.ep", "with trainer.backend=megatron"),
+        ("trainer.loss.ratio_type", "loss.kind", "`sequence` is gspo"),
+        ("trainer.loss.kl_tau", "loss.kl_coef", ""),
+        ("inference.vllm.tensor_parallel_size", "rollout.tp", ""),
+        ("inference.parallel.tp", "rollout.tp", ""),
+        ("inference.parallel.dp", "rollout.num_engines", ""),
+        ("deployment.num_train_gpus", "trainer.dp", ""),
+        ("deployment.num_infer_gpus", "rollout.num_engines", ""),
+        ("weight_broadcast.type", "sync.transport", "nccl: collective; filesystem: disk"),
+        ("ckpt.interval", "run.checkpoint_every", ""),
+        ("ckpt.keep_last", "run.keep_checkpoints", ""),
+    ),
+    "NeMo-RL": (
+        ("policy.model_name", "model.path", ""),
+        ("grpo.num_prompts_per_step", "algorithm.prompts_per_step", ""),
+        ("grpo.num_generations_per_prompt", "algorithm.group_size", ""),
+        ("grpo.max_num_steps", "algorithm.steps", ""),
+        ("grpo.max_num_epochs", "algorithm.steps", _EPOCHS),
+        ("grpo.max_rollout_turns", "rollout.max_turns", "with rollout.environment=tool_use"),
+        ("grpo.normalize_rewards", "advantage.normalize_std", ""),
+        ("grpo.use_leave_one_out_baseline", "advantage.kind", "rloo"),
+        ("grpo.overlong_filtering", "algorithm.mask_truncated", ""),
+        ("grpo.use_dynamic_sampling", "algorithm.dynamic_sampling.enabled", ""),
+        ("grpo.val_period", "validation.every", ""),
+        ("grpo.max_val_samples", "validation.num_prompts", ""),
+        ("grpo.seed", "run.seed", ""),
+        ("grpo.async_grpo.enabled", "algorithm.mode", "async"),
+        ("grpo.async_grpo.max_trajectory_age_steps", "algorithm.max_staleness", ""),
+        ("loss_fn.reference_policy_kl_penalty", "loss.kl_coef", ""),
+        ("loss_fn.ratio_clip_min", "loss.clip_low", ""),
+        ("loss_fn.ratio_clip_max", "loss.clip_high", ""),
+        ("loss_fn.ratio_clip_c", "loss.clip_dual", ""),
+        ("loss_fn.use_importance_sampling_correction", "loss.correction", "tis"),
+        ("loss_fn.sequence_level_importance_ratios", "loss.kind", "gspo"),
+        ("loss_fn.token_level_loss", "loss.aggregation", "token, else sequence"),
+        ("policy.train_global_batch_size", "algorithm.minibatches", "number of mini-batches"),
+        ("policy.train_micro_batch_size", "trainer.tokens_per_microbatch", _MICRO),
+        ("policy.logprob_batch_size", "trainer.tokens_per_microbatch", _MICRO),
+        ("policy.max_total_sequence_length", "data.max_prompt_tokens rollout.max_new_tokens", "the two together"),
+        ("policy.precision", "trainer.mixed_precision model.dtype", ""),
+        ("policy.max_grad_norm", "trainer.grad_clip", ""),
+        ("policy.optimizer.kwargs.lr", "trainer.lr", ""),
+        ("policy.optimizer.kwargs.weight_decay", "trainer.weight_decay", ""),
+        ("policy.optimizer.kwargs.betas", "trainer.betas", ""),
+        ("policy.sequence_packing.enabled", "trainer.packing", "packed"),
+        ("policy.dynamic_batching.enabled", "trainer.packing", "dynamic"),
+        ("policy.dtensor_cfg.tensor_parallel_size", "trainer.tp", ""),
+        ("policy.dtensor_cfg.cpu_offload", "trainer.offload", ""),
+        ("policy.dtensor_cfg.activation_checkpointing", "trainer.recompute", ""),
+        ("policy.megatron_cfg.enabled", "trainer.backend", "megatron"),
+        ("policy.megatron_cfg.tensor_model_parallel_size", "trainer.tp", ""),
+        ("policy.megatron_cfg.pipeline_model_parallel_size", "trainer.pp", ""),
+        ("policy.megatron_cfg.context_parallel_size", "trainer.cp", ""),
+        ("policy.megatron_cfg.expert_model_parallel_size", "trainer.ep", ""),
+        ("policy.generation.backend", "rollout.engine", ""),
+        ("policy.generation.max_new_tokens", "rollout.max_new_tokens", ""),
+        ("policy.generation.temperature", "rollout.temperature", ""),
+        ("policy.generation.top_p", "rollout.top_p", ""),
+        ("policy.generation.stop_strings", "rollout.stop", ""),
+        ("policy.generation.vllm_cfg.tensor_parallel_size", "rollout.tp", ""),
+        ("policy.generation.vllm_cfg.gpu_memory_utilization", "rollout.gpu_memory_utilization", ""),
+        ("policy.generation.colocated.enabled", "resources.layout", "colocated or separate"),
+        ("data.max_input_seq_length", "data.max_prompt_tokens", ""),
+        ("data.dataset_name", "data.train", ""),
+        ("data.input_key", "data.prompt_field", ""),
+        ("data.output_key", "data.answer_field", ""),
+        ("checkpointing.checkpoint_dir", "run.dir", ""),
+        ("checkpointing.save_period", "run.checkpoint_every", ""),
+        ("checkpointing.keep_top_k", "run.keep_checkpoints", "the latest; run.keep_best keeps the best"),
+        ("checkpointing.metric_name", "validation.metric", ""),
+        ("logger.tensorboard_enabled", "logging.tensorboard", ""),
+        ("logger.num_val_samples_to_print", "logging.samples.groups", "`headrace samples RUN_DIR`"),
+        ("cluster.gpus_per_node", "trainer.dp rollout.num_engines", "resources.layout places them"),
+    ),
+}  # fmt: skip
+"""Name of a library -> its settings."""
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "batch_size": ("algorithm.prompts_per_step",),
+    "cliprange": ("loss.clip_low", "loss.clip_high"),
+    "max_tokens": ("rollout.max_new_tokens",),
+    "micro_batch_size": ("trainer.tokens_per_microbatch",),
+    "min_lr_rate": ("trainer.min_lr",),
+    "min_lr_ratio": ("trainer.min_lr",),
+    "n": ("algorithm.group_size",),
+    "optimizer": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
+    "ppo_micro_batch_size": ("trainer.tokens_per_microbatch",),
+    "tensor_model_parallel_size": ("rollout.tp", "trainer.tp"),
+    "tensor_parallel_size": ("rollout.tp", "trainer.tp"),
+}
+"""Last part of a setting's name -> our keys, for names that are common to several libraries or stand in no table."""
+
+MOST_MEANT = 3
+"""Largest number of keys that are suggested for one name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """Our keys for a name of another library."""
+
+    keys: tuple[str, ...]
+    parts: int
+    """Number of parts at the end of the dotted name that were recognised; 0 if it is unknown."""
+
+
+def meant_keys(path: Sequence[str], own_names: Collection[str] = ()) -> Meant:
+    """Return our keys for the setting that another library writes at `path`, the parts of its dotted name.
+
+    The settings whose names agree with the most parts at the end of `path` decide. If only the last part of several
+    agrees, and it is among `own_names`, the last parts of our own keys, it says too little, and nothing is returned.
+    """
+    best, found = 0, list[str]()
+    for theirs, ours, _ in (row for rows in PEERS.values() for row in rows):
+        names = theirs.split(".")
+        count = 0
+        while count < min(len(names), len(path)) and names[-1 - count] == path[-1 - count]:
+            count += 1
+        if count > best:
+            best, found = count, []
+        if count and count == best:
+            found += ours.split()
+    last = path[-1]
+    if best <= 1 and last in ALIASES:
+        return Meant(ALIASES[last], 1)
+    whole = len(path) == 1 and any(row[0] == last for rows in PEERS.values() for row in rows)
+    if best == 1 and last in own_names and not whole:
+        return Meant((), 0)
+    return Meant(tuple(dict.fromkeys(found))[:MOST_MEANT], best)
+
+
+def leaves(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every value in nested dicts."""
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*path, str(key)))
+        else:
+            yield (*path, str(key))
+
+
+def peers_markdown() -> str:
+    """Return the Markdown tables of all libraries."""
+    parts = []
+    for library, rows in PEERS.items():
+        lines = [f"\n## {library}\n\n| {library} | Headrace | |\n| --- | --- | --- |\n"]
+        for theirs, ours, note in rows:
+            lines.append(f"| `{theirs}` | {', '.join(f'`{key}`' for key in ours.split())} | {note} |\n")
+        parts.append("".join(lines))
+    return "".join(parts)

@@ -1,0 +1,219 @@
+"""Compares runs: their curves over each other, what they reached, their time and memory, and their settings."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+from rich.text import Text
+
+from ...actors.rollout.evaluation_figures import REWARD
+from ..errors import UserError
+from .metrics import FINISHED, Record, judged_label, read_metrics, time_split
+from .page import page, plot_html, short, table
+from .report import judged_key, seconds_text
+
+MAX_RUNS = 12
+"""Largest number of runs on one page, beyond which their lines cannot be told apart."""
+UNTOLD = ("run.dir", "run.name")
+"""Config keys that differ between any two runs, and are not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One run of a comparison."""
+
+    name: str
+    """Name of its folder, made distinct from the other runs' if need be."""
+    records: list[Record]
+    """Metrics, one record a step."""
+    finished: bool
+    restarts: int
+    """Number of times that the run went back to a checkpoint or was resumed."""
+    config: dict[str, Any]
+    """Resolved configuration by dotted key; empty if the folder has none."""
+    judged: str
+    """Key of the metric that `validation.metric` names."""
+
+    def values(self, key: str) -> list[float]:
+        """Return the values of a metric in the steps that have it."""
+        return [record[key] for record in self.records if record.get(key) is not None]
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Compared]:
+    """Read the runs in `folders`. Raises UserError if there are fewer than two or more than MAX_RUNS, if one is given
+    twice, or if a folder has no metrics."""
+    paths = [Path(folder) for folder in folders]
+    if not 2 <= len(paths) <= MAX_RUNS:
+        raise UserError(f"RUN: got {len(paths)} run folders, expected 2 to {MAX_RUNS}")
+    whole = [path.resolve() for path in paths]
+    if len(set(whole)) < len(whole):
+        raise UserError(f"RUN: got {next(str(p) for p in paths if whole.count(p.resolve()) > 1)} twice")
+    short = [path.name for path in whole]
+    names = [path.name if short.count(path.name) == 1 else str(given) for path, given in zip(whole, paths, strict=True)]
+    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def _read(folder: Path, name: str) -> Compared:
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{folder}: no metrics.jsonl there, expected a run folder")
+    try:
+        records, events = read_metrics(folder / "metrics.jsonl")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    path = folder / "config.yaml"
+    config = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
+    finished = any(event["event"] == FINISHED for event in events)
+    restarts = sum(event["event"] == "resumed" for event in events)
+    return Compared(name, records, finished, restarts, dict(_flat(config)), judged_key(config, records))
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(place): entry for place, entry in enumerate(value)}
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+# ---------------------------------------------------------------- figures
+
+_MISSING = "-"
+
+
+def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+    """Return what is compared in numbers, as (label, text for each run). Lines that no run has are left out."""
+    lines: list[tuple[str, Callable[[Compared], str]]] = [
+        ("steps", lambda run: f"{len(run.values('time/step_s'))}{'' if run.finished else ', not finished'}"),
+        ("restarts", lambda run: str(run.restarts)),
+        ("reward, last tenth", lambda run: _of(run, "reward/mean", _last_tenth, short)),
+    ]
+    for key in dict.fromkeys(run.judged for run in runs):
+        lines.append((f"{judged_label(key)}, last", lambda run, key=key: _of(run, key, lambda v: v[-1], short)))
+        lines.append((f"{judged_label(key)}, best", lambda run, key=key: _of(run, key, max, short)))
+    lines += [
+        (label, lambda run, key=key, merge=merge, show=show: _of(run, key, merge, show))
+        for label, key, merge, show in (
+            ("time of all steps", "time/step_s", sum, seconds_text),
+            ("time per step, median", "time/step_s", statistics.median, seconds_text),
+            ("tokens per second, median", "rollout/tokens_per_s", statistics.median, "{:,.0f}".format),
+            ("response tokens, last tenth", "rollout/response_length_mean", _last_tenth, short),
+            ("peak memory of a rank", "memory/peak_gib", max, "{:.2f} GiB".format),
+            ("memory of an engine", "switch/engine_gib_awake", max, "{:.2f} GiB".format),
+            ("failed rows", "rollout/failed_rows", sum, "{:.0f}".format),
+            ("staleness, mean", "staleness/mean", statistics.fmean, short),
+            ("log-prob mismatch, largest", "logprob/mismatch_max", max, short),
+        )
+    ]
+    for stage in dict.fromkeys(stage for run in runs for record in run.records for stage in time_split(record)):
+        lines.append((f"share of {stage}", lambda run, stage=stage: _share(run, stage)))
+    made = [(label, [text(run) for run in runs]) for label, text in lines]
+    return [(label, texts) for label, texts in made if set(texts) != {_MISSING}]
+
+
+def _of(run: Compared, key: str, merge: Callable[[Sequence[float]], float], show: Callable[[float], str]) -> str:
+    """Return the values of a metric in a run, merged into one, as text."""
+    values = run.values(key)
+    return show(merge(values)) if values else _MISSING
+
+
+def _last_tenth(values: Sequence[float]) -> float:
+    return statistics.fmean(values[-max(1, len(values) // 10) :])
+
+
+def _share(run: Compared, stage: str) -> str:
+    splits = [time_split(record) for record in run.records]
+    total = sum(sum(split.values()) for split in splits)
+    return f"{sum(split.get(stage, 0.0) for split in splits) / total:.0%}" if total else _MISSING
+
+
+def differences(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+    """Return the config keys whose values differ, as (dotted key, value in each run). A run without config.yaml is left
+    out of the comparison, and shown by `-`."""
+    known = [run for run in runs if run.config]
+    keys = dict.fromkeys(key for run in known for key in run.config)
+    return [
+        (key, [_value(run.config[key]) if key in run.config else _MISSING for run in runs])
+        for key in keys
+        if key not in UNTOLD and len({repr(run.config.get(key, _MISSING)) for run in known}) > 1
+    ]
+
+
+def _value(value: Any) -> str:
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---------------------------------------------------------------- page and tables
+
+
+def write_comparison(runs: Sequence[Compared], path: Path) -> Path:
+    """Write the page that compares `runs` to `path`, and return it. Raises UserError if it cannot be written."""
+    from .plots import compared_plots  # matplotlib is slow to import, and an extra
+
+    head = ("", *(run.name for run in runs))
+    shown = compared_plots([(run.name, run.records) for run in runs], _panels(runs))
+    body = (
+        '<div class="tables first">'
+        + table("Figures", head, [_line(label, texts) for label, texts in figures(runs)])
+        + table("Settings that differ", ("key", *head[1:]), [_line(key, texts) for key, texts in differences(runs)])
+        + f'</div>\n<div class="plots">{"".join(map(plot_html, shown))}</div>'
+    )
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(page(" and ".join(run.name for run in runs), body), encoding="utf-8")
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise UserError(f"--out: {path} cannot be written ({error.strerror}), expected a file name") from error
+    return path
+
+
+def _line(label: str, texts: Sequence[str]) -> str:
+    cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+    return f"<tr><th>{html.escape(label)}</th>{cells}</tr>"
+
+
+def _panels(runs: Sequence[Compared]) -> list[tuple[str, str]]:
+    """Return the metrics that are plotted, as (title, key)."""
+    judged = dict.fromkeys(run.judged for run in runs if run.judged != REWARD)
+    names = dict.fromkeys(key for run in runs for record in run.records for key in record if key.startswith("reward/"))
+    rewards = [key for key in names if key != "reward/mean"]
+    return [
+        ("training reward", "reward/mean"),
+        *((judged_label(key), key) for key in (*judged, REWARD)),
+        *((f"reward {key.removeprefix('reward/')}", key) for key in (rewards if len(rewards) > 1 else ())),
+        ("response tokens", "rollout/response_length_mean"),
+        ("seconds per step", "time/step_s"),
+        ("tokens per second", "rollout/tokens_per_s"),
+        ("gradient norm", "train/grad_norm"),
+        ("entropy", "train/entropy"),
+        ("KL to the engine's policy", "logprob/mismatch_kl"),
+        ("staleness, mean", "staleness/mean"),
+        ("peak memory of a rank, GiB", "memory/peak_gib"),
+    ]
+
+
+def tables(runs: Sequence[Compared]) -> list[Table]:
+    """Return the comparison as tables for the terminal: figures, and settings that differ."""
+    drawn = []
+    for title, what, lines in (("figures", "", figures(runs)), ("settings that differ", "key", differences(runs))):
+        if not lines:
+            continue
+        drawn.append(made := Table(title=title, title_justify="left", title_style="bold", expand=False))
+        for column in (what, *(run.name for run in runs)):
+            made.add_column(column, overflow="fold")
+        for label, texts in lines:
+            made.add_row(Text(label), *map(Text, texts))
+    return drawn

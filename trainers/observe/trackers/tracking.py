@@ -1,0 +1,217 @@
+"""Feeds several trackers at once, each from a thread of its own, so that none can slow down or end the run.
+
+log -> a queue for each tracker -> its thread: start, log, log_samples, finish
+       full: the step is left out     an exception: reported; after a few in a row the tracker is given up
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .protocol import SampleRow, TrackedRun, Tracker
+
+MOST_FAILURES = 3
+"""Number of calls in a row that may fail before a tracker is given up."""
+CLOSE_TIMEOUT_S = 60.0
+"""Seconds within which all trackers must have sent what is left when the run ends."""
+_MOST_WAITING = 1000
+"""Largest number of calls that wait for a tracker."""
+_IDS = "trackers.json"
+"""Name of the file in the run folder that has, for each kind of tracker, the name of its run."""
+
+_log = logging.getLogger(__name__)
+
+
+class Tracking:
+    """The trackers of one run. `log` and `close` must be called by one thread."""
+
+    def __init__(
+        self,
+        trackers: Mapping[str, Tracker],
+        folder: Path,
+        config: Mapping[str, Any],
+        timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        """trackers: kind of each tracker -> the tracker. folder: the run folder. config: the resolved configuration, as
+        nested dicts. timeout_s: seconds that `close` waits for the trackers."""
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._samples = SampleTail(folder / "samples.jsonl")
+        self._ids = _Ids(folder / _IDS)
+        self._step = 0
+        self._lines = [
+            _Line(kind, tracker, TrackedRun(folder.name, folder, config, self._ids.find(kind)), self._ids.store)
+            for kind, tracker in trackers.items()
+        ]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the metrics of a step to all trackers, and the episodes that samples.jsonl has got since."""
+        self._step = step
+        for line in self._lines:
+            line.put(lambda tracker: tracker.log(step, metrics))
+        self._log_samples()
+
+    def _log_samples(self) -> None:
+        rows, step = self._samples.read() if self._lines else [], self._step
+        if rows:
+            for line in self._lines:
+                line.put(lambda tracker: tracker.log_samples(step, rows))
+
+    def close(self) -> None:
+        """End all trackers, and wait for them for `timeout_s` seconds in all. Idempotent."""
+        self._log_samples()
+        lines, self._lines = self._lines, []
+        for line in lines:
+            line.end()
+        deadline = time.monotonic() + self._timeout_s
+        for line in lines:
+            line.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Line:
+    """One tracker with its thread and the calls that wait for it."""
+
+    def __init__(self, kind: str, tracker: Tracker, run: TrackedRun, started: Callable[[str, str], None]) -> None:
+        self._kind = kind
+        self._tracker = tracker
+        self._run = run
+        self._started = started
+        self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MOST_WAITING)
+        self._left_out = 0
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"headrace-tracker-{kind}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[Tracker], None]) -> None:
+        """Have the tracker's thread make `call`. A no-op if the tracker was given up."""
+        if self._given_up.is_set():
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._left_out += 1
+
+    def end(self) -> None:
+        """Have the thread end once it has made the calls that wait."""
+        try:
+            self._calls.put_nowait(None)
+        except queue.Full:
+            self._given_up.set()  # it hangs, or is far behind
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end, and report what the tracker has not got."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            _log.warning("tracker %s: it has not finished in time, and what it had left to send is lost", self._kind)
+        elif self._left_out:
+            _log.warning("tracker %s: it was too slow for %d calls, which are left out", self._kind, self._left_out)
+
+    def _work(self) -> None:
+        failures = 0
+        if not self._try(self._start):
+            self._give_up()
+            return
+        while not self._given_up.is_set():
+            call = self._calls.get()
+            if call is None:
+                self._try(self._tracker.finish)
+                return
+            failures = 0 if self._try(lambda call=call: call(self._tracker)) else failures + 1
+            if failures >= MOST_FAILURES:
+                self._give_up()
+
+    def _start(self) -> None:
+        self._started(self._kind, self._tracker.start(self._run))
+
+    def _try(self, call: Callable[[], None]) -> bool:
+        """Make `call` and return whether it succeeded. A failure is reported."""
+        try:
+            call()
+        except Exception as error:  # services fail in many ways, and none of them may end the run
+            _log.warning("tracker %s: %s: %s", self._kind, type(error).__name__, " ".join(str(error).split())[:300])
+            return False
+        return True
+
+    def _give_up(self) -> None:
+        self._given_up.set()
+        _log.warning("tracker %s: given up, the run goes on without it (metrics.jsonl has everything)", self._kind)
+
+
+class _Ids:
+    """The names that trackers gave their runs, kept in a file so that a resumed run goes on with them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+
+    def find(self, kind: str) -> str | None:
+        return self._known.get(kind)
+
+    def store(self, kind: str, name: str) -> None:
+        if not name:
+            return
+        with self._lock:
+            self._known[kind] = name
+            draft = self._path.with_name(f"{self._path.name}.new")
+            draft.write_text(json.dumps(self._known) + "\n")
+            draft.replace(self._path)
+
+
+class SampleTail:
+    """Reads the episodes that other processes append to samples.jsonl, each of them once."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin behind what the file holds already, which an earlier start of the run has sent."""
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+        self._file_id = self._identity()
+
+    def read(self) -> list[SampleRow]:
+        """Return the episodes that were appended since the last call. Lines whose end is not written yet are left for
+        the next call. After the file was rewritten, which thins out old lines, reading goes on at its end."""
+        identity = self._identity()
+        if identity is None:
+            return []
+        if identity != self._file_id and self._file_id is not None:
+            self._at = os.path.getsize(self._path)
+        self._file_id = identity
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        lines = [json.loads(line) for line in whole.splitlines()]
+        return [_row(line) for line in lines if line.get("kind") == "episode"]
+
+    def _identity(self) -> int | None:
+        return self._path.stat().st_ino if self._path.exists() else None
+
+
+def _row(line: Mapping[str, Any]) -> SampleRow:
+    """Return an episode of samples.jsonl as a row of a table; see SAMPLE_COLUMNS."""
+    turns: Sequence[Mapping[str, Any]] = line.get("turns", ())
+    response = "".join(turn.get("text", "") for turn in turns)
+    return [
+        line.get("set", ""),
+        line.get("key", ""),
+        line.get("version", -1),
+        line.get("reward"),
+        line.get("finish_reason", ""),
+        line.get("prompt", ""),
+        response,
+        line.get("answer", ""),
+        json.dumps(line.get("rewards", {})),
+        line.get("error", ""),
+    ]

@@ -1,0 +1,173 @@
+"""Makes a recipe work without a network: its model and data sets are replaced by stand-ins that are made on the spot.
+
+model      a folder with the model's shape and a byte-level tokenizer; with `small` a tiny model with random weights
+data sets  .jsonl files with rows of the same columns
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import UserError
+from .gallery import Recipe
+
+_ROWS = 64
+"""Number of rows of a file that stands in for a data set."""
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Chat template that reads the same arguments as that of Qwen3."""
+_SMALL_MODEL = {
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+"""Dimensions of the tiny model, of which those are set that the recipe's model has."""
+_SMALL_RUN: Mapping[str, Any] = {
+    "rollout.engine": "hf",
+    "rollout.max_new_tokens": 16,
+    "trainer.backend": "fsdp",
+    "trainer.tokens_per_microbatch": 2048,
+    "trainer.lr": 1e-4,
+    "algorithm.steps": 2,
+    "algorithm.prompts_per_step": 4,
+    "algorithm.group_size": 4,
+    "run.checkpoint_minutes": 0,
+    "resources.threads": 1,
+    "logging.tensorboard": False,
+}
+"""Keys of the scaled-down form of every recipe, and their values."""
+_LEFT_OUT = (
+    "model.dtype", "resources.layout", "resources.ray_address", "resources.switch_roles", "rollout.num_engines",
+    "rollout.num_actors", "rollout.tp", "rollout.max_batch", "rollout.max_model_len", "rollout.kv_cache",
+    "rollout.gpu_memory_utilization", "rollout.vllm", "trainer.dp", "trainer.tp", "trainer.pp", "trainer.cp",
+    "trainer.ep", "trainer.sequence_parallel", "trainer.distributed_optimizer", "trainer.offload", "trainer.recompute",
+    "trainer.mixed_precision", "trainer.packing", "trainer.warmup_steps", "trainer.head", "algorithm.chunk_groups",
+    "algorithm.minibatches", "validation.max_new_tokens",
+)  # fmt: skip
+"""Keys that the scaled-down form leaves at their defaults: those for GPUs, and those of sizes."""
+
+
+def write_offline(recipe: Recipe, folder: Path, *, small: bool) -> list[str]:
+    """Write `config.yaml` and the stand-ins that it names into `folder`, and return one sentence for each thing that
+    was replaced.
+
+    small: True also replaces the model by a tiny one with random weights and shortens the run, so that it trains on a
+    CPU in a minute. Otherwise the model folder has no weights: it is for `headrace train --dry-run`. Raises UserError
+    if `folder` is not empty.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out: {folder} is not empty, expected a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = yaml.safe_load(recipe.config.read_text(encoding="utf-8"))
+    told: list[str] = []
+    for key, rows in recipe.file.rows.items():
+        told.append(_replace_rows(config, key, rows, folder))
+    if small:
+        for key in _LEFT_OUT:
+            _drop(config, key)
+        for key, value in {**_SMALL_RUN, **recipe.file.small}.items():
+            _put(config, key, value)
+        told.append(_shortened(config))
+    if recipe.file.model:
+        told.append(_replace_model(config, recipe, folder, small=small))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return told
+
+
+def _replace_rows(config: dict[str, Any], key: str, rows: tuple[dict[str, Any], ...], folder: Path) -> str:
+    """Write rows in the place of the data set that the source `key` names, and point the configuration to them."""
+    given, path = _get(config, key), folder / f"{key.replace('.', '-')}.jsonl"
+    lines = [json.dumps(rows[index % len(rows)], ensure_ascii=False) for index in range(_ROWS)]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    _put(config, key, str(path))
+    section, _, name = key.rpartition(".")
+    for of_data_set in (
+        ("subset", "split") if name in ("train", "source") else ("validation_subset", "validation_split")
+    ):
+        _drop(config, f"{section}.{of_data_set}")
+    if key == "data.train" and "validation_split" in config["data"]:  # it reads the same data set
+        for of_data_set in ("validation_subset", "validation_split"):
+            _drop(config, f"data.{of_data_set}")
+        _put(config, "data.validation", str(path))
+    return f"{key}: {given} is replaced by {path}, {_ROWS} rows with its columns ({', '.join(rows[0])})"
+
+
+def _shortened(config: dict[str, Any]) -> str:
+    """Shorten validations and evaluations, and return a sentence about the scaled-down run."""
+    validation = config.setdefault("validation", {})
+    if validation.get("every", 1):
+        validation |= {"num_prompts": 4, "every": 2}
+    for one in (config.get("evaluation") or {}).values():
+        one |= {"num_prompts": 4, "every": 2, "max_new_tokens": 16, "n": min(one.get("n", 1), 4)}
+    algorithm = config["algorithm"]
+    return (
+        f"the run: {algorithm['steps']} steps of {algorithm['prompts_per_step']} x {algorithm['group_size']} samples "
+        f"of up to {config['rollout']['max_new_tokens']} tokens, with the engine hf and the backend fsdp "
+        "on one train worker"
+    )
+
+
+def _replace_model(config: dict[str, Any], recipe: Recipe, folder: Path, *, small: bool) -> str:
+    """Make the folder of the model that stands in, and point the configuration to it."""
+    from ..base_model.byte_tokenizer import byte_level_tokenizer  # imports transformers, which takes seconds
+
+    given, path, shape = config["model"]["path"], folder / "model", dict(recipe.file.model)
+    tokens = 256 + 3 if small else shape["vocab_size"]
+    tokenizer = byte_level_tokenizer(min(tokens, 512))
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    ends = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    if small:
+        shape |= {key: value for key, value in _SMALL_MODEL.items() if key in shape}
+        shape |= {"vocab_size": tokens, "max_position_embeddings": 4096}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**shape, **ends}, indent=1) + "\n")
+    if small:
+        _write_weights(path, config.get("run", {}).get("seed", 0))
+    tokenizer.save_pretrained(path)
+    config["model"]["path"] = str(path)
+    what = "a tiny model of its kind with random weights" if small else "a folder with its shape, without weights"
+    return f"model.path: {given} is replaced by {path}, {what}, and a tokenizer of bytes"
+
+
+def _write_weights(path: Path, seed: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
+
+
+# ---------------------------------------------------------------- dotted keys
+
+
+def _get(config: Mapping[str, Any], key: str) -> Any:
+    here: Any = config
+    for name in key.split("."):
+        here = here[name]
+    return here
+
+
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    here = config
+    for section in sections:
+        here = here.setdefault(section, {})
+    here[name] = value
+
+
+def _drop(config: dict[str, Any], key: str) -> None:
+    *sections, name = key.split(".")
+    here = config
+    for section in sections:
+        here = here.get(section) or {}
+    here.pop(name, None)

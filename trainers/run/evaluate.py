@@ -1,0 +1,127 @@
+"""Evaluates a model on the sets of a configuration, without a trainer, a Ray cluster or a run folder.
+
+sets of the configuration -> one rollout actor in this process, with its engine -> metrics, as in a run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ...actors.rollout.actor import RolloutActor
+from ...actors.rollout.evaluation_figures import FigureSums
+from ...actors.rollout.report import EvaluationReport
+from ...dataplane.config import DataPlaneConfig
+from ...dataplane.factory import open_data_plane
+from ..cluster import actor_specs
+from ..cluster.evaluation_plans import EvaluationPlan, all_plans
+from ..config.config import Config
+from ..errors import UserError
+from .preflight import check_evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """Result of one evaluation set."""
+
+    name: str
+    """Name of the set: `validation`, or the name of a section below `evaluation`."""
+    model: str
+    """Folder or hub id of the model that was evaluated."""
+    source: str
+    """Source of the prompts."""
+    rows: int
+    """Number of samples that were generated."""
+    failed: int
+    """Number of samples whose reward or episode failed."""
+    first_error: str
+    """Error of the first failed sample; "" when none failed."""
+    sampling: dict[str, object]
+    """Sampling parameters of the set."""
+    metrics: dict[str, float]
+    """Metrics of the set, by the keys that they have in a run."""
+    seconds: float
+    """Seconds that the evaluation took."""
+
+
+def evaluate_model(
+    config: Config, model: str | None, names: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None
+) -> list[SetResult]:
+    """Evaluate a model on evaluation sets of `config`, one set after another.
+
+    model: folder or hub id of the model; None stands for `model.path`. names: names of the sets; () stands for all of
+    them. tell: callback that receives progress messages. Raises UserError if there is no such set, or if the model or
+    the prompts of a set cannot be used.
+    """
+    sets = {name: one.model_copy(update={"every": 1}) for name, one in config.evaluation.items()}
+    path = config.model.model_copy(update={} if model is None else {"path": model})
+    config = config.model_copy(update={"model": path, "evaluation": sets})  # so that the engine has room for all sets
+    if config.model.builtin:
+        raise UserError(
+            f"--model: got {config.model.path!r}, expected a model folder or hub id, because each run makes the "
+            "built-in model anew; its folder has it as base_model, best and model"
+        )
+    plans = _chosen(config, names)
+    check_evaluation(config)
+    return asyncio.run(_evaluate(config, plans, tell))
+
+
+def _chosen(config: Config, names: Sequence[str]) -> list[EvaluationPlan]:
+    known = {short_name(plan): plan for plan in all_plans(config)}
+    if not known:
+        raise UserError("evaluation: got {}, expected at least one set, or held-out prompts in section data")
+    for name in names:
+        if name not in known:
+            raise UserError(f"--set: got {name!r}, expected some of {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names or known)]
+
+
+def short_name(plan: EvaluationPlan) -> str:
+    """Return the name of a set as users write it: `validation`, or the name of its section below `evaluation`."""
+    return plan.name.removeprefix("evaluation.")
+
+
+async def _evaluate(config: Config, plans: Sequence[EvaluationPlan], tell: Callable[[str], None]) -> list[SetResult]:
+    import torch
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
+    with open_data_plane(local, in_process=True) as plane:
+        setup = actor_specs.rollout_setup(config, 0, config.model.path, plane.handle, device)
+        evaluations = tuple(plan.setup for plan in plans)
+        actor = RolloutActor(replace(setup, evaluations=evaluations, journal=None))
+        results = []
+        try:
+            tell("loading the model")
+            await actor.build()
+            for plan in plans:
+                tell(f"evaluating {short_name(plan)}")
+                started = time.perf_counter()
+                report = await actor.worker.evaluate(plan.name, 0, 1, plan.sampling, 0)
+                results.append(_result(config, plan, report, time.perf_counter() - started))
+        except ValueError as error:  # a model or prompts that cannot be used
+            raise UserError(str(error)) from error
+        finally:
+            await actor.close()
+    return results
+
+
+def _result(config: Config, plan: EvaluationPlan, report: EvaluationReport, seconds: float) -> SetResult:
+    sums = FigureSums()
+    for key, total in report.sums.items():
+        sums.add(key, total, report.counts[key])
+    source = plan.setup.data.source(validation=True)
+    return SetResult(
+        short_name(plan), config.model.path, source, report.rows, report.failed, report.first_error,
+        asdict(plan.sampling), sums.means(), seconds,
+    )  # fmt: skip
+
+
+def write_results(results: Sequence[SetResult], path: Path) -> None:
+    """Write the results to `path` as a JSON list with one object for each set."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
