@@ -225,7 +225,8 @@ class TrainWorker:
         """
         self._require_onloaded(f"{self._name}: write_samples")
         work = self._begun()
-        with self._span("logprobs of samples"), closing(self._reader.stream(("input_ids", "response_mask"))) as micros:
+        fields = ("input_ids", "response_mask", *self._replayed)
+        with self._span("logprobs of samples"), closing(self._reader.stream(fields)) as micros:
             columns = self._backend.logprobs(micros, len(work.shard.sizes), temperature=self._setup.temperature)
         meta, file = work.meta, self._setup.samples
         if self._writes and meta is not None and file is not None and len(meta):
