@@ -1,10 +1,10 @@
-"""Built-in rewards: `exact_match`, `per_position`, `format` and `overlong`."""
+"""Built-in rewards: `exact_match`, `per_position`, `format`, `overlong` and `environment`."""
 
 from __future__ import annotations
 
 import re
 
-from ..protocols import Prompt
+from ..protocols import Prompt, Sample
 
 
 def exact_match(prompt: Prompt, response: str, finish_reason: str) -> float:
@@ -65,3 +65,24 @@ class Overlong:
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, *, response_tokens: int) -> float:
         return max(-1.0, min(0.0, (self._free - response_tokens) / self._cache))
+
+
+class EnvironmentReward:
+    """The reward that the environment itself gave the episode."""
+
+    def __init__(self, name: str = "reward") -> None:
+        """name: name of one of the environment's rewards; `reward` is what its `play` returned."""
+        self._name = name
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str, *, episode: Sample) -> float:
+        """Return the reward. It is 0.0 if the environment gave none to an episode that ran out of tokens or time.
+
+        Raises ValueError if it gave none to any other episode.
+        """
+        if self._name in episode.rewards:
+            return episode.rewards[self._name]
+        if finish_reason in ("length", "timeout"):
+            return 0.0
+        raise ValueError(
+            f"the environment gave no reward {self._name!r}, it gave {', '.join(episode.rewards) or 'none'}"
+        )

@@ -9,15 +9,16 @@ from typing import Any, cast
 
 from ...codecs.imports import import_object
 from ..protocols import Reward
-from .builtin import Format, Overlong, exact_match, per_position
+from .builtin import EnvironmentReward, Format, Overlong, exact_match, per_position
 from .config import RewardConfig, RewardFunctionConfig
-from .rubric import TOKENS, Rubric, takes_tokens
+from .rubric import Rubric, wanted_by
 
 BUILT_REWARDS: dict[str, Any] = {
     "exact_match": exact_match,
     "per_position": per_position,
     "format": Format,
     "overlong": Overlong,
+    "environment": EnvironmentReward,
 }
 
 
@@ -83,7 +84,7 @@ def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bo
     except ValueError:  # some built-in callables have no signature, so a wrong option only shows in the call
         return
     arguments = () if is_class else (None, None, None)
-    given = {TOKENS: None} if not is_class and takes_tokens(target) else {}
+    given = {} if is_class else dict.fromkeys(wanted_by(target))
     try:
         signature.bind(*arguments, **given, **options)
     except TypeError as error:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..protocols import Prompt, Reward, Score
+from ..protocols import Prompt, Reward, Sample, Score
 
-TOKENS = "response_tokens"
-"""Name of the parameter through which a reward function receives the length of the response in tokens; see
-TokenReward."""
+TOKENS, EPISODE = "response_tokens", "episode"
+"""Names of the keyword arguments that a reward function may ask for; see TokenReward and EpisodeReward."""
 
 
 class TokenReward(Protocol):
@@ -22,6 +21,13 @@ class TokenReward(Protocol):
     `response_tokens`."""
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, response_tokens: int) -> float: ...
+
+
+class EpisodeReward(Protocol):
+    """Reward function that depends on the whole episode, with its turns, tokens and the environment's own rewards. It
+    gets the episode as the keyword argument `episode`."""
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, episode: Sample) -> float: ...
 
 
 def reward_tag(name: str) -> str:
@@ -35,7 +41,7 @@ class Rubric:
 
     def __init__(
         self,
-        rewards: Sequence[tuple[str, Reward | TokenReward, float]],
+        rewards: Sequence[tuple[str, Reward | TokenReward | EpisodeReward, float]],
         tagged: Sequence[str] = (),
         *,
         scale: float = 1.0,
@@ -56,7 +62,7 @@ class Rubric:
             if not math.isfinite(weight):
                 raise ValueError(f"reward {name!r}: weight {weight}, expected a finite number")
         assert set(tagged) <= set(names)
-        self._rewards = [(name, reward, weight, takes_tokens(reward)) for name, reward, weight in rewards]
+        self._rewards = [(name, reward, weight, wanted_by(reward)) for name, reward, weight in rewards]
         self.tagged = tuple(tagged)
         self._scale = scale
         self._low, self._high = (-math.inf, math.inf) if clip is None else clip
@@ -71,6 +77,7 @@ class Rubric:
         response: str,
         finish_reason: str,
         response_tokens: int | None = None,
+        episode: Sample | None = None,
         begin: Callable[[str], None] = lambda name: None,
     ) -> Score:
         """Return the sample's score: the weighted sum of the rewards, scaled and clipped, and the value of each. The
@@ -78,16 +85,17 @@ class Rubric:
 
         In that case `components` has the values of the other rewards, and `error` describes the first failure.
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
-        unknown; every reward that asks for it then fails. begin: callback that is called with the name of each reward
-        before it runs.
+        unknown; every reward that asks for it then fails. episode: the finished episode, with the same treatment.
+        begin: callback that is called with the name of each reward before it runs.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
         total = 0.0
-        for name, reward, weight, counts in self._rewards:
+        known = {TOKENS: response_tokens, EPISODE: episode}
+        for name, reward, weight, wanted in self._rewards:
             begin(name)
             try:
-                value = _finite(name, _value(reward, counts, prompt, response, finish_reason, response_tokens))
+                value = _finite(name, reward(prompt, response, finish_reason, **_arguments(wanted, known)))
             except Exception as error:  # user code may raise anything; the row is masked and the error reported
                 errors.append(f"reward {name!r} raised {type(error).__name__}: {' '.join(str(error).split())}")
                 continue
@@ -99,22 +107,20 @@ class Rubric:
         return Score(reward=reward, components=components, valid=True)
 
 
-def takes_tokens(reward: Any) -> bool:
-    """Return whether a reward function has the keyword argument `response_tokens`, which makes it a TokenReward."""
+def wanted_by(reward: Any) -> tuple[str, ...]:
+    """Return the names of the keyword arguments that a reward function asks for, of TOKENS and EPISODE."""
     try:
-        return TOKENS in inspect.signature(reward).parameters
+        parameters = inspect.signature(reward).parameters
     except ValueError:  # some built-in callables have no signature
-        return False
+        return ()
+    return tuple(name for name in (TOKENS, EPISODE) if name in parameters)
 
 
-def _value(
-    reward: Any, counts: bool, prompt: Prompt, response: str, finish_reason: str, response_tokens: int | None
-) -> object:
-    if not counts:
-        return reward(prompt, response, finish_reason)
-    if response_tokens is None:
-        raise ValueError("it asks for response_tokens, and the caller does not know how many there are")
-    return reward(prompt, response, finish_reason, response_tokens=response_tokens)
+def _arguments(wanted: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+    for name in wanted:
+        if known[name] is None:
+            raise ValueError(f"it asks for {name}, which the caller does not know")
+    return {name: known[name] for name in wanted}
 
 
 def _finite(name: str, value: object) -> float:

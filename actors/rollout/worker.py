@@ -24,14 +24,14 @@ from ...dataplane.meta import POSITION
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
-from ..protocols import EPISODE_ERRORS, Environment, Prompt, Sample, Score, Span
+from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
 from ..user_threads import UserThreads
 from .journal import GroupJournal
 from .journal_records import JournaledGroup
-from .prompts import PromptStream, row_key
+from .prompts import PromptStream
 from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
-from .rows import RolloutRows, join, rollout_rows
+from .rows import RolloutRows, join, rollout_rows, sample_keys
 from .validation_figures import FigureSums
 
 _RESTORED_TOGETHER = 16
@@ -46,7 +46,7 @@ class RolloutWorker:
         self,
         *,
         engine: Generator,
-        environment: Environment,
+        environment: GroupPlayer,
         tokenizer: Any,
         rubric: Rubric,
         prompts: PromptStream,
@@ -55,10 +55,11 @@ class RolloutWorker:
         journal: GroupJournal | None = None,
         reward_timeout_s: float = 60.0,
         mask_truncated: bool = False,
+        max_rows: int = 1,
     ) -> None:
         """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups (all rows
         of one prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one
-        row. mask_truncated: see `rollout_rows`."""
+        row. mask_truncated, max_rows: see `rollout_rows`."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -76,6 +77,7 @@ class RolloutWorker:
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
         self._mask_truncated = mask_truncated
+        self._max_rows = max_rows
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -198,7 +200,9 @@ class RolloutWorker:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
     async def close(self) -> None:
-        """Close the journal and the data-plane client; the engine is closed by whoever created it. Idempotent."""
+        """Close the environment, the journal and the data-plane client; the engine is closed by whoever created it.
+        Idempotent."""
+        await self._environment.close()
         if self._journal is not None:
             self._journal.close()
         await self._client.close()
@@ -223,9 +227,12 @@ class RolloutWorker:
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples)
-        batch, tags = rollout_rows(samples, scores, self._rubric.tagged, mask_truncated=self._mask_truncated)
-        tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [len(group) for group in groups.values()])
-        keys = [row_key(sample.prompt.uid, sample.index) for sample in samples]
+        most = self._max_rows
+        batch, tags = rollout_rows(
+            samples, scores, self._rubric.tagged, mask_truncated=self._mask_truncated, max_rows=most
+        )
+        tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [most * len(group) for group in groups.values()])
+        keys = [key for sample in samples for key in sample_keys(sample, most)]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
         await self._keep(rows, scores, groups, tally)
         await self._put(rows, partition, tally)
@@ -240,7 +247,7 @@ class RolloutWorker:
         they are generated again, so that a reward function that has since been fixed can score them.
         """
         kept, left = [], list(scores)
-        parts = rows.split([len(samples) for samples in groups.values()])
+        parts = rows.split([self._max_rows * len(samples) for samples in groups.values()])
         for (position, samples), part in zip(groups.items(), parts, strict=True):
             figures = group_figures(samples, left[: len(samples)])
             del left[: len(samples)]
@@ -258,9 +265,9 @@ class RolloutWorker:
         self._step()
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Return the policy version of each row's oldest token, int64 `[N]`. A row without tokens from the policy gets
-        the version that the engine serves."""
-        versions = np.array([sample.version for sample in samples], dtype=np.int64)
+        """Return the policy version of the oldest token of each row's sample, int64 `[N]`. A sample without tokens from
+        the policy gets the version that the engine serves."""
+        versions = np.repeat(np.array([sample.version for sample in samples], dtype=np.int64), self._max_rows)
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample]) -> list[Score]:
@@ -365,7 +372,7 @@ def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> 
         # We cut the response off, so its reward would say nothing about the policy.
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
-    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, begin)
+    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin)
 
 
 class _OpenCall:

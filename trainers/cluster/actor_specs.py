@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
+from ...actors.engines.config import ModelConfig
 from ...actors.engines.factory import MODULES as ENGINE_MODULES
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
+from ...actors.environments.config import EnvironmentConfig
 from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
@@ -223,6 +225,8 @@ def rollout_setup(
         seed=config.run.seed,
         engine=None if device is None else engine_config(config, name, model, handle, device, shared_gpu=shared_gpu),
         rollout=config.rollout,
+        environment=config.environment,
+        model=config.model,
         tokenizer=model,
         reward=config.reward,
         tagged_rewards=tagged_rewards(config),
@@ -263,6 +267,9 @@ def _fingerprint(config: Config) -> str:
     model = config.model.model_dump()
     if config.model.dtype == "auto":
         model["dtype"] = "float32"  # the default when the first journals were written
+    for name in ("renderer", "renderer_options"):
+        if model[name] == getattr(ModelConfig(), name):
+            del model[name]  # these came later
     decisive = {
         "seed": seed,
         "model": model,
@@ -277,6 +284,8 @@ def _fingerprint(config: Config) -> str:
     }
     if config.reward.scale != 1.0 or config.reward.clip is not None:  # these came later
         decisive["reward"] = [config.reward.scale, config.reward.clip]
+    if config.environment != EnvironmentConfig():
+        decisive["own_environment"] = config.environment.model_dump()
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
     return json.dumps(decisive, sort_keys=True, default=str)

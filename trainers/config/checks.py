@@ -59,7 +59,7 @@ def step_bytes(config: Config) -> int:
     algorithm = config.algorithm
     columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
     row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns) + ROLLOUT_ROW_BYTES
-    return config.rows_per_step * row
+    return config.rows_per_step * config.environment.max_rows * row
 
 
 def steps_in_store(config: Config) -> float:
@@ -78,7 +78,7 @@ def capacity_problems(config: Config) -> list[str]:
         return []
     return [
         f"dataplane.store.capacity_mib: got {capacity}, expected at least {ceil_div(needed, 1 << 20)}, the size "
-        f"of {math.ceil(config.rows_per_step * steps_in_store(config))} rows of up to "
+        f"of {math.ceil(config.rows_per_step * config.environment.max_rows * steps_in_store(config))} rows of up to "
         f"{config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
     ]
 

@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from ...actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
+from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.validation_figures import REWARD, figure_names, find_figure
@@ -263,6 +264,7 @@ class Config(Section):
     warmup: WarmupConfig = WarmupConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -291,7 +293,13 @@ class Config(Section):
         )
 
     @property
+    def rows_per_group(self) -> int:
+        """Number of rows of each group in the data plane, including those that an episode leaves unused."""
+        return self.algorithm.group_size * self.environment.max_rows
+
+    @property
     def rows_per_step(self) -> int:
+        """Number of samples of each step. Each is a row, if its episode has one."""
         return self.algorithm.prompts_per_step * self.algorithm.group_size
 
     @property

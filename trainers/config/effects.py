@@ -121,6 +121,13 @@ SAVES = Need(
 )
 BUILTIN_MODEL = Need("model.path", "the built-in model", lambda config: config.model.builtin)
 
+OWN_ENVIRONMENT = _set("environment.kind")
+EPISODES = Need(
+    "environment.kind",
+    "an environment other than single_turn",
+    lambda config: (config.environment.kind or config.rollout.environment) != "single_turn",
+)
+
 EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "run.keep_checkpoints": (SAVES,),
     "run.journal": (SAVES, _is("run.record", False), _unset("run.replay")),
@@ -145,8 +152,23 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         for name in ("tp", "max_model_len", "kv_cache", "gpu_memory_utilization", "logprobs", "vllm")
     },
     "rollout.stop": (MODEL_ENGINES,),
+    **{
+        f"rollout.endpoint.{name}": (_is("rollout.endpoint.enabled", True),)
+        for name in (
+            "host", "rows", "model", "max_body_mib", "max_calls", "max_episode_calls", "body_timeout_s",
+        )
+    },
+    "rollout.endpoint.enabled": (EPISODES,),
+    "rollout.environment": (_unset("environment.kind"),),
     "rollout.tools": (TOOL_USE,),
     "rollout.max_turns": (TOOL_USE,),
+    "environment.options": (OWN_ENVIRONMENT,),
+    "model.renderer": (EPISODES,),
+    "model.renderer_options": (EPISODES, _unlike("model.renderer", "template")),
+    **{
+        f"environment.{name}": (EPISODES,)
+        for name in ("max_rows", "turn_timeout_s", "episode_timeout_s", "on_timeout", "max_episodes")
+    },
     "algorithm.max_staleness": (AHEAD,),
     "algorithm.stale_groups": (AHEAD, OVERTAKING),
     "algorithm.sampler_options": (OWN_OPTIONS,),

@@ -39,6 +39,7 @@ from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
+from .episodes import episodes_of
 from .stages import Stages
 from .steps import State
 
@@ -50,15 +51,15 @@ ALIKE = 1e-6
 
 def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
     """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. Those are the
-    groups whose valid rows all have the same raw reward (the weighted sum of `components`) and the groups with fewer
-    than two valid rows. components: name and weight of each reward in the sum."""
-    raw = np.zeros(len(meta))
+    groups whose valid episodes all have the same raw reward (the weighted sum of `components`) and the groups with
+    fewer than two valid episodes. components: name and weight of each reward in the sum."""
+    episodes = episodes_of(meta)
+    raw, groups = np.zeros(len(episodes.first)), meta.groups[episodes.first]
     for name, weight in components:
-        raw += weight * meta.tags[reward_tag(name)]
-    valid = meta.tags["valid"] > 0
+        raw += weight * meta.tags[reward_tag(name)][episodes.first]
     flat = []
     for group in dict.fromkeys(meta.groups.tolist()):
-        rewards = raw[(meta.groups == group) & valid]
+        rewards = raw[(groups == group) & episodes.valid]
         if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
             flat.append(group)
     return flat
@@ -187,7 +188,6 @@ class Feed:
     ) -> None:
         """Register `partition`, which no other feed may have used, in the data plane. The prompts in
         `state.outstanding`, which were in flight at the checkpoint, are issued first."""
-        algorithm = config.algorithm
         self._config = config
         self._state = state
         self._client = client
@@ -196,7 +196,7 @@ class Feed:
         self._sampling = sampling
         self._partition = partition
         task = actor_specs.task(config, state.position, state.outstanding)
-        client.register(partition, ROLLOUT_SCHEMA, [task], group_size=algorithm.group_size)
+        client.register(partition, ROLLOUT_SCHEMA, [task], group_size=config.rows_per_group)
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)
         """Prompts to issue before new ones, as (position in the prompt stream, fresh). If `fresh` is true, the group is
@@ -334,7 +334,7 @@ class Feed:
 
     @property
     def _group_size(self) -> int:
-        return self._config.algorithm.group_size
+        return self._config.rows_per_group
 
     def _fill(self, groups: int) -> None:
         """Issue prompts until `groups` groups are either claimed by the current step, or in flight and still young

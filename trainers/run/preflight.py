@@ -13,7 +13,7 @@ from typing import Any
 
 from ...actors.engines.key_value_memory import check_cache, token_bytes
 from ...actors.engines.vllm.options import problems_in_child
-from ...actors.environments.tools import build_tools
+from ...actors.environments.factory import check_environment
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
 from ...codecs.host_memory import total_memory
@@ -71,7 +71,7 @@ def _quick_checks(resume: bool) -> list[Check]:
         _check_kv_cache,
         _check_engine_arguments,
         _check_rewards,
-        _check_tools,
+        _check_environment,
         _check_sampler,
         _check_ray_address,
         _check_store,
@@ -153,9 +153,8 @@ def _check_engine_arguments(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def _check_tools(config: Config) -> None:
-    if config.rollout.environment == "tool_use":
-        build_tools(config.rollout.tools)
+def _check_environment(config: Config) -> None:
+    check_environment(config.environment, config.rollout)
 
 
 def _check_sampler(config: Config) -> None:

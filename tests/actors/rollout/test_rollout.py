@@ -18,7 +18,9 @@ from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import LeftOut
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.factory import build_environment
+from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.builtin import exact_match, per_position
@@ -66,7 +68,7 @@ def worker(
 ) -> RolloutWorker:
     return RolloutWorker(
         engine=engine,
-        environment=SingleTurn(),
+        environment=EpisodeHost(SingleTurn()),
         tokenizer=tokenizer,
         rubric=rewards or rubric(),
         prompts=PromptStream(TaskSource("reverse", held_out=False)),
@@ -326,7 +328,7 @@ def test_aborted_rows_are_not_trained_on(tokenizer: Any, monkeypatch: pytest.Mon
     async def cut(engine: Any, tokenizer: Any, *request: Any) -> Any:
         return await engine.generate(*request)
 
-    monkeypatch.setattr("headrace.actors.environments.single_turn.generate_whole", cut)
+    monkeypatch.setattr("headrace.actors.environments.episode.generate_whole", cut)
 
     async def run() -> None:
         client = FakeClient()
@@ -379,18 +381,20 @@ def test_validation_needs_held_out_prompts(tokenizer: Any) -> None:
 
 
 def test_environment_factory() -> None:
-    assert isinstance(build_environment(RolloutConfig()), SingleTurn)
-    with pytest.raises(ValueError, match="rollout.environment: got 'multi'"):
-        build_environment(RolloutConfig.model_construct(environment="multi"))
+    assert isinstance(build_environment(EnvironmentConfig(), RolloutConfig()), SingleTurn)
+    with pytest.raises(ValueError, match="environment.kind: got 'multi'"):
+        build_environment(EnvironmentConfig(), RolloutConfig.model_construct(environment="multi"))
 
 
 def test_stop_texts_stay_in_the_response_and_stop_tokens_do_not(tokenizer: Any) -> None:
     async def run() -> None:
         engine = ScriptedEngine(right_then_wrong(tokenizer), tokenizer=tokenizer)
         prompt = PromptStream(TaskSource("reverse", held_out=False))[0]
-        plain = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12))
+        plain = await EpisodeHost(SingleTurn()).run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12))
         stop = prompt.answer[:2]
-        cut = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12, stop=(stop,)))
+        cut = await EpisodeHost(SingleTurn()).run(
+            prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12, stop=(stop,))
+        )
         assert plain[0].text == prompt.answer and plain[0].input_ids[-1] == EOS
         assert cut[0].text == stop and cut[0].finish_reason == "stop" and cut[0].input_ids[-1] != EOS
 
