@@ -8,18 +8,21 @@ from pydantic import field_validator
 
 from ...dataplane.section import Count, Positive, Section
 
-ENVIRONMENT_KINDS = ("single_turn", "tool_use")
+ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers")
 
 
 class EnvironmentConfig(Section):
     """The environment that the policy acts in: what it is, and how long and how often it may run."""
 
     kind: str | None = None
-    """Kind of the environment: `single_turn`, `tool_use`, or your own as `package.module:factory`. Your own is a
+    """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, or your own as
+    `package.module:factory`. Your own is a
     coroutine function that plays an episode, or a function or class that returns an object with a coroutine `play`.
     Unset: `rollout.environment`."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the environment. `tool_use` takes `tools` and `max_turns`."""
+    """Keyword arguments of the environment. `tool_use` takes `tools` and `max_turns`. `verifiers` takes `env`, the
+    configuration of one of its environments, `python`, the path of a Python that has verifiers, and `path`, folders to
+    import from."""
     max_rows: Count = 1
     """Largest number of rows of an episode. It is above 1 for conversations whose earlier tokens change from turn to
     turn, as when an agent rewrites its history. The advantage of an episode counts once, and is that of all its

@@ -12,6 +12,7 @@ from .config import EnvironmentConfig
 from .host import EpisodeEndpoint
 from .single_turn import SingleTurn
 from .tool_use import ToolUse
+from .verifiers_process import VerifiersEnvironment
 
 
 def kind_of(config: EnvironmentConfig, rollout: RolloutConfig) -> str:
@@ -61,6 +62,10 @@ def check_environment(config: EnvironmentConfig, rollout: RolloutConfig) -> None
     Raises ValueError with a one-sentence message for a path that cannot be imported or options that do not fit.
     """
     kind = kind_of(config, rollout)
+    if kind == "verifiers" and not rollout.endpoint.enabled:
+        raise ValueError("rollout.endpoint.enabled: got false, expected true, as the environment is verifiers")
+    if rollout.endpoint.enabled:
+        build_endpoint(rollout.endpoint)
     if ":" not in kind:
         build_environment(config, rollout)
         return
@@ -73,6 +78,8 @@ def _target(kind: str) -> Any:
         return SingleTurn
     if kind == "tool_use":
         return ToolUse
+    if kind == "verifiers":
+        return VerifiersEnvironment
     if ":" not in kind:
         raise ValueError(f"environment.kind: got {kind!r}, which no environment here has")
     target = import_object(kind, "environment.kind")

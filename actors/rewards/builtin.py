@@ -1,9 +1,11 @@
-"""Built-in rewards: `exact_match`, `per_position`, `format`, `overlong` and `environment`."""
+"""Built-in rewards: `exact_match`, `per_position`, `format`, `overlong`, `reasoning_gym` and `environment`."""
 
 from __future__ import annotations
 
+import importlib
 import re
 
+from ...codecs.imports import MissingExtra
 from ..protocols import Prompt, Sample
 
 
@@ -65,6 +67,26 @@ class Overlong:
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, *, response_tokens: int) -> float:
         return max(-1.0, min(0.0, (self._free - response_tokens) / self._cache))
+
+
+class ReasoningGymReward:
+    """The score that reasoning-gym gives the response, for prompts of `reasoning-gym:NAME`."""
+
+    def __init__(self) -> None:
+        """Raises MissingExtra if the library is not installed."""
+        try:
+            self._gym = importlib.import_module("reasoning_gym")
+        except ModuleNotFoundError as error:
+            raise MissingExtra(error.name or "reasoning_gym", "reward reasoning_gym", "reasoning-gym") from None
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        """Return the score, 0.0 to 1.0, of the stripped response. Raises ValueError for a prompt of another source, and
+        whatever the library's scorer raises."""
+        name = prompt.fields.get("source_dataset")
+        if not isinstance(name, str):
+            raise ValueError(f"prompt {prompt.uid!r} is not of reasoning-gym, expected data.train=reasoning-gym:NAME")
+        entry = {"question": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.fields)}
+        return float(self._gym.get_score_answer_fn(name)(response.strip(), entry))
 
 
 class EnvironmentReward:

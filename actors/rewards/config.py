@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from ...dataplane.section import Positive, Section, Share
 
-REWARD_KINDS = ("exact_match", "per_position", "format", "overlong", "environment")
+REWARD_KINDS = ("exact_match", "per_position", "format", "overlong", "reasoning_gym", "environment")
 
 
 class RewardFunctionConfig(Section):
@@ -19,8 +19,8 @@ class RewardFunctionConfig(Section):
     """Kind of the reward function. `exact_match` is 1 for a response equal to the expected answer, else 0.
     `per_position` is the share of characters that agree with the answer. `format` is 1 for a finished response that
     matches the regular expression `options.pattern`, else 0. `overlong` falls from 0 to -1 as the response grows over
-    the last `options.cache` of `options.max_length` tokens (arXiv:2503.14476). `environment` is the reward that the
-    environment gave, the one named `options.name` if it gave several. Your own function or class is given as
+    the last `options.cache` of `options.max_length` tokens (arXiv:2503.14476). `reasoning_gym` is the score of
+    that library for its own tasks. `environment` is the reward that the environment gave, the one named `options.name` if it gave several. Your own function or class is given as
     `package.module:function`."""
     weight: float = 1.0
     """Factor by which the function's value is multiplied in a sample's reward. A function of weight 0 is only

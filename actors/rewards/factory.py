@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ...codecs.imports import import_object
 from ..protocols import Reward
-from .builtin import EnvironmentReward, Format, Overlong, exact_match, per_position
+from .builtin import EnvironmentReward, Format, Overlong, ReasoningGymReward, exact_match, per_position
 from .config import RewardConfig, RewardFunctionConfig
 from .rubric import Rubric, wanted_by
 
@@ -19,6 +19,7 @@ BUILT_REWARDS: dict[str, Any] = {
     "format": Format,
     "overlong": Overlong,
     "environment": EnvironmentReward,
+    "reasoning_gym": ReasoningGymReward,
 }
 
 

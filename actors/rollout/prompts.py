@@ -15,7 +15,8 @@ from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .config import DataConfig
 from .prompt_files import PromptRows, load_rows, validation_note
-from .tasks import TaskSource
+from .reasoning_gym_tasks import PREFIX, ReasoningGymTasks
+from .tasks import ENVIRONMENT, EnvironmentTasks, TaskSource
 
 _CHECK_CHUNK = 1000
 _CHECK_ENDLESS = 1000
@@ -32,9 +33,14 @@ def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, val
     Raises ValueError with a one-sentence message when a check fails.
     """
     source = config.source(validation=validation)
+    if source == ENVIRONMENT:
+        return EnvironmentTasks(held_out=validation)
     if source.startswith("task:"):
         task = source.removeprefix("task:")
         return TaskSource(task, held_out=validation, seed=seed, options=config.options)
+    if source.startswith(PREFIX):
+        name = source.removeprefix(PREFIX)
+        return ReasoningGymTasks(name, held_out=validation, seed=seed, options=config.options)
     return TableSource(config, load_rows(config, validation=validation), tokenizer)
 
 

@@ -71,8 +71,8 @@ def rollout_rows(
     (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is trained on.
 
     max_rows: number of rows of each sample, so that N is `max_rows` times the number of samples. A sample that has
-    fewer gets masked rows of one token each, whose tag `valid` is 0. Above 1, the tag EPISODE has the sample's index in its
-    group, which all rows of the sample share; they also share its reward.
+    fewer gets masked rows of one token each, whose tag `valid` is 0. Above 1, the tag EPISODE has the sample's index in
+    its group, which all rows of the sample share; they also share its reward.
 
     tagged: names of the rewards whose unweighted values also become tags, named by `reward_tag`, with 0 for failed
     rows. mask_truncated: whether to mask the rows of samples that were cut off (finish reason `length`), too. They

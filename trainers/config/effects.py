@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...actors.rollout.config import is_generated
 from ...actors.rollout.prompt_files import JSONL_SUFFIXES
 from .config import Config
 from .overlap import Mode
@@ -92,18 +93,18 @@ VALIDATES = _above_zero("validation.every")
 WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
 TASK_PROMPTS = Need(
     "data.train",
-    "prompts of a generated task (task:NAME)",
-    lambda config: any(s.startswith("task:") for s in _sources(config)),
+    "prompts of a generated task (task:NAME or reasoning-gym:NAME)",
+    lambda config: any(s.startswith(("task:", "reasoning-gym:")) for s in _sources(config)),
 )
 TABLE_PROMPTS = Need(
     "data.train",
     "prompts from a file or dataset",
-    lambda config: not all(s.startswith("task:") for s in _sources(config)),
+    lambda config: not all(is_generated(s) for s in _sources(config)),
 )
 DATASET_PROMPTS = Need(
     "data.train",
     "prompts from a Hugging Face dataset",
-    lambda config: any(not s.startswith("task:") and not s.endswith(JSONL_SUFFIXES) for s in _sources(config)),
+    lambda config: any(not is_generated(s) and not s.endswith(JSONL_SUFFIXES) for s in _sources(config)),
 )
 OVERTAKING = Need(
     "algorithm.sampler", "a sampler that may change the order of groups, unlike auto and in_order", _overtakes

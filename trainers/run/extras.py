@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from ...actors.rollout.config import is_generated
 from ...codecs.imports import MissingExtra
 from ..config.config import Config
 from ..errors import ConfigError
@@ -28,7 +29,14 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
     if config.logging.tensorboard:
         yield "tensorboard", "logging.tensorboard=true", "report"
     for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        if source and not source.startswith("task:") and not source.endswith(".jsonl"):
+        if source and source.startswith("reasoning-gym:"):
+            yield "reasoning_gym", f"{key}={source}", "reasoning-gym"
+        elif source and not is_generated(source) and not source.endswith(".jsonl"):
             yield "datasets", f"{key}={source}", "datasets"
+    if config.rollout.endpoint.enabled:
+        for package in ("starlette", "uvicorn", "openai"):
+            yield package, "rollout.endpoint.enabled=true", "endpoint"
+    if config.model.renderer != "template":
+        yield "renderers", f"model.renderer={config.model.renderer}", "endpoint"
     if config.dataplane.store.kind == "simple":
         yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"

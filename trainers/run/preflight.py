@@ -16,6 +16,7 @@ from ...actors.engines.vllm.options import problems_in_child
 from ...actors.environments.factory import check_environment
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
+from ...actors.rollout.config import is_generated
 from ...codecs.host_memory import total_memory
 from ...codecs.owned_folder import try_lock
 from ...dataplane.directory.rank_samplers import RankShares
@@ -323,7 +324,12 @@ def _model_is_cached(repository: str) -> bool:
 def _source_is_here(source: str) -> bool:
     """Return whether the prompts of `source` can be read without a download. They can if it is a generated task, a
     local file or folder, or a dataset in the Hugging Face cache."""
-    if source.startswith(("task:", "/", ".", "~")) or Path(source).expanduser().exists() or source.count("/") != 1:
+    if (
+        is_generated(source)
+        or source.startswith(("/", ".", "~"))
+        or Path(source).expanduser().exists()
+        or source.count("/") != 1
+    ):
         return True
     if importlib.util.find_spec("datasets") is None:
         return False
