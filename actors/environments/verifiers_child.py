@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -110,11 +111,10 @@ async def serve(reader: asyncio.StreamReader, write: Any) -> None:
     """Build the environment that the first line describes, and play episodes until the input ends."""
     first = json.loads(await reader.readline())
     try:
-        import verifiers.v1 as vf
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-        environment = load_environment(resolve_env_config(first["env"]))
-        player = Player(environment, vf)
+        library = importlib.import_module("verifiers.v1")
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        environment = loaders.load_environment(loaders.resolve_env_config(first["env"]))
+        player = Player(environment, library)
     except Exception as error:
         write({"failed": f"{type(error).__name__}: {error}"})
         return

@@ -8,11 +8,16 @@ from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from ...codecs.imports import import_object
-from ..protocols import Reward
+from ..protocols import Prompt, Reward
+from ..user_processes import UserProcesses
+from .apart import ApartReward, is_apart
+from .arguments import wanted_by
 from .builtin import EnvironmentReward, Format, Overlong, ReasoningGymReward, exact_match, per_position
 from .config import RewardConfig, RewardFunctionConfig
-from .rubric import Rubric, wanted_by
+from .rubric import Rubric
 
+NUM_PROCESSES = 4
+"""Largest number of processes in which one reward function runs in a rollout actor."""
 BUILT_REWARDS: dict[str, Any] = {
     "exact_match": exact_match,
     "per_position": per_position,
@@ -29,13 +34,17 @@ def build_rubric(config: RewardConfig, tagged: Collection[str] = ()) -> Rubric:
     tagged: names (`RewardFunctionConfig.label`) of the functions whose unweighted values are stored with each row as
     tags (metadata). Raises ValueError for a path that cannot be imported, or for options that do not fit.
     """
-    functions = config.functions
-    return Rubric(
-        [(function.label, build_reward(function), function.weight) for function in functions],
-        [function.label for function in functions if function.label in tagged],
-        scale=config.scale,
-        clip=config.clip,
-    )
+    rewards, apart = [], []
+    for function in config.functions:
+        reward = None if function.runs == "process" else build_reward(function)
+        if is_apart(function, reward):
+            called = reward or UserProcesses(function.kind, function.options, NUM_PROCESSES)
+            bound_s = function.timeout_s or config.timeout_s
+            apart.append(ApartReward(function.label, called, function.per == "group", bound_s, function.retries))
+            reward = _computed_before
+        rewards.append((function.label, reward, function.weight))
+    tags = [function.label for function in config.functions if function.label in tagged]
+    return Rubric(rewards, tags, scale=config.scale, clip=config.clip, apart=apart)
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
@@ -67,6 +76,11 @@ def build_reward(config: RewardFunctionConfig) -> Reward:
     if not callable(reward):
         raise ValueError(f"reward: objects of {config.kind!r} cannot be called as (prompt, response, finish_reason)")
     return cast(Reward, reward)
+
+
+def _computed_before(prompt: Prompt, response: str, finish_reason: str) -> float:
+    """Stands in the rubric for a reward that is computed apart."""
+    raise ValueError("it is computed apart, but not for this sample")
 
 
 def _target(kind: str) -> Any:

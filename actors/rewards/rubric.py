@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..protocols import Prompt, Reward, Sample, Score
-
-TOKENS, EPISODE = "response_tokens", "episode"
-"""Names of the keyword arguments that a reward function may ask for; see TokenReward and EpisodeReward."""
+from .apart import ApartReward, ApartRewards
+from .arguments import EPISODE, TOKENS, wanted_by
 
 
 class TokenReward(Protocol):
@@ -46,6 +44,7 @@ class Rubric:
         *,
         scale: float = 1.0,
         clip: tuple[float, float] | None = None,
+        apart: Sequence[ApartReward] = (),
     ) -> None:
         """rewards: name, function and weight of each reward. tagged: names of the rewards whose unweighted values are
         stored with each row as tags (metadata). scale, clip: factor and bounds of the weighted sum (see
@@ -64,6 +63,8 @@ class Rubric:
         assert set(tagged) <= set(names)
         self._rewards = [(name, reward, weight, wanted_by(reward)) for name, reward, weight in rewards]
         self.tagged = tuple(tagged)
+        self.apart = ApartRewards(apart) if apart else None
+        """Rewards that are computed before the others; None if there are none."""
         self._scale = scale
         self._low, self._high = (-math.inf, math.inf) if clip is None else clip
 
@@ -79,6 +80,7 @@ class Rubric:
         response_tokens: int | None = None,
         episode: Sample | None = None,
         begin: Callable[[str], None] = lambda name: None,
+        apart: Mapping[str, float | str] | None = None,
     ) -> Score:
         """Return the sample's score: the weighted sum of the rewards, scaled and clipped, and the value of each. The
         sample is invalid if a reward raises an exception or does not return a finite number.
@@ -86,7 +88,8 @@ class Rubric:
         In that case `components` has the values of the other rewards, and `error` describes the first failure.
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
         unknown; every reward that asks for it then fails. episode: the finished episode, with the same treatment.
-        begin: callback that is called with the name of each reward before it runs.
+        begin: callback that is called with the name of each reward before it runs. apart: values of the rewards that
+        were computed apart, by name; a text says why there is no value.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
@@ -94,8 +97,14 @@ class Rubric:
         known = {TOKENS: response_tokens, EPISODE: episode}
         for name, reward, weight, wanted in self._rewards:
             begin(name)
+            given = None if apart is None else apart.get(name)
+            if isinstance(given, str):
+                errors.append(f"reward {name!r} {given}")
+                continue
             try:
-                value = _finite(name, reward(prompt, response, finish_reason, **_arguments(wanted, known)))
+                if given is None:
+                    given = reward(prompt, response, finish_reason, **_arguments(wanted, known))
+                value = _finite(name, given)
             except Exception as error:  # user code may raise anything; the row is masked and the error reported
                 errors.append(f"reward {name!r} raised {type(error).__name__}: {' '.join(str(error).split())}")
                 continue
@@ -105,15 +114,6 @@ class Rubric:
             return Score(reward=0.0, components=components, valid=False, error=errors[0])
         reward = min(max(self._scale * total, self._low), self._high)
         return Score(reward=reward, components=components, valid=True)
-
-
-def wanted_by(reward: Any) -> tuple[str, ...]:
-    """Return the names of the keyword arguments that a reward function asks for, of TOKENS and EPISODE."""
-    try:
-        parameters = inspect.signature(reward).parameters
-    except ValueError:  # some built-in callables have no signature
-        return ()
-    return tuple(name for name in (TOKENS, EPISODE) if name in parameters)
 
 
 def _arguments(wanted: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:

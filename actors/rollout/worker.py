@@ -203,6 +203,8 @@ class RolloutWorker:
         """Close the environment, the journal and the data-plane client; the engine is closed by whoever created it.
         Idempotent."""
         await self._environment.close()
+        if self._rubric.apart is not None:
+            await self._rubric.apart.close()
         if self._journal is not None:
             self._journal.close()
         await self._client.close()
@@ -271,11 +273,13 @@ class RolloutWorker:
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample]) -> list[Score]:
-        """Score samples one after another. If the rewards of a sample take too long, the sample counts as failed, and
-        another thread continues with the next sample."""
+        """Score samples one after another, after the rewards that are computed apart. If the rewards of a sample take
+        too long, the sample counts as failed, and another thread continues with the next sample."""
+        apart = self._rubric.apart
+        known = [{}] * len(samples) if apart is None else await apart.values(samples)
         scores: list[Score] = []
         while len(scores) < len(samples):
-            work = _Scoring(self._rubric, samples[len(scores) :], self._step)
+            work = _Scoring(self._rubric, samples[len(scores) :], known[len(scores) :], self._step)
             try:
                 await self._scoring.call(work.name, work.run, self._reward_timeout_s, lambda work=work: work.since)
             except TimeoutError:
@@ -309,10 +313,18 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
 class _Scoring:
     """Scores samples one after another in a thread. The event loop can read how far the thread has come."""
 
-    def __init__(self, rubric: Rubric, samples: Sequence[Sample], scored: Callable[[], None]) -> None:
-        """scored: callback that the thread calls after each sample."""
+    def __init__(
+        self,
+        rubric: Rubric,
+        samples: Sequence[Sample],
+        known: Sequence[Mapping[str, float | str]],
+        scored: Callable[[], None],
+    ) -> None:
+        """known: values of the rewards of each sample that were computed apart. scored: callback that the thread calls
+        after each sample."""
         self._rubric = rubric
         self._samples = samples
+        self._known = known
         self._scored = scored
         self._reward = ""
         self.scores: list[Score] = []
@@ -325,9 +337,9 @@ class _Scoring:
         return f"the rewards of prompt {self._samples[0].prompt.uid!r}"
 
     def run(self) -> None:
-        for sample in self._samples:
+        for sample, known in zip(self._samples, self._known, strict=True):
             self.since = time.monotonic()
-            self.scores.append(_score_one(self._rubric, sample, self._begin))
+            self.scores.append(_score_one(self._rubric, sample, known, self._begin))
             self._scored()
 
     def _begin(self, reward: str) -> None:
@@ -364,7 +376,7 @@ def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> l
     ]
 
 
-def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> Score:
+def _score_one(rubric: Rubric, sample: Sample, known: Mapping[str, float | str], begin: Callable[[str], None]) -> Score:
     if sample.error:
         error = f"prompt {sample.prompt.uid!r}: the episode failed: {' '.join(sample.error.split())}"
         return Score(reward=0.0, components={}, valid=False, error=error)
@@ -372,7 +384,7 @@ def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> 
         # We cut the response off, so its reward would say nothing about the policy.
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
-    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin)
+    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin, known)
 
 
 class _OpenCall:
