@@ -16,6 +16,7 @@ from ...actors.engines.factory import MODULES as ENGINE_MODULES
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
 from ...actors.environments.config import EnvironmentConfig
+from ...actors.rewards.config import RewardFunctionConfig
 from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
@@ -278,7 +279,7 @@ def _fingerprint(config: Config) -> str:
         "sampling": asdict(sampling(config)),
         "environment": [rollout.environment, rollout.tools, rollout.max_turns],
         "rewards": [
-            {**term.model_dump(), "name": term.label, "tagged": term.label in tagged}
+            {**_known_from_the_start(term), "name": term.label, "tagged": term.label in tagged}
             for term in config.reward.functions
         ],
     }
@@ -289,6 +290,15 @@ def _fingerprint(config: Config) -> str:
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
+
+
+def _known_from_the_start(term: RewardFunctionConfig) -> dict[str, Any]:
+    """Return the keys of a reward function, without those that came later if they have their defaults."""
+    keys = term.model_dump()
+    for name in ("per", "runs", "timeout_s", "retries"):
+        if keys[name] == RewardFunctionConfig.model_fields[name].default:
+            del keys[name]
+    return keys
 
 
 def reward_weights(config: Config) -> dict[str, float]:
