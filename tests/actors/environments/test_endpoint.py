@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytest.importorskip("renderers")
 
 import openai
 
 from headrace.actors.engines.config import EndpointConfig
+from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.endpoint import server as serving
 from headrace.actors.environments.endpoint import session as sessions
 from headrace.actors.environments.episode import Episode
-from headrace.tests.actors.environments.endpoint_world import CALL, TOOLS, Recorder, World, played
+from headrace.tests.actors.environments.endpoint_world import CALL, END, TOKENIZER, TOOLS, Recorder, World, played
 
 
 def client_of(episode: Episode, **settings: Any) -> openai.AsyncOpenAI:
@@ -365,3 +369,44 @@ def test_a_call_waits_while_the_weights_change() -> None:
     [sample] = played(patient, engine, config=EnvironmentConfig(turn_timeout_s=5.0))
     assert not sample.error, sample.error
     assert len(sample.turns) == 1
+
+
+def test_the_log_probs_of_a_conversation_are_those_of_the_model(tmp_path: Path) -> None:
+    """A row of three calls over the endpoint, by a real model: one pass of it over the whole row gives the engine's
+    log-probs, so that what is trained on is what was sampled."""
+    config = Qwen3Config(
+        vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, eos_token_id=END,
+        pad_token_id=END, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+
+    async def talk(episode: Episode) -> float:
+        async with client_of(episode) as client:
+            messages: list[Any] = [{"role": "user", "content": "one?"}]
+            for _ in range(3):
+                answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=12)
+                said = answer.choices[0].message.model_dump(exclude_none=True)
+                messages += [said, {"role": "user", "content": "more?"}]
+        return 1.0
+
+    async def main() -> Any:
+        engine = HfEngine(str(tmp_path), seed=1)
+        world = World(talk, engine)
+        try:
+            return await world.run(2)
+        finally:
+            await world.host.close()
+            await engine.close()
+
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for sample in asyncio.run(main()):
+        assert not sample.error and len(sample.rows) == 1 and len(sample.turns) == 3, sample.error
+        ids = torch.from_numpy(sample.input_ids).long()[None]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+        own = logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        chosen = sample.response_mask[1:] == 1
+        assert np.abs(own[chosen] - sample.logprobs[1:][chosen]).max() < 1e-3
