@@ -202,12 +202,14 @@ class RolloutWorker:
     async def close(self) -> None:
         """Close the environment, the journal and the data-plane client; the engine is closed by whoever created it.
         Idempotent."""
-        await self._environment.close()
-        if self._rubric.apart is not None:
-            await self._rubric.apart.close()
-        if self._journal is not None:
-            self._journal.close()
-        await self._client.close()
+        try:
+            await self._environment.close()
+            if self._rubric.apart is not None:
+                await self._rubric.apart.close()
+        finally:  # whatever a user's environment makes of it
+            if self._journal is not None:
+                self._journal.close()
+            await self._client.close()
 
     # ------------------------------------------------------------ inside
 
