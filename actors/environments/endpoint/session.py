@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ LINGER_S = 10.0
 MAX_KEPT = 64
 """Largest number of answered calls of an episode that a repeat can still join."""
 
+_THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
+"""Reasoning, which some clients put back in front of an answer's text."""
 Said = tuple[Any, ...]
 """Form in which the messages of calls are compared: one entry for each message."""
 
@@ -263,7 +266,9 @@ def _norm(message: Mapping[str, Any]) -> Said:
     )
     content = message.get("content") or ""
     role = message.get("role")
-    return role, content.strip() if role == "assistant" else content, calls, message.get("tool_call_id")
+    if role == "assistant":
+        content = _THINKING.sub("", content).strip()
+    return role, content, calls, message.get("tool_call_id")
 
 
 def _canonical(arguments: Any) -> str:
