@@ -62,7 +62,8 @@ class VerifiersEnvironment:
         number = episode.prompt.fields.get(TASK)
         if not isinstance(number, int):
             raise ValueError(f"prompt {episode.prompt.uid!r} has no number of a task, expected data.train=environment")
-        child = await self._started()
+        with episode.clock.stopped():  # the start has a bound of its own, and is no fault of the episode
+            child = await self._started()
         address = episode.endpoint
         said = await child.play({TASK: number, "url": address.url, "secret": address.secret, "model": address.model})
         for name, value in said["rewards"].items():
