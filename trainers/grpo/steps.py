@@ -34,6 +34,7 @@ from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.reward_errors import RewardErrors
+from .episodes import episodes_of
 from .roles import Roles
 from .rollout_pool import RolloutPool
 from .stages import Stages
@@ -125,10 +126,13 @@ class State:
 
 def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:
     """Return the receipt `meta` with an added tag `advantage`; a tag is a number for each row. Advantages are estimated
-    from the tags `reward` and `valid`, and from the tags of single rewards if the estimator needs them."""
-    components = {name: meta.tags[reward_tag(name)] for name in estimate.components}
-    advantage = estimate(RewardRows(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups, components))
-    return meta.with_tags(advantage=advantage)
+    from the tags `reward` and `valid`, and from the tags of single rewards if the estimator needs them. An episode of
+    several rows counts once, and all its rows get its advantage."""
+    episodes = episodes_of(meta)
+    first = episodes.first
+    components = {name: meta.tags[reward_tag(name)][first] for name in estimate.components}
+    advantage = estimate(RewardRows(meta.tags["reward"][first], episodes.valid, meta.groups[first], components))
+    return meta.with_tags(advantage=advantage[episodes.of_row] * (meta.tags["valid"] > 0))
 
 
 def ship_plan(run: Run, meta: KVBatchMeta, step: int, columns: tuple[str, ...] = ()) -> None:

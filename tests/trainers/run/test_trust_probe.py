@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -49,7 +50,12 @@ def test_replay_takes_away_what_another_number_format_does_to_routers(moe: str, 
 
 
 def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     Qwen3ForCausalLM(Qwen3Config(vocab_size=len(VOCAB), num_key_value_heads=2, head_dim=16, **sizes)).save_pretrained(
         tmp_path
     )

@@ -22,6 +22,7 @@ from ....actors.engines.config import RouterReplayConfig
 from ....actors.train.stage_fields import stage_layers
 from ....codecs.routes import RouteSpec
 from ....dataplane.topology import Topology
+from ..layers import uncompiled
 from ..router_replay.replay import RouterReplay
 from .library import MEGATRON_VERSION, TopKRouter
 from .mesh import Mesh
@@ -99,7 +100,7 @@ class PipelineReplay(RouterReplay):
         with super()._installed(routes):
             yield
 
-    @torch.compiler.disable
+    @uncompiled
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts to use, as `RouterReplay.choose`; in a recomputed layer those of its forward pass."""
         # Passes without gradients, such as those of the reference, run while choices are queued; they are not

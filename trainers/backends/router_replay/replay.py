@@ -17,6 +17,7 @@ import torch
 from ....actors.engines.config import RouterReplayConfig
 from ....codecs.batch import Batch
 from ....codecs.routes import ROUTES, RouteSpec, check_routes
+from ..layers import uncompiled
 from .native import NativeTally
 
 R = TypeVar("R", bound="RouterReplay")
@@ -142,7 +143,7 @@ class RouterReplay:
         finally:
             self._routes, self._observed = None, False
 
-    @torch.compiler.disable  # what it returns depends on the pass
+    @uncompiled  # what it returns depends on the pass
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts that layer number `layer` of `spec.layers` must use for each token, int64 `[T, k]`.
 
@@ -164,7 +165,7 @@ class RouterReplay:
             return own
         return torch.where(missing, own, routes.long())
 
-    @torch.compiler.disable
+    @uncompiled
     def verify_used(self, layer: int, used: torch.Tensor) -> None:
         """Raise RoutesDiffer if layer number `layer` of `spec.layers` has sent a token to other experts than those of
         its route. used: bool `[T, num_experts]`, true for the experts that each token is sent to."""
