@@ -131,10 +131,10 @@ def rollout_rows(
 
 
 def sample_keys(sample: Sample, max_rows: int) -> list[str]:
-    """Return the keys of the rows of a sample: `{prompt_uid}.{sample}` of the first, and with a number of those that
-    follow appended for each of the others."""
+    """Return the keys of the rows of a sample: `{prompt_uid}.{sample}` of the first, and `{prompt_uid}.{sample}+{row}`
+    of the others. What stands before the dot names the group in the data plane."""
     key = row_key(sample.prompt.uid, sample.index)
-    return [key, *(f"{key}.{number}" for number in range(1, max_rows))]
+    return [key, *(f"{key}+{number}" for number in range(1, max_rows))]
 
 
 def _rows_of(sample: Sample, max_rows: int) -> list[RowTokens]:

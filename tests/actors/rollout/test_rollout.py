@@ -25,7 +25,7 @@ from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
-from headrace.actors.rewards.builtin import exact_match, per_position
+from headrace.actors.rewards.builtin import EnvironmentReward, exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.evaluation_figures import FigureScheme
 from headrace.actors.rollout.prompts import PromptStream
@@ -34,6 +34,7 @@ from headrace.actors.rollout.rows import version_spans
 from headrace.actors.rollout.tasks import TaskSource
 from headrace.actors.rollout.worker import HeldOut, RolloutWorker, generation_spans
 from headrace.actors.samples import SampleFile, SamplesConfig
+from headrace.actors.transcript import Transcript
 from headrace.codecs.batch import Batch
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
@@ -566,3 +567,39 @@ def test_an_engine_that_died_is_no_failed_row(tokenizer: Any) -> None:
 
     with pytest.raises(EngineDied):
         asyncio.run(run())
+
+
+def test_an_episode_of_several_rows_is_claimed_with_its_group(tokenizer: Any) -> None:
+    """Groups are ready when all rows of all their episodes are there, those that an episode leaves unused included."""
+
+    class TwoRows:
+        async def play(self, episode: Any) -> float:
+            for text in ("r12=", "r34=")[: 1 + episode.index]:
+                ids = episode.encode(text)
+                completion, said = await episode.sample_turn(ids, 12)
+                episode.record(Transcript(ids), completion, said)
+            return 1.0
+
+    async def run(handle: Any) -> None:
+        config = EnvironmentConfig(max_rows=3)
+        rollouts = RolloutWorker(
+            engine=ScriptedEngine(right_then_wrong(tokenizer), version=2),
+            environment=EpisodeHost(TwoRows(), config),
+            tokenizer=tokenizer,
+            rubric=Rubric([("environment", EnvironmentReward(), 1.0)]),
+            prompts=PromptStream(TaskSource("reverse", held_out=False)),
+            held_out={},
+            client=connect_async(handle, name="rollout"),
+            max_rows=config.max_rows,
+        )
+        report = await rollouts.rollout([0, 1], PARTITION, SamplingParams(n=2, max_new_tokens=12))
+        assert (report.rows, report.failed) == (4, 0), report.first_error
+        await rollouts.close()
+
+    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local")), in_process=True) as plane:
+        client = connect(plane.handle)
+        client.register(PARTITION, ROLLOUT_SCHEMA, ["train"], group_size=6)
+        asyncio.run(run(plane.handle))
+        meta = client.claim(PARTITION, "train", ROLLOUT_FIELDS, 12, whole_groups=True, timeout_s=5)
+        assert len(meta) == 12 and len(set(meta.groups.tolist())) == 2
+        assert int(meta.tags["valid"].sum()) == 6 and set(meta.lengths.tolist()) > {1}

@@ -37,7 +37,7 @@ SCORES = [Score(1.0, {"r": 1.0}, True), Score(0.0, {"r": 0.0}, True), Score(0.0,
 
 def test_each_sample_takes_as_many_rows_as_it_may_have() -> None:
     batch, tags = rollout_rows(SAMPLES, SCORES, ("r",), max_rows=3)
-    assert [key for one in SAMPLES for key in sample_keys(one, 3)][:4] == ["p.0", "p.0.1", "p.0.2", "p.1"]
+    assert [key for one in SAMPLES for key in sample_keys(one, 3)][:4] == ["p.0", "p.0+1", "p.0+2", "p.1"]
     ids = batch.jagged("input_ids")
     assert ids.lengths.tolist() == [3, 2, 1, 2, 1, 1, 2, 2, 2]
     assert ids.values.tolist() == [1, 2, 3, 1, 4, 1, 1, 5, 1, 1, 1, 6, 1, 6, 1, 6]
