@@ -5,7 +5,7 @@ as further copies of that size, which takes as long as the matrix product. `voca
 torch.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
 # Triton is not installed everywhere that types are checked, and a kernel's grid is an index.
 from __future__ import annotations
 
