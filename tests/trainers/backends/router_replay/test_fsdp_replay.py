@@ -144,6 +144,7 @@ def test_recomputing_changes_no_bit_and_chunks_do_not_matter(model: str) -> None
     assert torch.linalg.norm(flat(single) - flat(kept)) <= 1e-6 * torch.linalg.norm(flat(kept))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks for it itself
 def test_compiled_layers_replay_each_pass_with_its_own_routes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
