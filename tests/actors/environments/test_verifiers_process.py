@@ -59,9 +59,11 @@ class Env:
         if said == "hang":
             await asyncio.sleep(3600)
         trace = Some(
-            reward=0.5, rewards={"found": Some(score=1.0), "none": None}, is_timeout=said == "late", last_reply=said, errors=[]
+            reward=0.5, rewards={"found": Some(score=1.0), "none": None}, is_timeout=said == "late", last_reply=said,
+            errors=[],
         )
-        return Some(traces=[trace], ok=said != "bad", is_timeout=False, errors=[Some(type="EnvError", message="it was bad")])
+        errors = [Some(type="EnvError", message="it was bad")]
+        return Some(traces=[trace], ok=said != "bad", is_timeout=False, errors=errors)
 
 
 def ask(context, task):
