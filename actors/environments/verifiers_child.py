@@ -101,7 +101,10 @@ def _outcome(episode: Any) -> dict[str, Any]:
             if reward is not None:
                 rewards[name] = rewards.get(name, 0.0) + reward.score
     timeout = bool(episode.is_timeout or any(trace.is_timeout for trace in episode.traces))
-    errors = [str(error) for error in episode.errors]
+    failures = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    errors = [
+        f"{getattr(error, 'type', type(error).__name__)}: {getattr(error, 'message', error)}" for error in failures
+    ]
     error = "" if episode.ok else "; ".join(errors) or "the episode failed"
     text = episode.traces[-1].last_reply if episode.traces else ""
     return {"rewards": rewards, "reward": total, "error": error, "timeout": timeout, "text": text or ""}

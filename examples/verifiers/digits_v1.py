@@ -48,9 +48,11 @@ class DigitsConfig(vf.EnvConfig):
 class DigitsEnv(vf.Env[DigitsConfig]):
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
-            await talk.turn()
-            await talk.turn("Another one?")
-            await talk.turn("And a last one?")
+            segment = await talk.turn()
+            for question in ("Another one?", "And a last one?"):
+                if segment.terminated:  # such as by an answer that verifiers cannot read
+                    break
+                segment = await talk.turn(question)
 
 
 __all__ = ["DigitsEnv", "DigitsTaskset", "DirectHarness"]

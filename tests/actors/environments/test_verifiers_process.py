@@ -59,9 +59,11 @@ class Env:
         if said == "hang":
             await asyncio.sleep(3600)
         trace = Some(
-            reward=0.5, rewards={"found": Some(score=1.0), "none": None}, is_timeout=said == "late", last_reply=said
+            reward=0.5, rewards={"found": Some(score=1.0), "none": None}, is_timeout=said == "late", last_reply=said,
+            errors=[],
         )
-        return Some(traces=[trace], ok=said != "bad", is_timeout=False, errors=["it was bad"])
+        errors = [Some(type="EnvError", message="it was bad")]
+        return Some(traces=[trace], ok=said != "bad", is_timeout=False, errors=errors)
 
 
 def ask(context, task):
@@ -128,7 +130,7 @@ def test_a_task_is_played_over_the_endpoint_and_its_rewards_come_back(fake: str)
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("bad", "RuntimeError: it was bad"),
+        ("bad", "RuntimeError: EnvError: it was bad"),
         ("late", "TimeoutError: a time limit of the verifiers environment was exceeded"),
         ("hang", "TimeoutError: it took longer than environment.turn_timeout_s=3 s"),
         ("die", "RuntimeError: the verifiers process has ended"),
