@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -136,7 +136,9 @@ class PromptRow:
     answer: str
     """Expected answer, which reward functions compare with the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """Other columns of the dataset row, for use by custom reward functions."""
+    """Other columns of the dataset row, for use by environments and custom reward functions."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Chat messages that `text` was rendered from, for environments that go on with them; () for a text prompt."""
 
 
 class PromptSource(Protocol):
@@ -174,12 +176,55 @@ class Prompt:
     answer: str
     """Expected answer, which reward functions compare with the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """Other columns of the dataset row, for use by custom reward functions."""
+    """Other columns of the dataset row, for use by environments and custom reward functions."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Chat messages that `text` was rendered from, for environments that go on with them; () for a text prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the policy in an episode: what it said, and where the tokens of it stand."""
+
+    text: str
+    """Text of the turn without special tokens."""
+    finish_reason: str
+    """Reason why the turn ended: `stop` or `length`."""
+    start: int
+    """Index of the turn's first token in its row."""
+    num_tokens: int
+    """Number of tokens that the policy chose in the turn, stop token included."""
+    row: int = 0
+    """Index of the turn's row among the rows of its episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """Columns of the L tokens of one row."""
+
+    input_ids: np.ndarray
+    """Token ids, int32 `[L]`."""
+    response_mask: np.ndarray
+    """Mask of the policy's tokens, uint8 `[L]`: 1 where the policy chose the token, else 0."""
+    logprobs: np.ndarray
+    """Log-prob of each token under the policy that sampled it, float32 `[L]`; 0 where the policy did not choose it."""
+    versions: np.ndarray
+    """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it."""
+    routes: tuple[tuple[int, np.ndarray], ...] = ()
+    """Routes that the engine reported, in pieces (see `Completion.routes`): for each the index in `input_ids` of its
+    first token, and the routes `[n, layers, k]`. Where pieces overlap, the earlier one counts. Tokens without a route
+    are replayed as `router_replay.missing` says. () without router replay."""
+
+    @property
+    def version(self) -> int:
+        """Lowest policy version among the tokens that the policy chose; -1 when it chose none."""
+        chosen = self.versions[self.versions >= 0]
+        return int(chosen.min()) if len(chosen) else -1
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished episode that started from a prompt. It becomes one row of the data plane."""
+    """One finished episode that started from a prompt: its tokens, turns and rewards, and how it ended. It becomes one
+    row of the data plane, or several if `more_rows` has any."""
 
     prompt: Prompt
     index: int
@@ -194,22 +239,32 @@ class Sample:
     text: str
     """Text of the response, without special tokens."""
     finish_reason: str
-    """Reason why the episode ended: `stop`, `length` or `abort`; `error` when the episode failed."""
+    """Reason why the episode ended: `stop`, `length` or `abort`; `timeout` when it ran out of time and keeps the
+    rewards that it had; `error` when it failed."""
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
     error: str = ""
     """Message of the error that made the episode fail; "" if it did not fail. A failed sample becomes a row that is not
     trained on."""
     routes: tuple[tuple[int, np.ndarray], ...] = ()
-    """Routes that the engine reported, in pieces (see `Completion.routes`): for each the index in `input_ids` of its
-    first token, and the routes `[n, layers, k]`. Where pieces overlap, the earlier one counts. Tokens without a route
-    are replayed as `router_replay.missing` says. () without router replay."""
+    """Routes of the first row (see `RowTokens.routes`)."""
+    turns: tuple[Turn, ...] = ()
+    """Turns of the policy, in order."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards that the environment itself gave, by name. The reward function `environment` reads them."""
+    more_rows: tuple[RowTokens, ...] = ()
+    """Further rows of the episode, when its turns do not all continue the same tokens; () for an episode of one row."""
+
+    @property
+    def rows(self) -> tuple[RowTokens, ...]:
+        """All rows of the episode, at least one."""
+        first = RowTokens(self.input_ids, self.response_mask, self.logprobs, self.versions, self.routes)
+        return first, *self.more_rows
 
     @property
     def version(self) -> int:
         """Lowest policy version among the tokens that the policy chose; -1 when it chose none."""
-        chosen = self.versions[self.versions >= 0]
-        return int(chosen.min()) if len(chosen) else -1
+        return min((row.version for row in self.rows if row.version >= 0), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +298,11 @@ that are not finite. The rows of a failed episode are not trained on; if their s
 the run stops. Any other error ends the rollout."""
 
 
-class Environment(Protocol):
-    """Protocol of an environment: it plays episodes that start from a prompt, using an engine to generate the policy's
-    tokens."""
+class GroupPlayer(Protocol):
+    """Protocol of what plays all episodes of a prompt, using an engine to generate the policy's tokens.
+
+    `environments.host.EpisodeHost` does it for any environment that plays one episode at a time.
+    """
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """Play `params.n` episodes of `prompt` and return their samples, in order of their `index`.
@@ -253,6 +310,10 @@ class Environment(Protocol):
         tokenizer: a Hugging Face tokenizer. Raises whatever the engine raises. If the error is one of EPISODE_ERRORS,
         the caller records all samples of the prompt as failed.
         """
+        ...
+
+    async def close(self) -> None:
+        """End what the environment has started. No episode is in flight any more. Idempotent."""
         ...
 
 

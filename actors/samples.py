@@ -51,7 +51,7 @@ class SamplesConfig(Section):
     """Number of steps between two steps whose episodes are written, counted by `algorithm.prompts_per_step` prompts of
     the prompt stream for each step, the first step included. With 0, no episode is written, nor any of a
     validation."""
-    groups: Count = 4
+    groups: Count = 2
     """Number of groups of such a step, and of held-out prompts of each validation, whose episodes are written."""
     max_tokens: Count = 2048
     """Largest number of tokens that are written of an answer, tool results included. The middle of a longer one is left
@@ -167,7 +167,7 @@ def trained_line(
     """Return the line that says what training made of one row.
 
     step: number of the step that trains on the row. response_mask: uint8 `[L]`. logprobs: float32 `[L]`, log-probs of
-    the row's tokens under the policy before the step. max_tokens: as for `episode_line`.
+    the row's tokens under the policy before the update. max_tokens: as for `episode_line`.
     """
     kept = _kept(response_mask, max_tokens)
     chosen = kept[response_mask[kept] > 0]

@@ -31,6 +31,13 @@ class ModelConfig(Section):
     """Number format of the weights in the engines. `auto` is `bfloat16` on GPUs and `float32` on CPUs. The trainer
     always keeps its weights in float32; `trainer.mixed_precision` makes it compute in bfloat16."""
 
+    renderer: str = "template"
+    """Chat format with which an environment speaks to the model in messages. `template` is the chat template of the
+    model's tokenizer, which must only append as a conversation goes on. Other names are those of the package
+    `renderers`, such as `qwen3`, which also read calls of tools; `auto` finds one by the model's hub id."""
+    renderer_options: dict[str, Any] = {}
+    """Options of the renderer, such as `{enable_thinking: false}` for `qwen3`."""
+
     @property
     def builtin(self) -> bool:
         return self.path.startswith("builtin:")
@@ -41,6 +48,30 @@ class ModelConfig(Section):
         if path.startswith("builtin:") and path not in BUILTIN_MODELS:
             raise ValueError(f"got {path!r}, expected {' or '.join(map(repr, BUILTIN_MODELS))}, a folder or a hub id")
         return path
+
+
+class EndpointConfig(Section):
+    """OpenAI-compatible endpoint of each rollout actor, through which agents speak to the policy."""
+
+    enabled: bool = False
+    """Whether there is an endpoint. An environment then finds its address and the secret of its episode in
+    `episode.endpoint`. Needs the extra `endpoint`."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address on which the endpoint listens, on a free port. Who reaches it and knows an episode's secret may speak to
+    the policy in that episode."""
+    rows: Literal["conversation", "call"] = "conversation"
+    """Rows that an episode's calls become. `conversation`: a call that goes on with an earlier one extends its row.
+    `call`: each call is a row of its own. `environment.max_rows` limits their number."""
+    model: str = Field(default="policy", min_length=1)
+    """Name of the model in answers and in the list of models. Requests may name any model."""
+    max_body_mib: Count = 4
+    """Largest size of a request's body in MiB; it is refused while it is read."""
+    max_calls: Count = 1024
+    """Largest number of calls that are answered at the same time. Further calls are refused with the status 429."""
+    max_episode_calls: Count = 16
+    """Largest number of calls that one episode may have open at the same time."""
+    body_timeout_s: Positive = 30.0
+    """Seconds within which a request's body must arrive."""
 
 
 class RolloutConfig(Section):
@@ -97,6 +128,8 @@ class RolloutConfig(Section):
     """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a sample, in training and validation; the text itself stays in the sample."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """OpenAI-compatible endpoint through which agents speak to the policy."""
     max_batch: Count | None = None
     """Largest number of samples that an engine generates at the same time. Unset: 512 with vLLM on GPUs, else 256."""
 

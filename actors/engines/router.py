@@ -92,6 +92,12 @@ class Router:
         """Engines that failed and were removed from routing, without those added again later: engine name -> reason."""
         return self._left_out
 
+    @property
+    def available_share(self) -> float:
+        """Share of the engines that take requests among those and the engines that failed; 1.0 before any was added."""
+        names = self.names
+        return len(names) / (len(names) + len(self._left_out)) if names or self._left_out else 1.0
+
     def engine_stats(self) -> dict[str, EngineStats]:
         """Return the counters of each engine that has not been removed, by engine name."""
         return {name: member.engine.stats for name, member in self._members.items()}

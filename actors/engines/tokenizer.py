@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .protocol import Completion, SamplingParams
+
 _FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 _SUFFIXES = (".model", ".tiktoken")
 """Extensions by which tokenizer files are recognised, in addition to the file-name prefixes in `_FILES`."""
@@ -77,3 +79,22 @@ def decode_responses(tokenizer: Any, responses: Sequence[np.ndarray]) -> list[st
     return tokenizer.batch_decode(
         [response.tolist() for response in responses], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
+
+
+def response_texts(tokenizer: Any, completions: Sequence[Completion], params: SamplingParams) -> list[str]:
+    """Return the text of each completion. A stop token is left out, but tokens that complete a stop text
+    (`params.stop`) are part of the text."""
+    texts = decode_responses(tokenizer, [_without_stop(completion) for completion in completions])
+    if not params.stop:
+        return texts
+    whole = decode_responses(tokenizer, [completion.token_ids for completion in completions])
+    return [
+        long if completion.finish_reason == "stop" and any(stop in long for stop in params.stop) else short
+        for completion, short, long in zip(completions, texts, whole, strict=True)
+    ]
+
+
+def _without_stop(completion: Completion) -> np.ndarray:
+    """Return the response's token ids without the stop token. This is needed because decoding does not leave out a stop
+    token that is an ordinary token."""
+    return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids

@@ -1,19 +1,95 @@
-"""Builds the environment that a configuration names: `single_turn` or `tool_use`."""
+"""Builds the environment that a configuration names, and checks before a run that it can be built."""
 
 from __future__ import annotations
 
-from ..engines.config import RolloutConfig
-from ..protocols import Environment
+import functools
+import inspect
+from typing import Any
+
+from ...codecs.imports import MissingExtra, import_object
+from ..engines.config import EndpointConfig, RolloutConfig
+from .config import EnvironmentConfig
+from .host import EpisodeEndpoint
 from .single_turn import SingleTurn
 from .tool_use import ToolUse
-from .tools import build_tools
+from .verifiers_process import VerifiersEnvironment
 
 
-def build_environment(config: RolloutConfig) -> Environment:
-    """Build the environment that `config.environment` names. Raises ValueError with a one-sentence message for an
-    unknown kind or tool."""
-    if config.environment == "single_turn":
-        return SingleTurn()
-    if config.environment == "tool_use":
-        return ToolUse(build_tools(config.tools), config.max_turns)
-    raise ValueError(f"rollout.environment: got {config.environment!r}, which no environment here has")
+def kind_of(config: EnvironmentConfig, rollout: RolloutConfig) -> str:
+    """Return the kind of the environment, which is `environment.kind` or else `rollout.environment`."""
+    return config.kind or rollout.environment
+
+
+def build_environment(config: EnvironmentConfig, rollout: RolloutConfig) -> Any:
+    """Build the environment: an object with a coroutine `play` or `play_group`, or such a function itself.
+
+    Raises ValueError with a one-sentence message for a path that cannot be imported, options that do not fit, and
+    objects that are no environment.
+    """
+    kind = kind_of(config, rollout)
+    options = dict(config.options)
+    if config.kind is None and kind == "tool_use":
+        options = {"tools": rollout.tools, "max_turns": rollout.max_turns}
+    target = _target(kind)
+    plays = inspect.iscoroutinefunction(target)
+    _check_options(kind, target, options, plays)
+    if plays:
+        return functools.partial(target, **options)
+    environment = target(**options)
+    if not any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("play", "play_group")):
+        raise ValueError(
+            f"environment.kind: {kind!r} made a {type(environment).__name__}, expected an object with a coroutine "
+            "`async def play(self, episode)`"
+        )
+    return environment
+
+
+def build_endpoint(config: EndpointConfig) -> EpisodeEndpoint | None:
+    """Build the endpoint through which agents speak to the policy; None if the run has none. Raises MissingExtra if a
+    package that it needs is not installed."""
+    if not config.enabled:
+        return None
+    try:
+        from .endpoint.server import EndpointServer
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "uvicorn", "rollout.endpoint.enabled=true", "endpoint") from None
+    return EndpointServer(config)
+
+
+def check_environment(config: EnvironmentConfig, rollout: RolloutConfig) -> None:
+    """Check the configured environment without making a user's object, which may start processes or load data.
+
+    Raises ValueError with a one-sentence message for a path that cannot be imported or options that do not fit.
+    """
+    kind = kind_of(config, rollout)
+    if kind == "verifiers" and not rollout.endpoint.enabled:
+        raise ValueError("rollout.endpoint.enabled: got false, expected true, as the environment is verifiers")
+    if rollout.endpoint.enabled:
+        build_endpoint(rollout.endpoint)
+    if ":" not in kind:
+        build_environment(config, rollout)
+        return
+    target = _target(kind)
+    _check_options(kind, target, dict(config.options), inspect.iscoroutinefunction(target))
+
+
+def _target(kind: str) -> Any:
+    if kind == "single_turn":
+        return SingleTurn
+    if kind == "tool_use":
+        return ToolUse
+    if kind == "verifiers":
+        return VerifiersEnvironment
+    if ":" not in kind:
+        raise ValueError(f"environment.kind: got {kind!r}, which no environment here has")
+    target = import_object(kind, "environment.kind")
+    if not callable(target):
+        raise ValueError(f"environment.kind: {kind!r} is a {type(target).__name__}, expected a function or class")
+    return target
+
+
+def _check_options(kind: str, target: Any, options: dict[str, Any], plays: bool) -> None:
+    try:
+        inspect.signature(target).bind(*((None,) if plays else ()), **options)
+    except TypeError as error:
+        raise ValueError(f"environment.options: {sorted(options)} do not fit {kind!r}: {error}") from error

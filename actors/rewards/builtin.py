@@ -1,10 +1,12 @@
-"""Built-in rewards: `exact_match`, `per_position`, `format` and `overlong`."""
+"""Built-in rewards: `exact_match`, `per_position`, `format`, `overlong`, `reasoning_gym` and `environment`."""
 
 from __future__ import annotations
 
+import importlib
 import re
 
-from ..protocols import Prompt
+from ...codecs.imports import MissingExtra
+from ..protocols import Prompt, Sample
 from .answers import expected_answer
 
 
@@ -64,3 +66,44 @@ class Overlong:
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, *, response_tokens: int) -> float:
         return max(-1.0, min(0.0, (self._free - response_tokens) / self._cache))
+
+
+class ReasoningGymReward:
+    """The score that reasoning-gym gives the response, for prompts of `reasoning-gym:NAME`."""
+
+    def __init__(self) -> None:
+        """Raises MissingExtra if the library is not installed."""
+        try:
+            self._gym = importlib.import_module("reasoning_gym")
+        except ModuleNotFoundError as error:
+            raise MissingExtra(error.name or "reasoning_gym", "reward reasoning_gym", "reasoning-gym") from None
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        """Return the score, 0.0 to 1.0, of the stripped response. Raises ValueError for a prompt of another source, and
+        whatever the library's scorer raises."""
+        name = prompt.fields.get("source_dataset")
+        if not isinstance(name, str):
+            raise ValueError(f"prompt {prompt.uid!r} is not of reasoning-gym, expected data.train=reasoning-gym:NAME")
+        entry = {"question": prompt.text, "answer": prompt.answer, "metadata": dict(prompt.fields)}
+        return float(self._gym.get_score_answer_fn(name)(response.strip(), entry))
+
+
+class EnvironmentReward:
+    """The reward that the environment itself gave the episode."""
+
+    def __init__(self, name: str = "reward") -> None:
+        """name: name of one of the environment's rewards; `reward` is what its `play` returned."""
+        self._name = name
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str, *, episode: Sample) -> float:
+        """Return the reward. It is 0.0 if the environment gave none to an episode that ran out of tokens or time.
+
+        Raises ValueError if it gave none to any other episode.
+        """
+        if self._name in episode.rewards:
+            return episode.rewards[self._name]
+        if finish_reason in ("length", "timeout"):
+            return 0.0
+        raise ValueError(
+            f"the environment gave no reward {self._name!r}, it gave {', '.join(episode.rewards) or 'none'}"
+        )

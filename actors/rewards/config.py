@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from ...dataplane.section import Positive, Section, Share
+from ...dataplane.section import CountOrZero, Positive, Section, Share
 
-REWARD_KINDS = ("exact_match", "boxed", "math_verify", "per_position", "format", "overlong")
+REWARD_KINDS = (
+    "exact_match", "boxed", "math_verify", "per_position", "format", "overlong", "reasoning_gym", "environment",
+)  # fmt: skip
 
 
 class RewardFunctionConfig(Section):
@@ -22,19 +24,40 @@ class RewardFunctionConfig(Section):
     `options.extract=any`, within `options.timeout_s` seconds (5 if unset).
     `per_position` is the share of characters that agree with the answer. `format` is 1 for a finished response that
     matches the regular expression `options.pattern`, else 0. `overlong` falls from 0 to -1 as the response grows over
-    the last `options.cache` of `options.max_length` tokens (arXiv:2503.14476). Your own function or class is given as
-    `package.module:function`."""
+    the last `options.cache` of `options.max_length` tokens (arXiv:2503.14476). `reasoning_gym` is the score of that
+    library for its own tasks. `environment` is the reward that the environment gave, the one named `options.name` if it
+    gave several. Your own function or class is given as `package.module:function`."""
     weight: float = 1.0
     """Factor by which the function's value is multiplied in a sample's reward. A function of weight 0 is only
     logged."""
     options: dict[str, Any] = {}
     """Keyword arguments that a class gets when it is built, or that a function gets in every call."""
+    per: Literal["sample", "group"] = "sample"
+    """Samples that one call scores. `group`: all samples of a prompt at once; your function gets lists of responses and
+    finish reasons, and returns a list of numbers."""
+    runs: Literal["thread", "process"] = "thread"
+    """Place where your function runs, unless it is an `async def`, which is awaited. `process`: in processes of its
+    own, which are killed when a call takes too long; its arguments and results must fit into JSON."""
+    timeout_s: Positive | None = None
+    """Time limit in seconds for one call of an `async def`, of a function that scores groups, or of one in a process.
+    Unset: `reward.timeout_s`."""
+    retries: CountOrZero = 0
+    """Number of times that such a call is tried again when it fails or takes too long."""
     name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\s]+$")
     """Name of the function in the metric `reward/<name>`. Unset: the kind, or the name of your own function."""
 
     @property
     def label(self) -> str:
         return self.name or self.kind.rpartition(":")[2]
+
+    @model_validator(mode="after")
+    def _process_needs_a_path(self) -> RewardFunctionConfig:
+        if self.kind in REWARD_KINDS and (self.runs, self.per) != ("thread", "sample"):
+            raise ValueError(
+                f"got kind={self.kind!r} with runs={self.runs!r} and per={self.per!r}, expected runs='thread' and "
+                "per='sample', because only functions of your own run otherwise"
+            )
+        return self
 
     @field_validator("kind")
     @classmethod

@@ -8,13 +8,18 @@ from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from ...codecs.imports import import_object
-from ..protocols import Reward
+from ..protocols import Prompt, Reward
+from ..user_processes import UserProcesses
 from .answers import Boxed
-from .builtin import Format, Overlong, exact_match, per_position
+from .apart import ApartReward, is_apart
+from .arguments import wanted_by
+from .builtin import EnvironmentReward, Format, Overlong, ReasoningGymReward, exact_match, per_position
 from .config import RewardConfig, RewardFunctionConfig
 from .math_equality import MathVerify
-from .rubric import TOKENS, Rubric, takes_tokens
+from .rubric import Rubric
 
+NUM_PROCESSES = 4
+"""Largest number of processes in which one reward function runs in a rollout actor."""
 BUILT_REWARDS: dict[str, Any] = {
     "exact_match": exact_match,
     "boxed": Boxed,
@@ -22,6 +27,8 @@ BUILT_REWARDS: dict[str, Any] = {
     "per_position": per_position,
     "format": Format,
     "overlong": Overlong,
+    "environment": EnvironmentReward,
+    "reasoning_gym": ReasoningGymReward,
 }
 
 
@@ -32,14 +39,22 @@ def build_rubric(config: RewardConfig, tagged: Collection[str] = (), voter: str 
     tags (metadata). voter: see `Rubric`. Raises ValueError for a path that cannot be imported, or for options that do
     not fit.
     """
-    functions = config.functions
-    return Rubric(
-        [(function.label, build_reward(function), function.weight) for function in functions],
-        [function.label for function in functions if function.label in tagged],
-        scale=config.scale,
-        clip=config.clip,
-        voter=voter,
-    )
+    rewards, apart = [], []
+    for function in config.functions:
+        reward = None if function.runs == "process" else build_reward(function)
+        if is_apart(function, reward):
+            if function.label == voter:
+                raise ValueError(
+                    f"correct: got {voter!r}, which is computed apart, expected a reward that is called for one sample "
+                    "in the rollout actor, because its answers are compared there"
+                )
+            called = reward or UserProcesses(function.kind, function.options, NUM_PROCESSES)
+            bound_s = function.timeout_s or config.timeout_s
+            apart.append(ApartReward(function.label, called, function.per == "group", bound_s, function.retries))
+            reward = _computed_before
+        rewards.append((function.label, reward, function.weight))
+    tags = [function.label for function in config.functions if function.label in tagged]
+    return Rubric(rewards, tags, scale=config.scale, clip=config.clip, voter=voter, apart=apart)
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
@@ -73,6 +88,11 @@ def build_reward(config: RewardFunctionConfig) -> Reward:
     return cast(Reward, reward)
 
 
+def _computed_before(prompt: Prompt, response: str, finish_reason: str) -> float:
+    """Stands in the rubric for a reward that is computed apart."""
+    raise ValueError("it is computed apart, but not for this sample")
+
+
 def _target(kind: str) -> Any:
     """Return the function or class that `kind` names. Raises ValueError if it cannot be imported or is not callable."""
     if ":" not in kind:
@@ -89,7 +109,7 @@ def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bo
     except ValueError:  # some built-in callables have no signature, so a wrong option only shows in the call
         return
     arguments = () if is_class else (None, None, None)
-    given = {TOKENS: None} if not is_class and takes_tokens(target) else {}
+    given = {} if is_class else dict.fromkeys(wanted_by(target))
     try:
         signature.bind(*arguments, **given, **options)
     except TypeError as error:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..protocols import Prompt, Reward, Score
-
-TOKENS = "response_tokens"
-"""Name of the parameter through which a reward function receives the length of the response in tokens; see
-TokenReward."""
+from ..protocols import Prompt, Reward, Sample, Score
+from .apart import ApartReward, ApartRewards
+from .arguments import EPISODE, TOKENS, wanted_by
 
 
 class TokenReward(Protocol):
@@ -24,6 +21,13 @@ class TokenReward(Protocol):
     `response_tokens`."""
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, response_tokens: int) -> float: ...
+
+
+class EpisodeReward(Protocol):
+    """Reward function that depends on the whole episode, with its turns, tokens and the environment's own rewards. It
+    gets the episode as the keyword argument `episode`."""
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, episode: Sample) -> float: ...
 
 
 def reward_tag(name: str) -> str:
@@ -37,12 +41,13 @@ class Rubric:
 
     def __init__(
         self,
-        rewards: Sequence[tuple[str, Reward | TokenReward, float]],
+        rewards: Sequence[tuple[str, Reward | TokenReward | EpisodeReward, float]],
         tagged: Sequence[str] = (),
         *,
         scale: float = 1.0,
         clip: tuple[float, float] | None = None,
         voter: str | None = None,
+        apart: Sequence[ApartReward] = (),
     ) -> None:
         """rewards: name, function and weight of each reward. tagged: names of the rewards whose unweighted values are
         stored with each row as tags (metadata). scale, clip: factor and bounds of the weighted sum (see
@@ -60,9 +65,11 @@ class Rubric:
             if not math.isfinite(weight):
                 raise ValueError(f"reward {name!r}: weight {weight}, expected a finite number")
         assert {*tagged, *([] if voter is None else [voter])} <= set(names)
-        self._rewards = [(name, reward, weight, takes_tokens(reward)) for name, reward, weight in rewards]
+        self._rewards = [(name, reward, weight, wanted_by(reward)) for name, reward, weight in rewards]
         self.tagged = tuple(tagged)
         self._voter = voter
+        self.apart = ApartRewards(apart) if apart else None
+        """Rewards that are computed before the others; None if there are none."""
         self._scale = scale
         self._low, self._high = (-math.inf, math.inf) if clip is None else clip
 
@@ -76,23 +83,33 @@ class Rubric:
         response: str,
         finish_reason: str,
         response_tokens: int | None = None,
+        episode: Sample | None = None,
         begin: Callable[[str], None] = lambda name: None,
+        apart: Mapping[str, float | str] | None = None,
     ) -> Score:
         """Return the sample's score: the weighted sum of the rewards, scaled and clipped, and the value of each. The
         sample is invalid if a reward raises an exception or does not return a finite number.
 
         In that case `components` has the values of the other rewards, and `error` describes the first failure.
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
-        unknown; every reward that asks for it then fails. begin: callback that is called with the name of each reward
-        before it runs.
+        unknown; every reward that asks for it then fails. episode: the finished episode, with the same treatment.
+        begin: callback that is called with the name of each reward before it runs. apart: values of the rewards that
+        were computed apart, by name; a text says why there is no value.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
         total, answer = 0.0, None
-        for name, reward, weight, counts in self._rewards:
+        known = {TOKENS: response_tokens, EPISODE: episode}
+        for name, reward, weight, wanted in self._rewards:
             begin(name)
+            given = None if apart is None else apart.get(name)
+            if isinstance(given, str):
+                errors.append(f"reward {name!r} {given}")
+                continue
             try:
-                value = _finite(name, _value(reward, counts, prompt, response, finish_reason, response_tokens))
+                if given is None:
+                    given = reward(prompt, response, finish_reason, **_arguments(wanted, known))
+                value = _finite(name, given)
                 if name == self._voter:
                     answer = getattr(reward, "answer_of", str.strip)(response)
             except Exception as error:  # user code may raise anything; the row is masked and the error reported
@@ -107,22 +124,11 @@ class Rubric:
         return Score(reward=reward, components=components, valid=True, answer=answer)
 
 
-def takes_tokens(reward: Any) -> bool:
-    """Return whether a reward function has the keyword argument `response_tokens`, which makes it a TokenReward."""
-    try:
-        return TOKENS in inspect.signature(reward).parameters
-    except ValueError:  # some built-in callables have no signature
-        return False
-
-
-def _value(
-    reward: Any, counts: bool, prompt: Prompt, response: str, finish_reason: str, response_tokens: int | None
-) -> object:
-    if not counts:
-        return reward(prompt, response, finish_reason)
-    if response_tokens is None:
-        raise ValueError("it asks for response_tokens, and the caller does not know how many there are")
-    return reward(prompt, response, finish_reason, response_tokens=response_tokens)
+def _arguments(wanted: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+    for name in wanted:
+        if known[name] is None:
+            raise ValueError(f"it asks for {name}, which the caller does not know")
+    return {name: known[name] for name in wanted}
 
 
 def _place(error: Exception) -> str:

@@ -7,6 +7,7 @@ the driver gives it.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,15 @@ from ...codecs.imports import MissingExtra
 from ...dataplane.factory import connect_async
 from ...dataplane.handle import DataPlaneHandle
 from ..engine_actor import EngineHost
-from ..engines.config import RolloutConfig
+from ..engines.chat import ChatFormat, build_chat_format
+from ..engines.config import ModelConfig, RolloutConfig
 from ..engines.factory import EngineConfig, build_engine
 from ..engines.protocol import EngineDied, GenerationEngine
 from ..engines.router import Router
 from ..engines.tokenizer import load_tokenizer
-from ..environments.factory import build_environment
+from ..environments.config import EnvironmentConfig
+from ..environments.factory import build_endpoint, build_environment
+from ..environments.host import EpisodeHost
 from ..remote_engine import RemoteEngine
 from ..rewards.config import RewardConfig
 from ..rewards.factory import build_rubric
@@ -70,6 +74,10 @@ class RolloutSetup:
     rollout: RolloutConfig
     """Section `rollout` of the configuration. Only its keys for the environment are read here, because the engine has
     its own copy."""
+    environment: EnvironmentConfig
+    """Section `environment` of the configuration: the environment that the policy acts in."""
+    model: ModelConfig
+    """Section `model` of the configuration, whose keys for the chat format are read here."""
     tokenizer: str
     """Folder or hub id of the tokenizer."""
     reward: RewardConfig
@@ -139,7 +147,7 @@ class RolloutActor(EngineHost):
         self._hosted = engine  # so that `close` ends it when what follows fails
         self._worker = RolloutWorker(
             engine=engine,
-            environment=build_environment(setup.rollout),
+            environment=self._host_environment(tokenizer),
             tokenizer=tokenizer,
             rubric=rubric,
             prompts=prompts,
@@ -151,6 +159,7 @@ class RolloutActor(EngineHost):
             keeps_old_kv=setup.keeps_old_kv,
             routes=setup.routes,
             samples=setup.samples,
+            max_rows=setup.environment.max_rows,
         )
         return engine
 
@@ -175,6 +184,23 @@ class RolloutActor(EngineHost):
         prompts = PromptStream(opened.source, shuffle=False, uid_prefix=f"{setup.prefix.replace('/', '-')}-")
         scheme = FigureScheme(setup.prefix, setup.correct)
         return HeldOut(prompts, min(sizes), rubric, setup.reward.timeout_s, scheme)
+
+    def _host_environment(self, tokenizer: Any) -> EpisodeHost:
+        setup = self._setup
+
+        @functools.cache
+        def chat() -> ChatFormat:
+            return build_chat_format(
+                tokenizer, setup.model.renderer, setup.model.renderer_options, setup.data.chat_template_kwargs
+            )
+
+        return EpisodeHost(
+            build_environment(setup.environment, setup.rollout),
+            setup.environment,
+            chat=chat,
+            max_prompt_tokens=setup.data.max_prompt_tokens,
+            endpoint=build_endpoint(setup.rollout.endpoint),
+        )
 
     def data_notes(self) -> tuple[str, ...]:
         """Return sentences for the user about the prompt sources that `build` opened, such as which split was chosen

@@ -10,12 +10,18 @@ from pydantic import field_validator
 from ...dataplane.section import Count, Section
 
 
+def is_generated(source: str) -> bool:
+    """Return whether a source of prompts is no file or data set, but makes its prompts itself."""
+    return source == "environment" or source.startswith(("task:", "reasoning-gym:"))
+
+
 class DataConfig(Section):
     """Source of the prompts and answers of training and validation."""
 
     train: str = "task:reverse"
-    """Source of training prompts. `task:reverse` and `task:arithmetic` generate prompts; other sources are a .jsonl
-    file, the folder of a Hugging Face dataset, or the id of a dataset on the hub."""
+    """Source of training prompts. `task:reverse` and `task:arithmetic` generate prompts, and so does
+    `reasoning-gym:NAME` for each data set of reasoning-gym. `environment` numbers the tasks that the environment itself
+    has. Other sources are a .jsonl file, the folder of a Hugging Face dataset, or the id of a dataset on the hub."""
     validation: str | None = None
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
     task, or the same dataset as `data.train` if `data.validation_split` is set."""
@@ -50,7 +56,7 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message that is put in front of chat messages that do not begin with one."""
     options: dict[str, Any] = {}
-    """Options of a generated task, such as `min_digits` and `max_digits`."""
+    """Options of a generated task, such as `min_digits` and `max_digits`, or of the data set of reasoning-gym."""
     max_prompt_tokens: Count = 512
     """Largest number of tokens of a prompt, including those that the chat template adds."""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -75,4 +81,5 @@ class DataConfig(Section):
 
     @property
     def generated(self) -> bool:
-        return self.train.startswith("task:")
+        """True if the training prompts are generated, so that there are others to validate with."""
+        return is_generated(self.train)

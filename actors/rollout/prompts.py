@@ -15,7 +15,8 @@ from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .config import DataConfig
 from .prompt_files import PromptRows, load_rows, validation_note
-from .tasks import TaskSource
+from .reasoning_gym_tasks import PREFIX, ReasoningGymTasks
+from .tasks import ENVIRONMENT, EnvironmentTasks, TaskSource
 
 _SHOWN_CHARS = 80
 _CHECK_CHUNK = 1000
@@ -33,9 +34,14 @@ def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, val
     Raises ValueError with a one-sentence message when a check fails.
     """
     source = config.source(validation=validation)
+    if source == ENVIRONMENT:
+        return EnvironmentTasks(held_out=validation)
     if source.startswith("task:"):
         task = source.removeprefix("task:")
         return TaskSource(task, held_out=validation, seed=seed, options=config.options)
+    if source.startswith(PREFIX):
+        name = source.removeprefix(PREFIX)
+        return ReasoningGymTasks(name, held_out=validation, seed=seed, options=config.options)
     return TableSource(config, load_rows(config, validation=validation), tokenizer)
 
 
@@ -67,7 +73,8 @@ class TableSource:
         prompt = self._column(row, config.prompt_field, "data.prompt_field", index)
         answer = self._column(row, config.answer_field, "data.answer_field", index) if config.answer_field else ""
         others = {name: value for name, value in row.items() if name not in (config.prompt_field, config.answer_field)}
-        return PromptRow(self._text(row, prompt, index), self._answer(answer, index), others)
+        text, messages = self._text(row, prompt, index)
+        return PromptRow(text, self._answer(answer, index), others, messages)
 
     def _column(self, row: Mapping[str, Any], name: str, key: str, index: int) -> Any:
         if name not in row:
@@ -78,12 +85,13 @@ class TableSource:
             )
         return row[name]
 
-    def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> str:
-        """Return the text that the model gets for a prompt. Chat messages are rendered by the chat template and then
-        put into `data.template`. A text prompt is put into `data.template` and then, with `data.chat_template=all`,
-        becomes a user message."""
+    def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+        """Return the text that the model gets for a prompt, and the chat messages that it was rendered from, if any.
+        Chat messages are rendered by the chat template and then put into `data.template`. A text prompt is put into
+        `data.template` and then, with `data.chat_template=all`, becomes a user message."""
         if isinstance(prompt, list):
-            return self._formatted(row, self._chat(prompt, index), index)
+            messages = self._with_system(prompt)
+            return self._formatted(row, self._chat(messages, index), index), messages
         if not isinstance(prompt, str) or not prompt:
             raise ValueError(
                 f"{self.name!r} row {index}: the prompt is {prompt!r}, expected text or a list of chat messages"
@@ -91,14 +99,15 @@ class TableSource:
         text = self._formatted(row, prompt, index)
         config = self._config
         if config.chat_template == "all":
-            return self._chat([{"role": "user", "content": text}], index)
+            messages = self._with_system([{"role": "user", "content": text}])
+            return self._chat(messages, index), messages
         for key in ("system_prompt", "chat_template_kwargs"):
             if getattr(config, key):
                 raise ValueError(
                     f"data.{key}: got {getattr(config, key)!r}, but the prompt of row {index} of {self.name!r} is "
                     "text, expected chat messages or data.chat_template=all"
                 )
-        return text
+        return text, ()
 
     def _formatted(self, row: Mapping[str, Any], prompt: str, index: int) -> str:
         try:
@@ -109,16 +118,20 @@ class TableSource:
                 f"with columns {', '.join(row)}: {type(error).__name__}: {error}"
             ) from None
 
-    def _chat(self, messages: list[Any], index: int) -> str:
+    def _with_system(self, messages: list[Any]) -> tuple[Any, ...]:
+        """Put the message of `data.system_prompt` in front of messages that do not begin with one."""
+        system = self._config.system_prompt
+        if system and not (isinstance(messages[0], Mapping) and messages[0].get("role") == "system"):
+            return {"role": "system", "content": system}, *messages
+        return tuple(messages)
+
+    def _chat(self, messages: tuple[Any, ...], index: int) -> str:
         if self._tokenizer is None or not self._tokenizer.chat_template:
             what = "data.chat_template is all" if self._config.chat_template == "all" else "the prompt is chat messages"
             raise ValueError(f"{self.name!r} row {index}: {what}, but the model's tokenizer has no chat template")
-        system = self._config.system_prompt
-        if system and not (isinstance(messages[0], Mapping) and messages[0].get("role") == "system"):
-            messages = [{"role": "system", "content": system}, *messages]
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._config.chat_template_kwargs
+                list(messages), tokenize=False, add_generation_prompt=True, **self._config.chat_template_kwargs
             )
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ValueError(
@@ -186,7 +199,7 @@ class PromptStream:
             if self._shuffle:
                 index = int(self._order(epoch)[index])
         row = self._source.row(index)
-        return Prompt(self._uid_prefix + base36(position), row.text, row.answer, row.fields)
+        return Prompt(self._uid_prefix + base36(position), row.text, row.answer, row.fields, row.messages)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         assert self._source.size is not None

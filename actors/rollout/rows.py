@@ -11,12 +11,16 @@ import torch
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...codecs.jagged import concat, slice_rows
 from ...codecs.routes import ROUTES, RouteSpec
-from ..protocols import Sample, Score, row_schema, written_fields
+from ..protocols import RowTokens, Sample, Score, row_schema, written_fields
 from ..rewards.rubric import reward_tag
+from .prompts import row_key
 
 TRAINED_TOKENS = "trained_tokens"
 """Name of the tag with the number of tokens of a row that are trained on. Rows have it only if truncated rows are
 masked; otherwise all response tokens of valid rows are trained on."""
+EPISODE = "episode"
+"""Name of the tag with the index of a row's episode in its group. Rows have it only if episodes may have several rows;
+otherwise each row is an episode."""
 
 KV_STALENESS = "kv_staleness"
 """Name of the tag with a row's staleness of keys and values (see `kv_staleness`). Rows have it only if engines keep
@@ -69,9 +73,14 @@ def rollout_rows(
     keeps_old_kv: bool = False,
     routes: Sequence[np.ndarray] = (),
     spec: RouteSpec | None = None,
+    max_rows: int = 1,
 ) -> tuple[Batch, dict[str, np.ndarray]]:
-    """Convert N samples and their scores to rows with the fields of `written_fields`, and to tags, the metadata of the
+    """Convert samples and their scores to N rows with the fields of `written_fields`, and to tags, the metadata of the
     rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is trained on.
+
+    max_rows: number of rows of each sample, so that N is `max_rows` times the number of samples. A sample that has
+    fewer gets masked rows of one token each, whose tag `valid` is 0. Above 1, the tag EPISODE has the sample's index in
+    its group, which all rows of the sample share; they also share its reward.
 
     tagged: names of the rewards whose unweighted values also become tags, named by `reward_tag`, with 0 for failed
     rows. mask_truncated: whether to mask the rows of samples that were cut off (finish reason `length`), too. They
@@ -80,40 +89,64 @@ def rollout_rows(
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
     of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay.
     """
-    valid = np.array([score.valid for score in scores], dtype=bool)
-    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+    rows = [row for sample in samples for row in _rows_of(sample, max_rows)]
+    filled = np.concatenate([np.arange(max_rows) < len(sample.rows) for sample in samples])
+    valid = np.repeat([score.valid for score in scores], max_rows) & filled
+    lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     used = valid
     if mask_truncated:
-        used = valid & np.array([sample.finish_reason != "length" for sample in samples], dtype=bool)
+        used = valid & np.repeat([sample.finish_reason != "length" for sample in samples], max_rows)
     trained = np.repeat(used, lengths)
     columns = {
-        "input_ids": np.concatenate([sample.input_ids for sample in samples]),
-        "response_mask": np.concatenate([sample.response_mask for sample in samples]) * trained,
-        "rollout_logprobs": np.concatenate([sample.logprobs for sample in samples]) * trained,
+        "input_ids": np.concatenate([row.input_ids for row in rows]),
+        "response_mask": np.concatenate([row.response_mask for row in rows]) * trained,
+        "rollout_logprobs": np.concatenate([row.logprobs for row in rows]) * trained,
         **({} if spec is None else {ROUTES: np.concatenate(routes)}),
     }
-    versions = np.concatenate([sample.versions for sample in samples])
+    versions = np.concatenate([row.versions for row in rows])
     batch = Batch(
         row_schema(spec).subset(written_fields(spec)),
-        len(samples),
+        len(rows),
         {
             **{name: Jagged(torch.from_numpy(column), lengths) for name, column in columns.items()},
             "version_spans": version_spans(versions, lengths),
         },
     )
+    rewards = np.repeat([score.reward if score.valid else 0.0 for score in scores], max_rows)
     tags = {
-        "reward": np.array([score.reward if score.valid else 0.0 for score in scores], dtype=np.float32),
+        "reward": rewards.astype(np.float32),
         "valid": valid.astype(np.float32),
-        "response_length": np.array([np.count_nonzero(s.response_mask) for s in samples], dtype=np.float32),
+        "response_length": np.array([np.count_nonzero(row.response_mask) for row in rows], dtype=np.float32),
     }
+    if max_rows > 1:
+        tags[EPISODE] = np.repeat(np.array([sample.index for sample in samples], dtype=np.float32), max_rows)
     if mask_truncated:
         tags[TRAINED_TOKENS] = tags["response_length"] * used
     if keeps_old_kv:
         tags[KV_STALENESS] = kv_staleness(versions, lengths).astype(np.float32)
     for name in tagged:
         values = [score.components[name] if score.valid else 0.0 for score in scores]
-        tags[reward_tag(name)] = np.array(values, dtype=np.float32)
+        tags[reward_tag(name)] = np.repeat(np.array(values, dtype=np.float32), max_rows)
     return batch, tags
+
+
+def sample_keys(sample: Sample, max_rows: int) -> list[str]:
+    """Return the keys of the rows of a sample: `{prompt_uid}.{sample}` of the first, and `{prompt_uid}.{sample}+{row}`
+    of the others. What stands before the dot names the group in the data plane."""
+    key = row_key(sample.prompt.uid, sample.index)
+    return [key, *(f"{key}+{number}" for number in range(1, max_rows))]
+
+
+def _rows_of(sample: Sample, max_rows: int) -> list[RowTokens]:
+    """Return the sample's rows, and rows of one masked token for those that are missing to `max_rows`."""
+    rows = list(sample.rows)
+    assert len(rows) <= max_rows, (len(rows), max_rows)
+    first = rows[0]
+    empty = RowTokens(
+        first.input_ids[:1], np.zeros_like(first.response_mask[:1]), np.zeros_like(first.logprobs[:1]),
+        np.full_like(first.versions[:1], -1),
+    )  # fmt: skip
+    return rows + [empty] * (max_rows - len(rows))
 
 
 def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:

@@ -43,6 +43,34 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % _HELD_OUT_BUCKETS == 0
 
 
+ENVIRONMENT = "environment"
+"""Source of prompts that stand for tasks of the environment's own, by their numbers."""
+
+
+class EnvironmentTasks:
+    """PromptSource of an environment that has tasks of its own: prompt i is the number of a task.
+
+    Every tenth task is held out for validation. The number is the prompt's field `task`, and its text.
+    """
+
+    size = None
+    name = ENVIRONMENT
+
+    def __init__(self, *, held_out: bool) -> None:
+        self._held_out = held_out
+
+    def row(self, index: int) -> PromptRow:
+        """Return the prompt at `index` of the training or held-out part, whichever this source reads."""
+        ninths, rest = divmod(index, _HELD_OUT_BUCKETS - 1)
+        last = _HELD_OUT_BUCKETS - 1
+        number = _HELD_OUT_BUCKETS * index + last if self._held_out else _HELD_OUT_BUCKETS * ninths + rest
+        return PromptRow(str(number), "", {"task": number})
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the texts of the prompts `start` to `stop - 1`."""
+        return [self.row(index).text for index in range(start, stop)]
+
+
 class TaskSource:
     """PromptSource that generates the prompts of a built-in task, without end."""
 

@@ -25,7 +25,7 @@ from ...dataplane.meta import POSITION
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
-from ..protocols import EPISODE_ERRORS, Environment, Prompt, Sample, Score, Span
+from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
 from ..samples import TRAINING, SampleFile, episode_line
 from ..user_threads import UserThreads
@@ -35,7 +35,7 @@ from .journal_records import JournaledGroup
 from .prompts import PromptStream, row_key
 from .report import EvaluationReport, RolloutReport, RolloutTally, group_figures
 from .routes import RouteCounts, RouteRules, checked_routes
-from .rows import RolloutRows, join, rollout_rows
+from .rows import RolloutRows, join, rollout_rows, sample_keys
 
 _log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16
@@ -63,7 +63,7 @@ class RolloutWorker:
         self,
         *,
         engine: Generator,
-        environment: Environment,
+        environment: GroupPlayer,
         tokenizer: Any,
         rubric: Rubric,
         prompts: PromptStream,
@@ -75,11 +75,13 @@ class RolloutWorker:
         keeps_old_kv: bool = False,
         routes: RouteRules | None = None,
         samples: SampleFile | None = None,
+        max_rows: int = 1,
     ) -> None:
         """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
         prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one row.
-        mask_truncated, keeps_old_kv: see `rollout_rows`. routes: the routes that the engine records and rows carry;
-        None without router replay. samples: file of episodes for people to read; None writes none."""
+        mask_truncated, keeps_old_kv, max_rows: see `rollout_rows`. routes: the routes that the engine records and rows
+        carry, where an episode is one row; None without router replay. samples: file of episodes for people to read;
+        None writes none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -100,6 +102,7 @@ class RolloutWorker:
         self._keeps_old_kv = keeps_old_kv
         self._routes = routes
         self._samples = samples
+        self._max_rows = max_rows
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -219,10 +222,17 @@ class RolloutWorker:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
     async def close(self) -> None:
-        """Close the journal and the data-plane client; the engine is closed by whoever created it. Idempotent."""
-        if self._journal is not None:
-            self._journal.close()
-        await self._client.close()
+        """Close the environment, the journal and the data-plane client; the engine is closed by whoever created it.
+        Idempotent."""
+        try:
+            await self._environment.close()
+            for rubric in (self._rubric, *(one.rubric for one in self._held_out.values())):
+                if rubric.apart is not None:
+                    await rubric.apart.close()
+        finally:  # whatever a user's environment makes of it
+            if self._journal is not None:
+                self._journal.close()
+            await self._client.close()
 
     # ------------------------------------------------------------ inside
 
@@ -258,9 +268,11 @@ class RolloutWorker:
             keeps_old_kv=self._keeps_old_kv,
             routes=columns,
             spec=None if self._routes is None else self._routes.spec,
+            max_rows=self._max_rows,
         )
-        tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [len(group) for group in groups.values()])
-        keys = [row_key(sample.prompt.uid, sample.index) for sample in samples]
+        sizes = [self._max_rows * len(group) for group in groups.values()]
+        tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), sizes)
+        keys = [key for sample in samples for key in sample_keys(sample, self._max_rows)]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
         await self._keep(rows, scores, groups, tally, counts)
         await self._put(rows, partition, tally)
@@ -282,7 +294,7 @@ class RolloutWorker:
         they are generated again, so that a reward function that has since been fixed can score them.
         """
         kept, left, counts = [], list(scores), list(routes)
-        parts = rows.split([len(samples) for samples in groups.values()])
+        parts = rows.split([self._max_rows * len(samples) for samples in groups.values()])
         for (position, samples), part in zip(groups.items(), parts, strict=True):
             figures = group_figures(samples, left[: len(samples)], counts[: len(samples)])
             del left[: len(samples)], counts[: len(samples)]
@@ -320,17 +332,20 @@ class RolloutWorker:
             _log.warning("%d samples are not written: %s: %s", len(chosen), type(error).__name__, error)
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Return the policy version of each row's oldest token, int64 `[N]`. A row without tokens from the policy gets
-        the version that the engine serves."""
-        versions = np.array([sample.version for sample in samples], dtype=np.int64)
+        """Return the policy version of the oldest token of each row's sample, int64 `[N]`. A sample without tokens from
+        the policy gets the version that the engine serves."""
+        versions = np.repeat(np.array([sample.version for sample in samples], dtype=np.int64), self._max_rows)
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample], rubric: Rubric, timeout_s: float) -> list[Score]:
-        """Score samples one after another. If the rewards of a sample take longer than `timeout_s` seconds, the sample
-        counts as failed, and another thread continues with the next sample."""
+        """Score samples one after another, after the rewards that are computed apart. If the rewards of a sample take
+        longer than `timeout_s` seconds, the sample counts as failed, and another thread continues with the next
+        sample."""
+        apart = rubric.apart
+        known = [{}] * len(samples) if apart is None else await apart.values(samples)
         scores: list[Score] = []
         while len(scores) < len(samples):
-            work = _Scoring(rubric, samples[len(scores) :], self._step)
+            work = _Scoring(rubric, samples[len(scores) :], known[len(scores) :], self._step)
             try:
                 await self._scoring.call(work.name, work.run, timeout_s, lambda work=work: work.since)
             except TimeoutError:
@@ -364,10 +379,18 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
 class _Scoring:
     """Scores samples one after another in a thread. The event loop can read how far the thread has come."""
 
-    def __init__(self, rubric: Rubric, samples: Sequence[Sample], scored: Callable[[], None]) -> None:
-        """scored: callback that the thread calls after each sample."""
+    def __init__(
+        self,
+        rubric: Rubric,
+        samples: Sequence[Sample],
+        known: Sequence[Mapping[str, float | str]],
+        scored: Callable[[], None],
+    ) -> None:
+        """known: values of the rewards of each sample that were computed apart. scored: callback that the thread calls
+        after each sample."""
         self._rubric = rubric
         self._samples = samples
+        self._known = known
         self._scored = scored
         self._reward = ""
         self.scores: list[Score] = []
@@ -380,9 +403,9 @@ class _Scoring:
         return f"the rewards of prompt {self._samples[0].prompt.uid!r}"
 
     def run(self) -> None:
-        for sample in self._samples:
+        for sample, known in zip(self._samples, self._known, strict=True):
             self.since = time.monotonic()
-            self.scores.append(_score_one(self._rubric, sample, self._begin))
+            self.scores.append(_score_one(self._rubric, sample, known, self._begin))
             self._scored()
 
     def _begin(self, reward: str) -> None:
@@ -419,7 +442,7 @@ def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> l
     ]
 
 
-def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> Score:
+def _score_one(rubric: Rubric, sample: Sample, known: Mapping[str, float | str], begin: Callable[[str], None]) -> Score:
     if sample.error:
         error = f"prompt {sample.prompt.uid!r}: the episode failed: {' '.join(sample.error.split())}"
         return Score(reward=0.0, components={}, valid=False, error=error)
@@ -427,7 +450,7 @@ def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> 
         # We cut the response off, so its reward would say nothing about the policy.
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
-    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, begin)
+    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin, known)
 
 
 class _EvaluationTally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -63,6 +63,22 @@ class TrainShard:
     """True if reports of the step carry spans, the timed pieces of work in the trace."""
     columns: tuple[str, ...] = ()
     """Columns that earlier shards of the step have written to these rows, and that training needs."""
+    samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Positions in `meta` of the rows that are written to samples.jsonl, int64 `[K]`, the same on all ranks of a
+    replica."""
+    sample_passes: int = 0
+    """Number of microbatches, of one row each, of the pass over these rows: the same on every rank, the largest K; 0 if
+    no row of the step is written."""
+
+    def of_samples(self, meta: KVBatchMeta | None) -> TrainShard:
+        """Return the shard of the rows whose samples are written, one to a microbatch; a rank with fewer rows than
+        others has empty ones. meta: receipt of this shard, None on a rank without one."""
+        return replace(
+            self,
+            meta=None if meta is None else meta.select(self.samples).to_bytes(),
+            sizes=(np.arange(self.sample_passes) < len(self.samples)).astype(np.int64),
+            digest=self.digest[::-1],  # another plan, known to all ranks
+        )
 
     def ranges(self) -> list[np.ndarray]:
         """Return, for each microbatch, the positions of its rows in `meta`."""

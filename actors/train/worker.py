@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from ...codecs.batch import Jagged
@@ -94,7 +93,7 @@ class WorkerSetup:
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
     samples: SampleFile | None = None
-    """File of episodes for people to read, to which `write_samples` appends; None when none is written."""
+    """File of episodes for people to read, which gets a line for each picked row; None when none is written."""
     one_host: bool = True
     """True if all processes of the run are on one host; the rank then listens on loopback only."""
     routes: RouteSpec | None = None
@@ -128,6 +127,8 @@ class _Work:
     the shard has been accumulated; otherwise None."""
     written: list[str] = field(default_factory=list)
     """Columns that the writer rank of each replica has added to the rows."""
+    sampled: bool = False
+    """Whether the lines of the rows that are picked for people to read have been written."""
 
 
 class TrainWorker:
@@ -207,6 +208,7 @@ class TrainWorker:
         """
         self._require_onloaded(f"{self._name}: write_logprobs")
         work = self._begun()
+        self._write_samples(work)
         fields = ("input_ids", "response_mask", *(self._replayed if field == PREV else ()))
         with self._span(f"logprobs {field}"), closing(self._reader.stream(fields)) as micros:
             columns = self._backend.logprobs(
@@ -215,34 +217,6 @@ class TrainWorker:
         if self._writes:
             self._put(work, field, columns)
         work.written.append(field)
-        return self._report({})
-
-    def write_samples(self) -> WorkerReport:
-        """Compute log-probs of the shard's rows under the current policy, and append a line for each to samples.jsonl.
-        In each replica, the writer rank does so. The store gets no column, so training is the same as without.
-
-        The call is collective. Raises RuntimeError between `offload` and `onload`.
-        """
-        self._require_onloaded(f"{self._name}: write_samples")
-        work = self._begun()
-        fields = ("input_ids", "response_mask", *self._replayed)
-        with self._span("logprobs of samples"), closing(self._reader.stream(fields)) as micros:
-            columns = self._backend.logprobs(micros, len(work.shard.sizes), temperature=self._setup.temperature)
-        meta, file = work.meta, self._setup.samples
-        if self._writes and meta is not None and file is not None and len(meta):
-            rows = np.concatenate(work.shard.ranges())
-            masks = unpack(self._client.get(meta, ["response_mask"]))["response_mask"]
-            values = np.split(torch.cat(list(columns)).numpy(), np.cumsum(meta.lengths[rows])[:-1])
-            advantages, most = meta.tags["advantage"], file.config.max_tokens
-            file.append(
-                [
-                    trained_line(
-                        meta.keys[row], work.shard.step, float(advantages[row]), masks[row].numpy(), logprobs, most
-                    )
-                    for row, logprobs in zip(rows, values, strict=True)
-                ]
-            )
-        self._reader.end()
         return self._report({})
 
     def accumulate(self) -> WorkerReport:
@@ -256,6 +230,7 @@ class TrainWorker:
         self._require_onloaded(f"{self._name}: accumulate")
         work = self._begun()
         try:
+            self._write_samples(work)
             if not self._open:
                 self._backend.begin_step(self._setup.temperature)
                 self._open = True
@@ -437,6 +412,25 @@ class TrainWorker:
     def _writes(self) -> bool:
         topology, rank = self._setup.topology, self._setup.rank
         return rank == topology.writer(topology.place(rank).dp)
+
+    def _write_samples(self, work: _Work) -> None:
+        """Before the first pass over a shard, compute log-probs of its rows that are picked for people to read, and
+        append a line for each to samples.jsonl. In each replica, the writer rank does so. Collective. The store gets no
+        column, so training is the same as without."""
+        if work.sampled or not work.shard.sample_passes:
+            return
+        work.sampled = True
+        meta = self._reader.begin(work.shard.of_samples(work.meta))
+        fields = ("input_ids", "response_mask", *self._replayed)
+        with self._span("logprobs of samples"), closing(self._reader.stream(fields)) as micros:
+            columns = self._backend.logprobs(micros, work.shard.sample_passes, temperature=self._setup.temperature)
+        file, step = self._setup.samples, work.shard.step
+        if self._writes and meta is not None and file is not None and len(meta):
+            masks = [mask.numpy() for mask in unpack(self._client.get(meta, ["response_mask"]))["response_mask"]]
+            rows = zip(meta.keys, meta.tags["advantage"].tolist(), masks, columns, strict=False)  # some are empty
+            most = file.config.max_tokens
+            file.append([trained_line(key, step, gain, mask, own.numpy(), most) for key, gain, mask, own in rows])
+        self._reader.begin(work.shard)
 
     def _put(self, work: _Work, field: str, columns: Sequence[torch.Tensor]) -> None:
         """Write a column of the shard's rows into the store, one microbatch at a time, and cache it in the reader."""

@@ -27,7 +27,7 @@ from ...actors.engines.protocol import SamplingParams
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
 from ..conditions import conditions
-from ..transfer.results import write_records, write_summary
+from ..transfer.results import note, write_records, write_summary
 from .model_folder import make_folder
 from .works import ENGINE_WORKS, EXAMPLES, GRPO_WORKS
 
@@ -107,7 +107,9 @@ def run_engine_logprobs(options: EngineOptions, tell: Callable[[str], None]) -> 
         longest = min(LONGEST, work.max_new_tokens)
         load = made_up_load(work.prompts, work.group_size, work.prompt_tokens, shape.tokens, longest)
         tell("starting the engine")
-        seconds, differing, way = asyncio.run(_measure(engine_config, load, options.pairs, tell))
+        seconds, differing, way = asyncio.run(
+            _measure(engine_config, load, options.pairs, options.out / "notes.jsonl", tell)
+        )
     facts = conditions(
         gpus=[torch.cuda.get_device_name(0)] if gpu else [], work=options.work, pairs=options.pairs,
         samples=len(load.prompts) * load.params.n, tokens=load.tokens, overrides=list(options.overrides), way=way,
@@ -134,21 +136,24 @@ def made_up_load(
 
 
 async def _measure(
-    config: EngineConfig, load: Load, pairs: int, tell: Callable[[str], None]
+    config: EngineConfig, load: Load, pairs: int, notes: Path, tell: Callable[[str], None]
 ) -> tuple[dict[Way, list[float]], int, str]:
     """Return the tokens per second of each way and round, the number of log-probs that differ, and the way in which the
-    engine brings log-probs when nothing else is asked for."""
+    engine brings log-probs when nothing else is asked for. notes: file to which each of these is appended as it is
+    known."""
     engine: Any = build_engine(config)  # a VllmEngine
     try:
         tell("comparing log-probs bit by bit")
         differing = await differing_logprobs(engine, load)
         way = engine.logprob_way
+        note(notes, differing=differing, way=way)
         rates: dict[Way, list[float]] = {name: [] for name in WAYS}
         rng = random.Random(0)
         for number in range(-1, pairs):  # the first round is not counted
             tell(f"round {number + 1} of {pairs}" if number >= 0 else "warming up")
             for name in rng.sample(WAYS, len(WAYS)):
                 rate = await _timed(engine, load, name, number)
+                note(notes, round=number, way=name, tokens_per_s=rate)
                 if number >= 0:
                     rates[name].append(rate)
         return rates, differing, way

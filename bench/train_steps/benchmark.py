@@ -93,6 +93,7 @@ def run_train_steps(options: TrainOptions, tell: Callable[[str], None]) -> Train
             str(model), str(Path(folder, "small")), trainer.model_dump(), tokens=tokens,
             row_tokens=options.row_tokens, micros=options.micros or work.micros, steps=options.steps or work.steps,
             prompt_share=options.prompt_share, plain=options.plain and world == 1, folder=folder,
+            notes=str(options.out / "notes.jsonl"),
         )  # fmt: skip
         tell("checking a step, then timing steps")
         spawn(run_rank, args=(task,), nprocs=world)

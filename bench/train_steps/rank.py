@@ -28,6 +28,7 @@ from ...trainers.backends.config import BackendConfig, TrainerConfig
 from ...trainers.backends.factory import build_backend
 from ...trainers.backends.flops import BACKWARD, BF16_PEAKS, flop_model
 from ..gpu_train import LOSS, Rows, by_hand, micro_batch, random_rows
+from ..transfer.results import note
 from .families import profiled
 from .plain import PlainStep
 
@@ -60,6 +61,13 @@ class TrainTask:
     """True if the same step is also made in plain torch, which takes one rank."""
     folder: str
     """Folder for the rendezvous, checkpoints and the figures of each rank."""
+    notes: str
+    """File to which rank 0 appends each step's figures as it ends."""
+
+    def note(self, rank: int, **figures: Any) -> None:
+        """Append figures to the file of notes, in rank 0 only."""
+        if rank == 0:
+            note(Path(self.notes), **figures)
 
     @property
     def config(self) -> TrainerConfig:
@@ -131,6 +139,7 @@ def _device(rank: int) -> torch.device:
 
 def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> TrainFigures:
     checked = _check(rank, world, task)
+    task.note(rank, check=checked)
     topology = task.config.topology
     place = topology.place(rank)
     drawn = [_rows(task, place.dp * task.micros + number) for number in range(task.micros)]
@@ -187,6 +196,7 @@ def _ours(rank: int, world: int, device: torch.device, task: TrainTask, micros: 
         metrics.append(step())
         _wait(device)
         seconds.append(time.perf_counter() - started)
+        task.note(rank, step_s=seconds[-1], metrics=metrics[-1])
     peak = _peak_gib(device)
     families, longest = profiled(step, device)
     backend.close()

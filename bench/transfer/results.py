@@ -228,6 +228,17 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]], conditions: 
     path.write_text("".join(line + "\n" for line in lines))
 
 
+def note(path: Path, **figures: Any) -> None:
+    """Append one JSON line to a file at once, so that a measurement that is ended early leaves what it has found.
+    Figures that are not finite become null."""
+    clean = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(clean) + "\n")
+
+
 def write_summary(path: Path, summary: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
     """Write the summary as one flat JSON object with the additional key `conditions`."""
     path.write_text(json.dumps({**summary, "conditions": dict(conditions)}, indent=1, allow_nan=False) + "\n")

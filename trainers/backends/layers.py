@@ -8,8 +8,8 @@ hooks, so that a layer's parameters are gathered once for its second forward pas
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,14 @@ _KEPT = (
 )  # fmt: skip
 """Operators whose results `selective` keeps: matrix products and attention, which take most of the time. Norms, rotary
 embeddings, activations and sums are computed again."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Return `function` as one that `torch.compile` leaves as it is. torch declares a type for its own decorator under
+    which methods cannot be called."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 def recompute_layers(layers: Sequence[nn.Module], mode: Recompute) -> None:

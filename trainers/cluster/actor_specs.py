@@ -11,9 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
+from ...actors.engines.config import ModelConfig
 from ...actors.engines.factory import MODULES as ENGINE_MODULES
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
+from ...actors.environments.config import EnvironmentConfig
+from ...actors.rewards.config import RewardFunctionConfig
 from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
@@ -212,6 +215,8 @@ def rollout_setup(
         seed=config.run.seed,
         engine=None if device is None else engine_config(config, name, model, handle, device, shared_gpu=shared_gpu),
         rollout=config.rollout,
+        environment=config.environment,
+        model=config.model,
         tokenizer=model,
         reward=config.reward,
         tagged_rewards=tagged_rewards(config),
@@ -268,6 +273,9 @@ def _fingerprint(config: Config) -> str:
         model["dtype"] = "float32"  # the default when the first journals were written
     sampled = asdict(sampling(config))
     del sampled["routes_from"]  # came later; it decides nothing
+    for name in ("renderer", "renderer_options"):
+        if model[name] == getattr(ModelConfig(), name):
+            del model[name]  # these came later
     decisive = {
         "seed": seed,
         "model": model,
@@ -276,7 +284,7 @@ def _fingerprint(config: Config) -> str:
         "sampling": sampled,
         "environment": [rollout.environment, rollout.tools, rollout.max_turns],
         "rewards": [
-            {**term.model_dump(), "name": term.label, "tagged": term.label in tagged}
+            {**_known_from_the_start(term), "name": term.label, "tagged": term.label in tagged}
             for term in config.reward.functions
         ],
     }
@@ -284,11 +292,22 @@ def _fingerprint(config: Config) -> str:
         decisive["reward"] = [config.reward.scale, config.reward.clip]
     if config.router_replay.enabled:
         decisive["routes"] = config.router_replay.model_dump(include={"missing", "max_missing_share"})
+    if config.environment != EnvironmentConfig():
+        decisive["own_environment"] = config.environment.model_dump()
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
     if config.sync.keeps_old_kv:
         decisive["keeps_old_kv"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
+
+
+def _known_from_the_start(term: RewardFunctionConfig) -> dict[str, Any]:
+    """Return the keys of a reward function, without those that came later if they have their defaults."""
+    keys = term.model_dump()
+    for name in ("per", "runs", "timeout_s", "retries"):
+        if keys[name] == RewardFunctionConfig.model_fields[name].default:
+            del keys[name]
+    return keys
 
 
 def reward_weights(config: Config) -> dict[str, float]:

@@ -57,9 +57,6 @@ class TrainHandle(ActorHandle):
     def write_logprobs(self, field: str) -> Call[WorkerReport]:
         return self._call(TrainWorker.write_logprobs, field)
 
-    def write_samples(self) -> Call[WorkerReport]:
-        return self._call(TrainWorker.write_samples)
-
     def accumulate(self) -> Call[WorkerReport]:
         return self._call(TrainWorker.accumulate)
 

@@ -60,7 +60,7 @@ def step_bytes(config: Config, route_bytes: int = 0) -> int:
     algorithm = config.algorithm
     columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
     row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
-    return config.rows_per_step * row
+    return config.rows_per_step * config.environment.max_rows * row
 
 
 def steps_in_store(config: Config) -> float:
@@ -90,7 +90,7 @@ def capacity_problems(config: Config, route_bytes: int = 0) -> list[str]:
         return []
     return [
         f"dataplane.store.capacity_mib: got {capacity}, expected at least {ceil_div(needed, 1 << 20)}, the size "
-        f"of {math.ceil(config.rows_per_step * steps_in_store(config))} rows of up to "
+        f"of {math.ceil(config.rows_per_step * config.environment.max_rows * steps_in_store(config))} rows of up to "
         f"{config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
     ]
 
@@ -377,11 +377,14 @@ NO_ROUTES_WITH = {
 
 
 def route_problems(config: Config) -> list[str]:
-    """Return one sentence for each argument in `rollout.vllm` with which vLLM cannot report the experts that it
-    chose."""
+    """Return one sentence for each setting with which rows cannot carry the experts that the engine chose."""
     if not config.router_replay.enabled:
         return []
-    return [
+    several = [
+        f"environment.max_rows: got {config.environment.max_rows} with router_replay.enabled=true, expected 1, because "
+        "routes are recorded for the first row of an episode only"
+    ]
+    return several[: config.environment.max_rows > 1] + [
         f"rollout.vllm.{name}: got {config.rollout.vllm[name]!r} with router_replay.enabled=true, expected it unset, "
         "because vLLM reports no experts with it"
         for name, fine in NO_ROUTES_WITH.items()

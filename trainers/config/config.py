@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from ...actors.engines.config import ModelConfig, RolloutConfig, RouterReplayConfig, ScriptedConfig
+from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.evaluation_figures import figure_names, find_figure
@@ -259,6 +260,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -288,7 +290,13 @@ class Config(Section):
         )
 
     @property
+    def rows_per_group(self) -> int:
+        """Number of rows of each group in the data plane, including those that an episode leaves unused."""
+        return self.algorithm.group_size * self.environment.max_rows
+
+    @property
     def rows_per_step(self) -> int:
+        """Number of samples of each step. Each is a row, if its episode has one."""
         return self.algorithm.prompts_per_step * self.algorithm.group_size
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...actors.rollout.config import is_generated
 from ...actors.rollout.prompt_files import JSONL_SUFFIXES
 from .config import Config
 from .overlap import Mode
@@ -93,18 +94,18 @@ VALIDATES = _above_zero("validation.every")
 WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
 TASK_PROMPTS = Need(
     "data.train",
-    "prompts of a generated task (task:NAME)",
-    lambda config: any(s.startswith("task:") for s in _sources(config)),
+    "prompts of a generated task (task:NAME or reasoning-gym:NAME)",
+    lambda config: any(s.startswith(("task:", "reasoning-gym:")) for s in _sources(config)),
 )
 TABLE_PROMPTS = Need(
     "data.train",
     "prompts from a file or dataset",
-    lambda config: not all(s.startswith("task:") for s in _sources(config)),
+    lambda config: not all(is_generated(s) for s in _sources(config)),
 )
 DATASET_PROMPTS = Need(
     "data.train",
     "prompts from a Hugging Face dataset",
-    lambda config: any(not s.startswith("task:") and not s.endswith(JSONL_SUFFIXES) for s in _sources(config)),
+    lambda config: any(not is_generated(s) and not s.endswith(JSONL_SUFFIXES) for s in _sources(config)),
 )
 OVERTAKING = Need(
     "algorithm.sampler", "a sampler that may change the order of groups, unlike auto and in_order", _overtakes
@@ -121,6 +122,13 @@ SAVES = Need(
     switch=True,
 )
 BUILTIN_MODEL = Need("model.path", "the built-in model", lambda config: config.model.builtin)
+
+OWN_ENVIRONMENT = _set("environment.kind")
+EPISODES = Need(
+    "environment.kind",
+    "an environment other than single_turn",
+    lambda config: (config.environment.kind or config.rollout.environment) != "single_turn",
+)
 
 EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "run.keep_checkpoints": (SAVES,),
@@ -146,6 +154,14 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         for name in ("tp", "max_model_len", "kv_cache", "gpu_memory_utilization", "logprobs", "vllm")
     },
     "rollout.stop": (MODEL_ENGINES,),
+    **{
+        f"rollout.endpoint.{name}": (_is("rollout.endpoint.enabled", True),)
+        for name in (
+            "host", "rows", "model", "max_body_mib", "max_calls", "max_episode_calls", "body_timeout_s",
+        )
+    },
+    "rollout.endpoint.enabled": (EPISODES,),
+    "rollout.environment": (_unset("environment.kind"),),
     "rollout.tools": (TOOL_USE,),
     "rollout.max_turns": (TOOL_USE,),
     **{
@@ -153,6 +169,13 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         for name in ("missing", "max_missing_share", "verify", "native_agreement_every")
     },
     "router_replay.verify_steps": (_is("router_replay.verify", "forward"),),
+    "environment.options": (OWN_ENVIRONMENT,),
+    "model.renderer": (EPISODES,),
+    "model.renderer_options": (EPISODES, _unlike("model.renderer", "template")),
+    **{
+        f"environment.{name}": (EPISODES,)
+        for name in ("max_rows", "turn_timeout_s", "episode_timeout_s", "on_timeout", "max_episodes")
+    },
     "algorithm.max_staleness": (AHEAD,),
     "algorithm.stale_groups": (AHEAD, OVERTAKING),
     "algorithm.sampler_options": (OWN_OPTIONS,),

@@ -69,7 +69,7 @@ def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> Non
             least = min(overlap.chunk, left)
             # Any number of groups would do, but how many are ready when is a matter of timing.
             rows = feed.claim(least if run.config.run.deterministic else left, least)
-            left -= len(rows) // run.config.algorithm.group_size
+            left -= len(rows) // run.config.rows_per_group
             tally.rows.append(rows)
             if not left and update == minibatches - 1:
                 _end_rollouts(run, feed)

@@ -42,6 +42,7 @@ from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
+from .episodes import episodes_of
 from .stages import Stages
 from .steps import State
 
@@ -53,15 +54,15 @@ ALIKE = 1e-6
 
 def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
     """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. Those are the
-    groups whose valid rows all have the same raw reward (the weighted sum of `components`) and the groups with fewer
-    than two valid rows. components: name and weight of each reward in the sum."""
-    raw = np.zeros(len(meta))
+    groups whose valid episodes all have the same raw reward (the weighted sum of `components`) and the groups with
+    fewer than two valid episodes. components: name and weight of each reward in the sum."""
+    episodes = episodes_of(meta)
+    raw, groups = np.zeros(len(episodes.first)), meta.groups[episodes.first]
     for name, weight in components:
-        raw += weight * meta.tags[reward_tag(name)]
-    valid = meta.tags["valid"] > 0
+        raw += weight * meta.tags[reward_tag(name)][episodes.first]
     flat = []
     for group in dict.fromkeys(meta.groups.tolist()):
-        rewards = raw[(meta.groups == group) & valid]
+        rewards = raw[(groups == group) & episodes.valid]
         if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
             flat.append(group)
     return flat
@@ -194,7 +195,6 @@ class Feed:
     ) -> None:
         """Register `partition`, which no other feed may have used, in the data plane. The prompts in
         `state.outstanding`, which were in flight at the checkpoint, are issued first."""
-        algorithm = config.algorithm
         self._config = config
         self._state = state
         self._client = client
@@ -204,7 +204,7 @@ class Feed:
         self._partition = partition
         task = actor_specs.task(config, state.position, state.outstanding)
         routes = route_spec(config)
-        client.register(partition, row_schema(routes), [task], group_size=algorithm.group_size)
+        client.register(partition, row_schema(routes), [task], group_size=config.rows_per_group)
         self._fields = TRAIN_FIELDS if routes is None else (*TRAIN_FIELDS, ROUTES)
         """Fields of the rows that are claimed."""
         self._next = state.position
@@ -344,7 +344,7 @@ class Feed:
 
     @property
     def _group_size(self) -> int:
-        return self._config.algorithm.group_size
+        return self._config.rows_per_group
 
     def _fill(self, groups: int) -> None:
         """Issue prompts until `groups` groups are either claimed by the current step, or in flight and still young

@@ -14,6 +14,7 @@ from ...actors.rollout.rows import KV_STALENESS
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..observe.data_plane_watch import covered_s, mean_covered_s
+from .episodes import episodes_of
 from .feed import FeedTally
 from .steps import Run, State
 from .weight_sync import SyncReport
@@ -43,7 +44,7 @@ def step_metrics(
     trained = update_metrics([report.metrics for report in passes if report.metrics])
     for report in (*rollouts, *passes):
         run.watch.add(report.traffic)
-    data_plane, client_bytes = run.watch.end_step(run.config.algorithm.group_size)
+    data_plane, client_bytes = run.watch.end_step(run.config.rows_per_group)
     world = len(run.workers)
     wait_s = max(sum(report.data_wait_s for report in passes[rank::world]) for rank in range(world))
     generating_s = mean_covered_s(fed.generated, len(run.actors.rollouts), end_s - step_s, end_s)
@@ -103,10 +104,11 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
-    """Return the metrics of rewards and lengths, computed from the tags (numbers for each row) in the receipt `meta`.
-    The mean reward is NaN if no row is valid."""
-    valid, lengths = meta.tags["valid"] > 0, meta.tags["response_length"]
-    rewards = meta.tags["reward"][valid]
+    """Return the metrics of rewards and lengths, computed from the tags (numbers for each row) in the receipt `meta`,
+    by episode. The mean reward is NaN if no row is valid."""
+    episodes = episodes_of(meta)
+    valid, lengths = episodes.valid, episodes.sums(meta.tags["response_length"])
+    rewards = meta.tags["reward"][episodes.first][valid]
     return {
         "reward/mean": float(np.mean(rewards, dtype=np.float64)) if len(rewards) else float("nan"),
         "rollout/response_length_mean": float(np.mean(lengths, dtype=np.float64)),

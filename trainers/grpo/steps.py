@@ -17,6 +17,7 @@ import numpy as np
 from ...actors.engines.protocol import SamplingParams
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.rows import TRAINED_TOKENS
+from ...actors.samples import SampleFile
 from ...actors.train.reader import holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import REF, WorkerReport
@@ -34,6 +35,7 @@ from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.reward_errors import RewardErrors
+from .episodes import episodes_of
 from .roles import Roles
 from .rollout_pool import RolloutPool
 from .stages import Stages
@@ -125,28 +127,44 @@ class State:
 
 def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:
     """Return the receipt `meta` with an added tag `advantage`; a tag is a number for each row. Advantages are estimated
-    from the tags `reward` and `valid`, and from the tags of single rewards if the estimator needs them."""
-    components = {name: meta.tags[reward_tag(name)] for name in estimate.components}
-    advantage = estimate(RewardRows(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups, components))
-    return meta.with_tags(advantage=advantage)
+    from the tags `reward` and `valid`, and from the tags of single rewards if the estimator needs them. An episode of
+    several rows counts once, and all its rows get its advantage."""
+    episodes = episodes_of(meta)
+    first = episodes.first
+    components = {name: meta.tags[reward_tag(name)][first] for name in estimate.components}
+    advantage = estimate(RewardRows(meta.tags["reward"][first], episodes.valid, meta.groups[first], components))
+    return meta.with_tags(advantage=advantage[episodes.of_row] * (meta.tags["valid"] > 0))
 
 
-def ship_plan(run: Run, meta: KVBatchMeta, step: int, columns: tuple[str, ...] = ()) -> None:
+def ship_plan(
+    run: Run, meta: KVBatchMeta, step: int, columns: tuple[str, ...] = (), *, write_samples: bool = False
+) -> None:
     """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard of the
-    plan. columns: log-prob columns that the workers have written to these rows before."""
+    plan. columns: log-prob columns that the workers have written to these rows before. write_samples: whether the
+    workers write what the step makes of the picked rows to samples.jsonl."""
+    picks = actor_specs.sample_file(run.config) if write_samples else None
+    traced = run.stages.tracer.recording
     with run.stages.timed("plan"):
-        shards = plan_step(run.config, run.budget, meta, step, traced=run.stages.tracer.recording, columns=columns)
+        shards = plan_step(run.config, run.budget, meta, step, traced=traced, columns=columns, picks=picks)
         run.gather([worker.begin(shard) for worker, shard in zip(run.workers, shards, strict=True)], "plan")
 
 
 def plan_step(
-    config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, traced: bool, columns: tuple[str, ...] = ()
+    config: Config,
+    budget: Budget,
+    meta: KVBatchMeta,
+    step: int,
+    *,
+    traced: bool,
+    columns: tuple[str, ...] = (),
+    picks: SampleFile | None = None,
 ) -> list[TrainShard]:
     """Assign rows to data-parallel replicas and microbatches; returns one shard for each rank.
 
     Only ranks that read or write rows get a receipt (the keys and locations of the rows) in their shard; the other
     ranks learn of their rows from the leader of their replica. traced: whether the workers record spans for the trace.
-    columns: log-prob columns that the workers have written to these rows before.
+    columns: log-prob columns that the workers have written to these rows before. picks: the file of samples, which
+    picks the rows that are written to it; None for no row.
     """
     trainer = config.trainer
     topology = trainer.topology
@@ -157,12 +175,21 @@ def plan_step(
     lean = replace(meta, tags=tags)
     parts = [plan.shard(dp) for dp in range(topology.dp)]
     receipts = [lean.select(rows).to_bytes() for rows, _ in parts]
+    picked = [_picked(meta, rows, picks) for rows, _ in parts]
+    passes = max(map(len, picked))
     shards = []
     for rank in range(topology.world):
         dp = topology.place(rank).dp
         receipt = receipts[dp] if holds_receipt(topology, trainer.fetch, rank) else None
-        shards.append(TrainShard(step, receipt, parts[dp][1], plan.digest, traced, columns))
+        shards.append(TrainShard(step, receipt, parts[dp][1], plan.digest, traced, columns, picked[dp], passes))
     return shards
+
+
+def _picked(meta: KVBatchMeta, rows: np.ndarray, picks: SampleFile | None) -> np.ndarray:
+    """Return which of `rows`, by their places there, are written to the file of samples `picks`, int64 `[K]`."""
+    if picks is None:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero([picks.picks(position) for position in meta.tags[POSITION][rows].tolist()])
 
 
 def group_tokens(meta: KVBatchMeta) -> np.ndarray:
@@ -191,20 +218,6 @@ def write_logprobs(run: Run, columns: Sequence[str]) -> list[WorkerReport]:
     return _traced(run, reports)
 
 
-def write_samples(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
-    """Have the train workers write what `step` makes of the picked rows among those of the receipt `meta` to
-    samples.jsonl: advantages, and log-probs under the policy before the step. Returns their reports, none if no row is
-    picked. meta: with the tag `advantage`."""
-    file = actor_specs.sample_file(run.config)
-    picked = [] if file is None else [row for row, at in enumerate(meta.tags[POSITION].tolist()) if file.picks(at)]
-    if not picked:
-        return []
-    ship_plan(run, meta.select(np.array(picked)), step)
-    with run.stages.timed("logprob"):
-        reports = run.gather([worker.write_samples() for worker in run.workers], "samples")
-    return _traced(run, reports)
-
-
 def accumulate(run: Run) -> list[WorkerReport]:
     """Have the train workers add the gradients of their shards to the current optimizer step, which the first such call
     opens. Returns their reports."""
@@ -224,10 +237,8 @@ def finish(run: Run) -> list[WorkerReport]:
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
     """Do the work of an optimizer update of `step`, up to the update itself, on some of its rows: compute advantages,
     plan, compute the reference's log-probs, accumulate gradients. Returns the train workers' reports."""
-    meta = with_advantages(run.estimate, meta)
-    samples = write_samples(run, meta, step)
-    ship_plan(run, meta, step)
-    return samples + write_logprobs(run, reference_columns(run.config)) + accumulate(run)
+    ship_plan(run, with_advantages(run.estimate, meta), step, write_samples=True)
+    return write_logprobs(run, reference_columns(run.config)) + accumulate(run)
 
 
 def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:

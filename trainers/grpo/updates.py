@@ -62,13 +62,14 @@ def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerRepor
     parts = deal(meta, minibatches=algorithm.minibatches, epochs=algorithm.epochs, seed=run.config.run.seed, step=step)
     first_written = algorithm.epochs > 1
     updates = [Update(part, first_written or number > 0) for number, part in enumerate(parts)]
-    columns, reports = written_columns(run.config), grpo.write_samples(run, meta, step)
+    columns, reports = written_columns(run.config), []
     if columns and len(updates) > 1:
         early = meta if first_written else parts[1].concat(*parts[2:])
         grpo.ship_plan(run, early, step)
         reports += grpo.write_logprobs(run, columns)
     for number, update in enumerate(updates, start=1):
-        grpo.ship_plan(run, update.rows, step, columns if update.written else ())
+        in_first_epoch = number <= algorithm.minibatches
+        grpo.ship_plan(run, update.rows, step, columns if update.written else (), write_samples=in_first_epoch)
         if not update.written:
             reports += grpo.write_logprobs(run, grpo.reference_columns(run.config))
         reports += grpo.accumulate(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 
+from ...actors.rollout.config import is_generated
 from ...codecs.imports import MissingExtra
 from ..config.config import Config
 from ..errors import ConfigError
@@ -40,6 +41,11 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
             yield "tensorboard", "logging.tensorboard=true", "report"
         else:
             yield tracker.kind, f"the tracker {tracker.kind}", "trackers"
+    if config.rollout.endpoint.enabled:
+        for package in ("starlette", "uvicorn", "openai"):
+            yield package, "rollout.endpoint.enabled=true", "endpoint"
+    if config.model.renderer != "template":
+        yield "renderers", f"model.renderer={config.model.renderer}", "endpoint"
     if config.dataplane.store.kind == "simple":
         yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"
 
@@ -47,7 +53,9 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
 def _evaluation_needs(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield each optional package that the prompts and rewards of the configuration use, as `_needs` does."""
     for key, source in config.sources:
-        if source and not source.startswith("task:") and not source.endswith(".jsonl"):
+        if source and source.startswith("reasoning-gym:"):
+            yield "reasoning_gym", f"{key}={source}", "reasoning-gym"
+        elif source and not is_generated(source) and not source.endswith(".jsonl"):
             yield "datasets", f"{key}={source}", "datasets"
     rewards = [config.reward, *(one.reward for one in config.evaluation.values() if one.reward)]
     if any(function.kind == "math_verify" for reward in rewards for function in reward.functions):

@@ -13,10 +13,11 @@ from typing import Any
 
 from ...actors.engines.key_value_memory import check_cache, token_bytes
 from ...actors.engines.vllm.options import problems_in_child
-from ...actors.environments.tools import build_tools
+from ...actors.environments.factory import check_environment
 from ...actors.memory import assumed_machine
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
+from ...actors.rollout.config import is_generated
 from ...codecs.host_memory import total_memory
 from ...codecs.owned_folder import try_lock
 from ...dataplane.directory.rank_samplers import RankShares
@@ -69,7 +70,7 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
 def check_evaluation(config: Config) -> None:
     """Check what the evaluation of a model without a training run needs: the model, the rewards, and the packages for
     these and for the prompts. Raises ConfigError with one sentence for each mistake."""
-    _check(config, [check_model, _check_rewards, _check_tools], extras=check_evaluation_extras)
+    _check(config, [check_model, _check_rewards, _check_environment], extras=check_evaluation_extras)
 
 
 def _quick_checks(resume: bool) -> list[Check]:
@@ -79,7 +80,7 @@ def _quick_checks(resume: bool) -> list[Check]:
         _check_kv_cache,
         _check_engine_arguments,
         _check_rewards,
-        _check_tools,
+        _check_environment,
         _check_sampler,
         _check_ray_address,
         _check_store,
@@ -172,9 +173,8 @@ def _check_engine_arguments(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def _check_tools(config: Config) -> None:
-    if config.rollout.environment == "tool_use":
-        build_tools(config.rollout.tools)
+def _check_environment(config: Config) -> None:
+    check_environment(config.environment, config.rollout)
 
 
 def _check_sampler(config: Config) -> None:
@@ -346,7 +346,12 @@ def _model_is_cached(repository: str) -> bool:
 def _source_is_here(source: str) -> bool:
     """Return whether the prompts of `source` can be read without a download. They can if it is a generated task, a
     local file or folder, or a dataset in the Hugging Face cache."""
-    if source.startswith(("task:", "/", ".", "~")) or Path(source).expanduser().exists() or source.count("/") != 1:
+    if (
+        is_generated(source)
+        or source.startswith(("/", ".", "~"))
+        or Path(source).expanduser().exists()
+        or source.count("/") != 1
+    ):
         return True
     if importlib.util.find_spec("datasets") is None:
         return False

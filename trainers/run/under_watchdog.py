@@ -157,7 +157,7 @@ def _command(config: Config, folder: Path, descriptor: int, own: Collection[psut
         "margin-s": watchdog.MARGIN_S,
         "grace-s": watchdog.GRACE_S,
         "groups": config.algorithm.prompts_per_step,
-        "group-size": config.algorithm.group_size,
+        "group-size": config.rows_per_group,
     }
     what = ("headrace.trainers.supervision.watchdog", str(descriptor), str(os.getpid()), str(folder))
     return [sys.executable, "-m", *what, *(f"--{name}={value}" for name, value in options.items())]

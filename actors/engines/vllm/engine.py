@@ -206,9 +206,7 @@ class VllmEngine:
             await request.admitted(self._flowing)
             self._expect_usable(f"request {request_id!r}")
             if request.submitted:
-                kept = await self._logprobs.keeps()
-                sampling = self._checks.sampling(request_id, params, with_logprobs=not kept)
-                completions = await self._samples(request, prompt, sampling, params.routes_from)
+                completions = await self._samples(request, prompt, params)
             else:
                 completions = [Completion.empty() for _ in range(params.n)]
         finally:
@@ -219,17 +217,18 @@ class VllmEngine:
         self.stats.tokens += sum(len(one.token_ids) for one in completions)
         return completions
 
-    async def _samples(
-        self, request: RunningRequest, prompt: list[int], sampling: list[library.SamplingParams], routes_from: int
-    ) -> list[Completion]:
-        tasks = [
-            asyncio.ensure_future(self._sample(request, sample_id, prompt, params, routes_from))
-            for sample_id, params in zip(request.sample_ids, sampling, strict=True)
-        ]
+    async def _samples(self, request: RunningRequest, prompt: list[int], params: SamplingParams) -> list[Completion]:
+        tasks: list[asyncio.Task[Completion]] = []
         self._busy.change(running=1)
         try:
+            kept = await self._logprobs.keeps()
+            sampling = self._checks.sampling(request.id, params, with_logprobs=not kept)
+            tasks += [
+                asyncio.ensure_future(self._sample(request, sample_id, prompt, one, params.routes_from))
+                for sample_id, one in zip(request.sample_ids, sampling, strict=True)
+            ]
             return await asyncio.gather(*tasks)
-        except library.EngineDeadError as error:
+        except (library.EngineDeadError, EngineDied) as error:
             raise EngineDied(f"request {request.id!r}: {self.died or 'vLLM ended its engine process'}") from error
         finally:
             self._busy.change(running=-1)

@@ -30,7 +30,7 @@ def save_moe(folder: Path) -> str:
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=32,  # pyright: ignore[reportCallIssue]
         max_position_embeddings=CONTEXT,
         initializer_range=0.2,
         pad_token_id=0,
@@ -46,7 +46,7 @@ def save_moe(folder: Path) -> str:
 
 def spec_of(folder: str) -> RouteSpec:
     spec = RouteSpec.of(AutoConfig.from_pretrained(folder))
-    assert spec == RouteSpec((1, 2), TOP_K, EXPERTS, LAYERS)
+    assert spec is not None and spec == RouteSpec((1, 2), TOP_K, EXPERTS, LAYERS)
     return spec
 
 

@@ -17,8 +17,7 @@ from headrace.actors.engines.generate_messages import GenerateReply
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import Completion, EngineStats, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
-from headrace.actors.environments.tool_use import _Episode
-from headrace.actors.protocols import Prompt
+from headrace.actors.transcript import Transcript
 from headrace.codecs import messages
 from headrace.codecs.routes import check_routes, join_routes
 from headrace.tests.actors.engines.moe import LAYERS, Reference, expect_routes, save_moe, spec_of
@@ -163,21 +162,21 @@ def test_routes_belong_to_the_version_that_sampled_the_next_token(subject: Subje
 
 def test_the_turns_of_an_episode_fill_one_row(subject: Subject) -> None:
     """A tool's tokens, and the last one before them, get their routes from the next turn."""
-    episode = _Episode(Prompt("p", "", "", {}), 0, np.array(PROMPTS[1]))
+    episode = Transcript(PROMPTS[1])
 
     async def main() -> None:
         known = []
         for turn in range(4):
             known.append(episode.num_routes)
             params = SamplingParams(max_new_tokens=4, seed=turn, routes_from=episode.num_routes)
-            [completion] = await subject.engine.generate(f"turn{turn}", episode.ids.tolist(), params)
-            episode.add_turn(completion, "")
+            [completion] = await subject.engine.generate(f"turn{turn}", episode.ids, params)
+            episode.choose(completion, known[-1])
             if turn < 3:
-                episode.add_result(np.array([7, 8, 9], np.int32))
+                episode.give([7, 8, 9])
         assert known[0] == 0 and known == sorted(set(known))
 
     subject.run(main())
-    sample = episode.sample("stop")
+    sample = episode.row()
     routes = join_routes([piece for _, piece in sample.routes], [start for start, _ in sample.routes], subject.spec)
     expected = subject.reference.routes(sample.input_ids[:-1].tolist(), subject.engine.version)
     np.testing.assert_array_equal(np.sort(routes, axis=-1), expected)

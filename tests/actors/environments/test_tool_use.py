@@ -23,7 +23,9 @@ from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.router import Router
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments import tool_use
+from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.factory import build_environment
+from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.tool_use import ToolUse, find_call
 from headrace.actors.environments.tools import build_tools, calculator
 from headrace.actors.protocols import Prompt, Sample
@@ -40,6 +42,10 @@ def ascii_tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(BPE(vocab=vocab, merges=[]))
     inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+
+
+def hosted(environment: Any) -> EpisodeHost:
+    return EpisodeHost(environment)
 
 
 def actor_of(tokenizer: Any, turns: Sequence[str]) -> Any:
@@ -66,7 +72,7 @@ def play(
 
 def test_an_episode_with_two_calls(ascii_tokenizer: Any) -> None:
     turns = ["first <tool>calculator: 12*3</tool>", "then <tool>calculator: {}+1</tool>", "it is {}"]
-    environment = build_environment(RolloutConfig(environment="tool_use"))
+    environment = hosted(build_environment(EnvironmentConfig(), RolloutConfig(environment="tool_use")))
     samples = play(environment, ascii_tokenizer, turns, n=3)
     assert [sample.index for sample in samples] == [0, 1, 2]
     pieces = [
@@ -97,19 +103,19 @@ def test_an_episode_with_two_calls(ascii_tokenizer: Any) -> None:
     ],
 )
 def test_a_wrong_call_is_answered_with_what_is_wrong(ascii_tokenizer: Any, call: str, result: str) -> None:
-    (sample,) = play(ToolUse({"calculator": calculator}, 2), ascii_tokenizer, [call, "so: {}"])
+    (sample,) = play(hosted(ToolUse({"calculator": calculator}, 2)), ascii_tokenizer, [call, "so: {}"])
     assert sample.text.startswith(f"so: {result}") and sample.finish_reason == "stop"
 
 
 def test_turns_and_tokens_are_bounded(ascii_tokenizer: Any) -> None:
     call = "<tool>calculator: 1+1</tool>"
-    (sample,) = play(ToolUse({"calculator": calculator}, 3), ascii_tokenizer, [call] * 3)
+    (sample,) = play(hosted(ToolUse({"calculator": calculator}, 3)), ascii_tokenizer, [call] * 3)
     assert (sample.finish_reason, sample.text) == ("length", call)
     response = ascii_tokenizer.decode(sample.input_ids[13:])
     assert response.count(call) == 3 and response.count("<result>2</result>") == 2
     for most in range(1, 90):
         (sample,) = play(
-            ToolUse({"calculator": calculator}, 3), ascii_tokenizer, [call, call, "2"], max_new_tokens=most
+            hosted(ToolUse({"calculator": calculator}, 3)), ascii_tokenizer, [call, call, "2"], max_new_tokens=most
         )
         assert len(sample.input_ids) - 13 <= most and sample.response_mask[-1] == 1, "it ends with the policy's words"
         assert sample.finish_reason == "length"
@@ -120,7 +126,7 @@ def test_a_slow_tool_holds_up_nobody_and_is_given_up(ascii_tokenizer: Any, monke
         time.sleep(0.3)
         return "done"
 
-    environment = ToolUse({"slow": slow}, 2)
+    environment = hosted(ToolUse({"slow": slow}, 2))
     started = time.monotonic()
     samples = play(environment, ascii_tokenizer, ["<tool>slow: x</tool>", "{}"], n=4)
     assert [sample.text for sample in samples] == ["done"] * 4 and time.monotonic() - started < 1.1
@@ -142,7 +148,7 @@ def test_hung_tools_hold_up_neither_weights_nor_the_journal_until_too_many_hang(
     async def main() -> None:
         script = actor_of(ascii_tokenizer, ["<tool>hang: x</tool>", "{}"])
         engine = ScriptedEngine(script, tokenizer=ascii_tokenizer, receiver=receiver())
-        environment, prompt = ToolUse({"hang": hang}, 2), Prompt("p", "q", "", {})
+        environment, prompt = hosted(ToolUse({"hang": hang}, 2)), Prompt("p", "q", "", {})
 
         async def episodes(count: int) -> list[Sample]:
             params = SamplingParams(n=count, max_new_tokens=200)
@@ -158,7 +164,7 @@ def test_hung_tools_hold_up_neither_weights_nor_the_journal_until_too_many_hang(
         with pytest.raises(TooManyHang, match="tools: 16 calls hang.*tool 'hang'.*a time limit of its own"):
             await episodes(1)
         release.set()
-        while environment._threads.num_hung:
+        while environment.environment._threads.num_hung:
             await asyncio.sleep(0.005)
         [sample] = await episodes(1)
         assert sample.text == "late"
@@ -180,7 +186,7 @@ def test_an_async_tool_is_awaited(ascii_tokenizer: Any, monkeypatch: pytest.Monk
         return ""
 
     monkeypatch.setattr(tool_use, "TOOL_TIMEOUT_S", 0.1)
-    environment = ToolUse({"search": search, "stuck": stuck}, 3)
+    environment = hosted(ToolUse({"search": search, "stuck": stuck}, 3))
     (sample,) = play(environment, ascii_tokenizer, ["<tool>search: 42</tool>", "<tool>stuck: 1</tool>", "{}"])
     assert "<result>found 42</result>" in ascii_tokenizer.decode(sample.input_ids)
     assert sample.text == "error: TimeoutError"
@@ -197,7 +203,7 @@ def test_a_turn_that_the_engine_refuses_fails_its_episode_alone(ascii_tokenizer:
 
     async def main() -> list[Sample]:
         engine = Refusing(script, tokenizer=ascii_tokenizer)
-        environment, params = ToolUse({"calculator": calculator}, 2), SamplingParams(n=3, max_new_tokens=200)
+        environment, params = hosted(ToolUse({"calculator": calculator}, 2)), SamplingParams(n=3, max_new_tokens=200)
         return await environment.run(Prompt("p", "q", "", {}), engine, ascii_tokenizer, params)
 
     good, bad, other = asyncio.run(main())
@@ -229,7 +235,7 @@ def test_turns_of_an_episode_stay_with_their_engine_and_versions_move_on(ascii_t
         await router.prepare_weights(publisher.publish(1, {"w": torch.ones(1)}))
         params = SamplingParams(n=4, max_new_tokens=100)
         playing = asyncio.create_task(
-            build_environment(RolloutConfig(environment="tool_use")).run(
+            hosted(build_environment(EnvironmentConfig(), RolloutConfig(environment="tool_use"))).run(
                 Prompt("p", "2+2?", "4", {}), router, ascii_tokenizer, params
             )
         )
@@ -251,7 +257,7 @@ def test_turns_of_an_episode_stay_with_their_engine_and_versions_move_on(ascii_t
 def test_a_real_model_plays(model_folder: str, tokenizer: Any) -> None:
     async def main() -> list[Sample]:
         engine = HfEngine(model_folder)
-        environment = build_environment(RolloutConfig(environment="tool_use"))
+        environment = hosted(build_environment(EnvironmentConfig(), RolloutConfig(environment="tool_use")))
         samples = await environment.run(Prompt("p", "12+3=", "15", {}), engine, tokenizer, SamplingParams(n=4, seed=1))
         await engine.close()
         return samples

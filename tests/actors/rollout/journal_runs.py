@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.actors.engines.protocol import Generator, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, Sample
 from headrace.actors.rewards.builtin import exact_match, per_position
@@ -63,10 +64,11 @@ class CutJournal(GroupJournal):
         raise Killed
 
 
-class _Noted(SingleTurn):
+class _Noted(EpisodeHost):
     """Tells of each prompt before it is generated."""
 
     def __init__(self, note: Callable[[Prompt], None]) -> None:
+        super().__init__(SingleTurn())
         self._note = note
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:

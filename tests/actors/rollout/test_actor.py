@@ -17,6 +17,7 @@ from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
 from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
 from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
+from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rollout.actor import EvaluationSetup, RolloutActor, RolloutSetup
@@ -44,6 +45,8 @@ def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
         seed=0,
         engine=EngineConfig(RolloutConfig(), ModelConfig(path=model_folder), receiver=receiver()),
         rollout=RolloutConfig(),
+        environment=EnvironmentConfig(),
+        model=ModelConfig(path=model_folder),
         tokenizer=model_folder,
         reward=RewardConfig(
             functions=(

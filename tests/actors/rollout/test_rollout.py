@@ -19,10 +19,13 @@ from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import LeftOut
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.factory import build_environment
+from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
-from headrace.actors.rewards.builtin import exact_match, per_position
+from headrace.actors.rewards.builtin import EnvironmentReward, exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.evaluation_figures import FigureScheme
 from headrace.actors.rollout.prompts import PromptStream
@@ -31,6 +34,7 @@ from headrace.actors.rollout.rows import version_spans
 from headrace.actors.rollout.tasks import TaskSource
 from headrace.actors.rollout.worker import HeldOut, RolloutWorker, generation_spans
 from headrace.actors.samples import SampleFile, SamplesConfig
+from headrace.actors.transcript import Transcript
 from headrace.codecs.batch import Batch
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
@@ -85,7 +89,7 @@ def worker(
 ) -> RolloutWorker:
     return RolloutWorker(
         engine=engine,
-        environment=SingleTurn(),
+        environment=EpisodeHost(SingleTurn()),
         tokenizer=tokenizer,
         rubric=rewards or rubric(),
         prompts=PromptStream(TaskSource("reverse", held_out=False)),
@@ -101,7 +105,7 @@ def test_picked_groups_and_held_out_prompts_are_written_for_people(tokenizer: An
     rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer), version=7), tokenizer, FakeClient(), samples=file)
     params = SamplingParams(n=2, max_new_tokens=12)
     asyncio.run(rollouts.rollout(range(12), PARTITION, params))
-    asyncio.run(rollouts.validate(0, 3, SamplingParams(n=1, max_new_tokens=12)))
+    asyncio.run(rollouts.evaluate("validation", 0, 1, SamplingParams(n=1, max_new_tokens=12), 0))
     rows = read_samples(file.path)
     assert sorted((row["set"], row["key"]) for row in rows) == [
         ("train", "0.0"), ("train", "0.1"), ("train", "8.0"), ("train", "8.1"), ("validation", "val-0.0"),
@@ -376,7 +380,7 @@ def test_aborted_rows_are_not_trained_on(tokenizer: Any, monkeypatch: pytest.Mon
     async def cut(engine: Any, tokenizer: Any, *request: Any) -> Any:
         return await engine.generate(*request)
 
-    monkeypatch.setattr("headrace.actors.environments.single_turn.generate_whole", cut)
+    monkeypatch.setattr("headrace.actors.environments.episode.generate_whole", cut)
 
     async def run() -> None:
         client = FakeClient()
@@ -446,36 +450,38 @@ def test_an_evaluation_generates_no_more_prompts_at_a_time_than_it_may(tokenizer
     busy, most = 0, 0
 
     class Counting(SingleTurn):
-        async def run(self, *arguments: Any) -> Any:
+        async def play_group(self, episodes: Sequence[Episode]) -> None:
             nonlocal busy, most
             busy += 1
             most = max(most, busy)
             try:
                 await asyncio.sleep(0.001)
-                return await super().run(*arguments)
+                await super().play_group(episodes)
             finally:
                 busy -= 1
 
     for in_flight, expected in ((3, 3), (0, 30)):
         rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
-        rollouts._environment, most = Counting(), 0
+        rollouts._environment, most = EpisodeHost(Counting()), 0
         asyncio.run(rollouts.evaluate("validation", 0, 1, SamplingParams(max_new_tokens=12), in_flight))
         assert most == expected
 
 
 def test_environment_factory() -> None:
-    assert isinstance(build_environment(RolloutConfig()), SingleTurn)
-    with pytest.raises(ValueError, match="rollout.environment: got 'multi'"):
-        build_environment(RolloutConfig.model_construct(environment="multi"))
+    assert isinstance(build_environment(EnvironmentConfig(), RolloutConfig()), SingleTurn)
+    with pytest.raises(ValueError, match="environment.kind: got 'multi'"):
+        build_environment(EnvironmentConfig(), RolloutConfig.model_construct(environment="multi"))
 
 
 def test_stop_texts_stay_in_the_response_and_stop_tokens_do_not(tokenizer: Any) -> None:
     async def run() -> None:
         engine = ScriptedEngine(right_then_wrong(tokenizer), tokenizer=tokenizer)
         prompt = PromptStream(TaskSource("reverse", held_out=False))[0]
-        plain = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12))
+        plain = await EpisodeHost(SingleTurn()).run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12))
         stop = prompt.answer[:2]
-        cut = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12, stop=(stop,)))
+        cut = await EpisodeHost(SingleTurn()).run(
+            prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12, stop=(stop,))
+        )
         assert plain[0].text == prompt.answer and plain[0].input_ids[-1] == EOS
         assert cut[0].text == stop and cut[0].finish_reason == "stop" and cut[0].input_ids[-1] != EOS
 
@@ -561,3 +567,39 @@ def test_an_engine_that_died_is_no_failed_row(tokenizer: Any) -> None:
 
     with pytest.raises(EngineDied):
         asyncio.run(run())
+
+
+def test_an_episode_of_several_rows_is_claimed_with_its_group(tokenizer: Any) -> None:
+    """Groups are ready when all rows of all their episodes are there, those that an episode leaves unused included."""
+
+    class TwoRows:
+        async def play(self, episode: Any) -> float:
+            for text in ("r12=", "r34=")[: 1 + episode.index]:
+                ids = episode.encode(text)
+                completion, said = await episode.sample_turn(ids, 12)
+                episode.record(Transcript(ids), completion, said)
+            return 1.0
+
+    async def run(handle: Any) -> None:
+        config = EnvironmentConfig(max_rows=3)
+        rollouts = RolloutWorker(
+            engine=ScriptedEngine(right_then_wrong(tokenizer), version=2),
+            environment=EpisodeHost(TwoRows(), config),
+            tokenizer=tokenizer,
+            rubric=Rubric([("environment", EnvironmentReward(), 1.0)]),
+            prompts=PromptStream(TaskSource("reverse", held_out=False)),
+            held_out={},
+            client=connect_async(handle, name="rollout"),
+            max_rows=config.max_rows,
+        )
+        report = await rollouts.rollout([0, 1], PARTITION, SamplingParams(n=2, max_new_tokens=12))
+        assert (report.rows, report.failed) == (4, 0), report.first_error
+        await rollouts.close()
+
+    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local")), in_process=True) as plane:
+        client = connect(plane.handle)
+        client.register(PARTITION, ROLLOUT_SCHEMA, ["train"], group_size=6)
+        asyncio.run(run(plane.handle))
+        meta = client.claim(PARTITION, "train", ROLLOUT_FIELDS, 12, whole_groups=True, timeout_s=5)
+        assert len(meta) == 12 and len(set(meta.groups.tolist())) == 2
+        assert int(meta.tags["valid"].sum()) == 6 and set(meta.lengths.tolist()) > {1}

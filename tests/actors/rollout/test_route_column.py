@@ -14,6 +14,7 @@ import pytest
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, scripted_routes
+from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.rewards.builtin import exact_match
@@ -142,11 +143,11 @@ def test_rollouts_write_routes_and_the_journal_keeps_them(tokenizer: Any, tmp_pa
         engine = Damaging(lambda name, ids, index: [7 + index, *range(3, 20), 2], routes=SPEC)
         worker = RolloutWorker(
             engine=engine,
-            environment=SingleTurn(),
+            environment=EpisodeHost(SingleTurn()),
             tokenizer=tokenizer,
             rubric=Rubric([("exact_match", exact_match, 1.0)]),
             prompts=PromptStream(TaskSource("reverse", held_out=False)),
-            held_out=None,
+            held_out={},
             client=client,  # pyright: ignore[reportArgumentType]
             journal=GroupJournal(JournalConfig(str(tmp_path), "one", purpose="record"), "rollout 0"),
             routes=RULES,

@@ -27,9 +27,10 @@ from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverGroup
 from headrace.codecs import messages
 from headrace.codecs.jagged import unpack
-from headrace.dataplane.errors import DataPlaneError, FieldsNotReady
+from headrace.dataplane.errors import DataPlaneError
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.topology import Topology
 from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.train.recording_backend import MODEL, RecordingBackend
@@ -273,15 +274,20 @@ def test_samples_of_a_shard_are_written_and_change_nothing(handle: DataPlaneHand
     client = connect(handle, name="driver")
     meta = put_rows(client, [9, 4, 1, 12, 7], "samples-r")
     step = ship(handle, meta, Topology(1), budget=14)
+    picked = np.array([0, 2, 3])  # of the shard's rows, and one microbatch more than this rank has rows
+    shard = replace(step.shards[0], samples=picked, sample_passes=4)
     backend = RecordingBackend(True, None)
     file = SampleFile(str(tmp_path / "samples.jsonl"), SamplesConfig(max_tokens=4), prompts_per_step=8)
     worker = TrainWorker(replace(alone(handle, lambda _rank, _world: backend), samples=file))
-    worker.begin(step.shards[0])
-    assert worker.write_samples().metrics == {}
+    worker.begin(shard)
+    worker.write_logprobs(PREV)
+    worker.accumulate()
     lines = {line["key"]: line for line in map(json.loads, Path(file.path).read_text().splitlines())}
-    assert set(lines) == set(meta.keys)
+    of_shard = KVBatchMeta.from_bytes(shard.meta or b"")
+    assert list(lines) == [of_shard.keys[row] for row in picked]
     ids = client.get(meta, ["input_ids", "response_mask"])
-    for row, key in enumerate(meta.keys):
+    for key in lines:
+        row = meta.keys.index(key)
         tokens, mask = (unpack(ids)[name][row].numpy() for name in ("input_ids", "response_mask"))
         answer = np.flatnonzero(mask)[0] + np.arange(len(mask) - np.flatnonzero(mask)[0]) if mask.any() else []
         kept = [at for at in ([*answer[:2], *answer[-2:]] if len(answer) > 4 else answer) if mask[at]]
@@ -289,11 +295,8 @@ def test_samples_of_a_shard_are_written_and_change_nothing(handle: DataPlaneHand
             "the backend's log-probs are halves of the ids"
         )
         assert lines[key]["advantage"] == round(row / 7, 4) and lines[key]["step"] == step.shards[0].step
-    with pytest.raises(FieldsNotReady):
-        client.lookup(PARTITION, meta.keys, [PREV])
-    worker.begin(step.shards[0])  # the step itself, as without samples
-    worker.accumulate()
-    assert backend.calls[-1].startswith("accumulate")
+    assert backend.calls == ["logprobs prev 1.0", "logprobs prev 1.0", "begin 1.0", f"accumulate {len(shard.sizes)}"]
+    assert sum(len(seen["lengths"]) for seen in backend.seen) == len(meta)
     worker.close()
     client.clear(PARTITION)
     client.close()

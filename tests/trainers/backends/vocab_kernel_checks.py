@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -29,7 +30,9 @@ def check_kernels(device: str) -> int:
         rest, given = wide[:, 5001:].clone(), (targets, 0.7, log_totals, of_logprobs, entropies)
         wanted = vocab_logprobs.softmax_gradient(logits.clone(), *given, more if with_entropy else None)
         got = kernels.softmax_gradient(logits, *given, more if with_entropy else None)
-        bounds = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+        bounds: dict[str, Any] = (
+            {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+        )
         torch.testing.assert_close(got, wanted, **bounds)
         assert torch.equal(wide[:, 5001:], rest), "only the row's own logits are written"
     return len(cases)

@@ -327,3 +327,11 @@ def test_vllm_arguments_without_routes_are_refused_with_router_replay(name: str,
         "no experts with it"
     )
     build_config({**data, "router_replay": {"enabled": False}})
+
+
+def test_episodes_of_several_rows_are_refused_with_router_replay() -> None:
+    data = {"environment": {"kind": "package.module:make", "max_rows": 2}, "router_replay": {"enabled": True}}
+    assert only_problem(data) == (
+        "environment.max_rows: got 2 with router_replay.enabled=true, expected 1, because routes are recorded for the "
+        "first row of an episode only"
+    )

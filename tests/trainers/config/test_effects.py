@@ -86,6 +86,10 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
             "because it has an effect only with rollout.environment=tool_",
         ),
         (
+            {"environment": {"kind": "my:play"}, "rollout": {"environment": "tool_use"}},
+            "rollout.environment: got 'tool_use' with environment.kind='my:play', expected 'single_turn'",
+        ),
+        (
             {"loss": {"clip_high": 0.1}, "algorithm": {"prev_logprobs": "recompute"}},
             "loss.clip_high: got 0.1 with algorithm.prev_logprobs='recompute', expected 0.28",
         ),
@@ -123,6 +127,7 @@ def test_every_key_of_the_table_is_refused_where_it_has_no_effect() -> None:
             "model": {"path": "org/model"},
             "data": {"train": "org/data"},
             "rollout": {"engine": "scripted"},
+            "environment": {"kind": "my_environment:play"},
             "trainer": {"backend": "scripted"},
             "algorithm": {"mode": "async", "prev_logprobs": "recompute"},
             "advantage": {"kind": "rloo"},

@@ -65,6 +65,7 @@ class Loop:
             budget=budget or Budget(64),
             workers=self.workers,
             engines=SimpleNamespace(ahead_of=lambda version: False),
+            evaluations=(),
             gather=lambda calls, stage: list(calls),
         )
 

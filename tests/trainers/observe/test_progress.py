@@ -164,17 +164,16 @@ def test_skipped_steps_are_counted(terminal: bool) -> None:
 def test_a_long_step_prints_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.05)
     monkeypatch.setattr(progress, "POLL_S", 0.01)
-    console = Console(file=io.StringIO(), width=80)
-    assert isinstance(console.file, io.StringIO)
-    with Progress("tiny", 100, console=console) as view:
+    printed = io.StringIO()
+    with Progress("tiny", 100, console=Console(file=printed, width=80)) as view:
         view.doing = lambda: "rollout"
         view.phase("building the actors")
-        wait_for(lambda: console.file.getvalue().count("building the actors") >= 2)
+        wait_for(lambda: printed.getvalue().count("building the actors") >= 2)
         view.update(12, figures(12))
-        wait_for(lambda: "step 13/100: rollout, for 0:00 so far" in console.file.getvalue())
-    ended = console.file.getvalue()
+        wait_for(lambda: "step 13/100: rollout, for 0:00 so far" in printed.getvalue())
+    ended = printed.getvalue()
     time.sleep(0.1)
-    assert console.file.getvalue() == ended, "nothing is printed after the end"
+    assert printed.getvalue() == ended, "nothing is printed after the end"
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 from ....codecs.gather import exclusive_cumsum
+from ..layers import uncompiled
 from ..row_layout import to_device
 
 _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
@@ -110,7 +111,7 @@ class PackedAttention(nn.Module):
         self._group: dist.ProcessGroup = pg_collection.cp
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
-    @torch.compiler.disable  # the lengths of rows vary; a compiled layer calls the kernel as it is
+    @uncompiled  # the lengths of rows vary; a compiled layer calls the kernel as it is
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # what the decorator returns has no signature
         self,
         query: torch.Tensor,

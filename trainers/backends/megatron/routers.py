@@ -22,7 +22,8 @@ from ....actors.engines.config import RouterReplayConfig
 from ....actors.train.stage_fields import stage_layers
 from ....codecs.routes import RouteSpec
 from ....dataplane.topology import Topology
-from ..router_replay.replay import RouterReplay, uncompiled
+from ..layers import uncompiled
+from ..router_replay.replay import RouterReplay
 from .library import MEGATRON_VERSION, TopKRouter
 from .mesh import Mesh
 from .model import PolicyModel

@@ -7,7 +7,7 @@ own, and gradients flow through them ("Rollout Routing Replay", arXiv:2510.11370
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,16 +17,10 @@ import torch
 from ....actors.engines.config import RouterReplayConfig
 from ....codecs.batch import Batch
 from ....codecs.routes import ROUTES, RouteSpec, check_routes
+from ..layers import uncompiled
 from .native import NativeTally
 
 R = TypeVar("R", bound="RouterReplay")
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def uncompiled(function: F) -> F:
-    """Have compiled layers call `function` as it is, outside of their compiled code."""
-    wrapped: Any = torch.compiler.disable(function)
-    return wrapped
 
 
 def route_spec(model: Any) -> RouteSpec:

@@ -69,7 +69,11 @@ def test_every_tracker_gets_what_the_run_logs(tmp_path: Path) -> None:
     assert first.calls == second.calls
     assert [name for name, _ in first.calls] == ["start", "log", "log", "samples", "finish"]
     [(_, started), (_, (step, metrics)), _, (_, (at, rows)), _] = first.calls
-    assert started == (tmp_path.name, None) and step == 1 and set(metrics) == {"reward/mean", "time/elapsed_s"}
+    assert (
+        started == (tmp_path.name, None)
+        and step == 1
+        and set(metrics) == {"reward/mean", "time/elapsed_s", "run/attempt"}
+    )
     [row] = rows
     assert at == 2 and dict(zip(SAMPLE_COLUMNS, row, strict=True)) == {
         "set": "train", "key": "0.0", "version": 2, "reward": 1.0, "finish_reason": "stop", "prompt": "p",

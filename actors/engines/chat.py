@@ -1,0 +1,262 @@
+"""Chat formats turn messages into token ids, continue a conversation without touching earlier tokens, and read answers.
+
+A conversation is never tokenised again: the tokens of its next prompt are those of the last prompt and answer, followed
+by the tokens of the new messages alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
+
+from ...codecs.imports import MissingExtra
+
+Message = Mapping[str, Any]
+"""A chat message in the form of OpenAI's API, such as `{"role": "user", "content": "Hello"}`."""
+
+TEMPLATE = "template"
+"""Value of `model.renderer` for the chat template of the model's own tokenizer."""
+_MARK = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
+"""Text that stands for the policy's answer when the template is asked what it puts after one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the policy asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """Arguments as JSON text."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call in the form of OpenAI's API."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The policy's answer, read from its tokens."""
+
+    content: str
+    """Text of the answer, without its reasoning and its calls."""
+    reasoning: str = ""
+    """Text between the model's thinking tags; "" if there was none."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Well-formed calls of tools, in order. Malformed ones are left out."""
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the answer as a message in the form of OpenAI's API."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return message
+
+
+class ChatFormat(Protocol):
+    """Protocol of a model's chat format."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end an answer."""
+        ...
+
+    @property
+    def reads_tools(self) -> bool:
+        """True if the format can read calls of tools from an answer."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Return the token ids of a conversation, up to where the policy begins to answer. Raises ValueError if the
+        format does not take the messages."""
+        ...
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+    ) -> list[int] | None:
+        """Return the token ids of a conversation that goes on with new messages. They begin with exactly `prompt_ids`
+        and `answer_ids`. None if the format cannot do that, as when it would change an earlier turn."""
+        ...
+
+    def parse(self, answer_ids: Sequence[int], tools: Sequence[Message] = ()) -> Reply:
+        """Read the policy's answer from its token ids."""
+        ...
+
+
+def build_chat_format(
+    tokenizer: Any, renderer: str, options: Mapping[str, Any], template_arguments: Mapping[str, Any]
+) -> ChatFormat:
+    """Build the chat format that `model.renderer` names.
+
+    options: options of a renderer (`model.renderer_options`). template_arguments: arguments of the chat template
+    (`data.chat_template_kwargs`). Raises ValueError with one sentence if the tokenizer has no chat template, or the
+    renderer does not exist or does not fit the tokenizer, and MissingExtra if the package is not installed.
+    """
+    if renderer == TEMPLATE:
+        return TemplateFormat(tokenizer, template_arguments)
+    return RendererFormat(tokenizer, renderer, options)
+
+
+class TemplateFormat:
+    """The chat template of the model's tokenizer. It continues a conversation if the template only appends."""
+
+    reads_tools = False
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+        """arguments: arguments of the template. Raises ValueError if the tokenizer has no template."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("model.path: the tokenizer has no chat template, expected a chat model")
+        self._tokenizer = tokenizer
+        self._arguments = dict(arguments)
+        end = tokenizer.eos_token_id
+        self.stop_token_ids = () if end is None else (int(end),)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        return self._encode(self._text(messages, tools, prompted=True))
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+    ) -> list[int] | None:
+        if any(message.get("role") == "assistant" for message in messages):
+            return None
+        before: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
+        ended = self._text(before, tools, prompted=False)
+        whole = self._text([*before, *messages], tools, prompted=True)
+        if not whole.startswith(ended) or ended.count(_MARK) != 1:
+            return None  # the template changes an earlier turn once another follows
+        added = self._encode(whole[whole.index(_MARK) + len(_MARK) :])
+        if added[:1] and list(answer_ids[-1:]) == added[:1] and added[0] in self.stop_token_ids:
+            added = added[1:]  # the policy has ended its turn itself
+        return [*prompt_ids, *answer_ids, *added]
+
+    def parse(self, answer_ids: Sequence[int], tools: Sequence[Message] = ()) -> Reply:
+        ids = list(answer_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        thinking, end, answer = text.rpartition("</think>")
+        return Reply(answer.lstrip("\n"), thinking.removeprefix("<think>").strip()) if end else Reply(text)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Message], *, prompted: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompted,
+                **self._arguments,
+            )
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise ValueError(f"the chat template does not take the messages: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class RendererFormat:
+    """A chat format of the package `renderers`, written by hand for one family of models."""
+
+    reads_tools = True
+
+    def __init__(self, tokenizer: Any, name: str, options: Mapping[str, Any]) -> None:
+        """name: name of the renderer, such as `qwen3`; `auto` finds it by the model's hub id. Raises ValueError and
+        MissingExtra as `build_chat_format` does."""
+        try:
+            package = importlib.import_module("renderers")
+            kinds = TypeAdapter(importlib.import_module("renderers.configs").RendererConfig)
+        except ModuleNotFoundError as error:
+            if error.name and error.name.startswith("renderers"):
+                raise MissingExtra("renderers", f"model.renderer={name}", "endpoint") from None
+            raise
+        try:
+            config = kinds.validate_python({"name": name, **_with_all_thinking(name, options)})
+            self._renderer = package.create_renderer(tokenizer, config)
+        except Exception as error:  # pydantic's, KeyError, ValueError: whatever the package makes of it
+            raise ValueError(
+                f"model.renderer: got {name!r} with model.renderer_options={dict(options)}, expected a renderer that "
+                f"fits the tokenizer: {' '.join(str(error).split())}"
+            ) from error
+        self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        try:
+            return list(
+                self._renderer.render_ids(_plain(messages), tools=_enveloped(tools), add_generation_prompt=True)
+            )
+        except Exception as error:  # of the renderer, or of a template below it
+            raise ValueError(f"the renderer does not take the messages: {error}") from error
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        answer_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+    ) -> list[int] | None:
+        try:
+            more = self._renderer.bridge_to_next_turn(
+                list(prompt_ids), list(answer_ids), _plain(messages), tools=_enveloped(tools)
+            )
+        except Exception as error:
+            raise ValueError(f"the renderer does not take the messages: {error}") from error
+        if more is None:
+            return None
+        before = [*prompt_ids, *answer_ids]
+        return list(more.token_ids) if list(more.token_ids[: len(before)]) == before else None
+
+    def parse(self, answer_ids: Sequence[int], tools: Sequence[Message] = ()) -> Reply:
+        parsed = self._renderer.parse_response(list(answer_ids), tools=_enveloped(tools))
+        calls = tuple(
+            ToolCall(
+                call.id or f"call_{secrets.token_hex(8)}",
+                call.name,
+                call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {}),
+            )
+            for call in parsed.tool_calls
+            if call.status == "ok" and call.name
+        )
+        return Reply(parsed.content or "", parsed.reasoning_content or "", calls)
+
+
+def _with_all_thinking(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a renderer that keeps the reasoning of earlier turns, as these are in the row anyway; the
+    renderer would otherwise begin a new row at each message of the user."""
+    return {**({} if name in ("default", "auto") else {"thinking_retention": "all"}), **options}
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with contents as texts: lists of text parts are joined, and no content is an empty text."""
+    return [{**message, "content": text_of(message.get("content"))} for message in messages]
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, which is a text, a list of text parts, or None. Raises ValueError for
+    parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type", "text") not in ("text", "refusal"):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"messages: got a part of type {kind!r}, expected text alone")
+        texts.append(str(part.get("text", part.get("refusal", ""))))
+    return "".join(texts)
+
+
+def _enveloped(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """Return the declarations of tools as renderers take them, in OpenAI's form; None for no tools."""
+    return [dict(tool) for tool in tools] or None

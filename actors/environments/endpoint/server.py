@@ -1,0 +1,327 @@
+"""`EndpointServer` serves the policy to agents over HTTP in OpenAI's format, with a session and a secret per episode.
+
+who       knows the secret of an open episode, else 401
+body      at most max_body_mib, within body_timeout_s, valid, else 413, 408, 400
+how many  at most max_calls, and max_episode_calls of one episode, else 429
+answer    waits for the engine for as long as it takes; weights may change meanwhile
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ...engines.config import EndpointConfig
+from ..episode import EndpointAddress, Episode
+from .session import Call, Session, digest_of
+from .wire import BadRequest, CallAnswer, answer_body, answer_events, error_body, models_body, read_call
+
+EPISODE_HEADER = "x-headrace-episode"
+"""Header in which a client may name its episode; a call whose secret belongs to another episode is then refused."""
+IGNORED_HEADER = "x-headrace-ignored"
+"""Header of an answer with the names of the request's fields that had no effect."""
+HEAD_S = 10.0
+"""Seconds within which a new connection must send the head of its first request."""
+DRAIN_S = 2.0
+"""Seconds for which the rest of a body that is too large is read and dropped, so that its sender sees the answer."""
+
+_log = logging.getLogger(__name__)
+
+
+class _ClientGone(Exception):
+    """The client has closed its connection before it was answered."""
+
+
+class EndpointServer:
+    """The endpoint of one rollout actor. It runs in the actor's event loop, from the first episode to `close`."""
+
+    def __init__(self, config: EndpointConfig) -> None:
+        self._config = config
+        self._sessions: dict[bytes, Session] = {}
+        self._secrets: dict[Episode, bytes] = {}
+        self._num_calls = 0
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._url = ""
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of episodes that may call the policy now."""
+        return len(self._sessions)
+
+    @property
+    def num_calls(self) -> int:
+        """Number of requests that are being answered now."""
+        return self._num_calls
+
+    async def open(self, episode: Episode) -> EndpointAddress:
+        """Open a session for an episode, and return where its agent reaches the policy. Starts to listen with the
+        first. Raises OSError if the address cannot be bound."""
+        await self._start()
+        secret = secrets.token_urlsafe(32)
+        digest = _digest(secret)
+        self._sessions[digest] = Session(episode, self._config.rows)
+        self._secrets[episode] = digest
+        return EndpointAddress(self._url, secret, self._config.model)
+
+    async def end(self, episode: Episode) -> None:
+        """End the session of an episode: its secret is refused from now on, and its calls in flight end. Idempotent."""
+        digest = self._secrets.pop(episode, None)
+        if digest is not None:
+            await self._sessions.pop(digest).close()
+
+    async def close(self) -> None:
+        """End all sessions and stop to listen. Idempotent."""
+        for episode in list(self._secrets):
+            await self.end(episode)
+        server, serving, self._server, self._serving = self._server, self._serving, None, None
+        if server is not None and serving is not None:
+            server.should_exit = True
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({serving}, timeout=5.0)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    # ------------------------------------------------------------ start
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._server is not None:
+                return
+            host = self._config.host
+            listener = _listen(host)
+            settings = uvicorn.Config(
+                self._app(), log_config=None, access_log=False, lifespan="off", ws="none", http=_Connection,
+                timeout_graceful_shutdown=1, limit_concurrency=2 * self._config.max_calls + 64, server_header=False,
+            )  # fmt: skip
+            server = _Server(settings)
+            self._serving = asyncio.create_task(server.serve(sockets=[listener]))
+            async with asyncio.timeout(30.0):
+                while not server.started:
+                    if self._serving.done():
+                        self._serving.result()
+                        raise RuntimeError("rollout.endpoint: the server ended while it started")
+                    await asyncio.sleep(0.005)
+            self._server = server
+            port = listener.getsockname()[1]
+            self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            _log.info("endpoint: %s", self._url)
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._text, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+            ],
+            exception_handlers={404: _no_such_path, 405: _no_such_path},
+        )
+
+    # ------------------------------------------------------------ requests
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answered(request, chat=True)
+
+    async def _text(self, request: Request) -> Response:
+        return await self._answered(request, chat=False)
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._session_of(request)
+        except BadRequest as refused:
+            return _refusal(refused)
+        return Response(models_body(self._config.model), media_type="application/json")
+
+    async def _answered(self, request: Request, *, chat: bool) -> Response:
+        try:
+            session = self._session_of(request)
+            with self._place():
+                body = await self._body(request)
+                call = self._call_of(request, session, body, chat=chat)
+                return self._shown(call, await self._wait(request, session, call))
+        except BadRequest as refused:
+            return _refusal(refused)
+        except (_ClientGone, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:  # of the engine; the rollout reports it, too
+            _log.warning("endpoint: a call failed: %s: %s", type(error).__name__, error)
+            return _refusal(BadRequest(f"the policy cannot answer: {type(error).__name__}", status=503, code="engine"))
+
+    def _session_of(self, request: Request) -> Session:
+        kind, _, secret = request.headers.get("authorization", "").partition(" ")
+        session = self._sessions.get(_digest(secret.strip())) if kind.lower() == "bearer" else None
+        if session is None:
+            raise BadRequest(
+                "expected the header Authorization: Bearer with the secret of an episode that has not ended",
+                status=401, code="invalid_api_key",
+            )  # fmt: skip
+        named = request.headers.get(EPISODE_HEADER)
+        if named is not None and named != session.episode.name:
+            raise BadRequest(f"{EPISODE_HEADER}: the secret belongs to another episode", status=403, code="episode")
+        return session
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._num_calls >= self._config.max_calls:
+            raise BadRequest(
+                f"{self._num_calls} calls are open, as many as rollout.endpoint.max_calls allows",
+                status=429, code="rate_limit_exceeded",
+            )  # fmt: skip
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+    async def _body(self, request: Request) -> bytes:
+        most, got = self._config.max_body_mib << 20, bytearray()
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                length = request.headers.get("content-length", "")
+                too_long = length.isdigit() and int(length) > most
+                async for piece in request.stream():
+                    got += piece
+                    too_long = too_long or len(got) > most
+                    if too_long:
+                        break
+        except TimeoutError:
+            raise BadRequest(
+                f"the body did not arrive within {self._config.body_timeout_s:g} s", status=408, code="timeout"
+            ) from None
+        if too_long:
+            await _drain(request, 16 * most)
+            raise BadRequest(
+                f"the body has more than {self._config.max_body_mib} MiB", status=413, code="request_too_large"
+            )
+        return bytes(got)
+
+    def _call_of(self, request: Request, session: Session, body: bytes, *, chat: bool) -> Call:
+        """Return the call that a request repeats, or else a new one."""
+        key, digest = request.headers.get("idempotency-key", "")[:256], digest_of(request.url.path, body)
+        retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        call = session.find(key, retry, digest)
+        if call is not None:
+            return call
+        if session.closed:
+            raise _ended()
+        if session.num_open >= self._config.max_episode_calls:
+            raise BadRequest(
+                f"{session.num_open} calls of the episode are open, rollout.endpoint.max_episode_calls allows no more",
+                status=429, code="rate_limit_exceeded",
+            )  # fmt: skip
+        return session.begin(read_call(body, chat=chat), key, digest)
+
+    async def _wait(self, request: Request, session: Session, call: Call) -> CallAnswer:
+        """Wait for the answer of a call, and record it unless the client has gone."""
+        call.waiters += 1
+        gone = asyncio.create_task(_until_gone(request))
+        try:
+            await asyncio.wait({call.task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)  # a client that went away at the same moment is noticed
+            if gone.done():
+                raise _ClientGone
+            if call.task.cancelled() or session.closed:
+                raise _ended()
+            answer = call.task.result()
+            session.record(call)
+            return answer
+        finally:
+            gone.cancel()
+            session.leave(call)
+
+    def _shown(self, call: Call, answer: CallAnswer) -> Response:
+        asked = call.request
+        headers = {IGNORED_HEADER: ",".join(asked.ignored)} if asked.ignored else {}
+        if asked.stream:
+            events = b"".join(answer_events(asked, answer, asked.model))
+            return Response(events, media_type="text/event-stream", headers=headers)
+        return Response(answer_body(asked, answer, asked.model), media_type="application/json", headers=headers)
+
+
+class _Server(uvicorn.Server):
+    """A server inside another program: it leaves signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if its first request does not begin in time: uvicorn itself would wait for ever."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(HEAD_S, self._expect_request)
+
+    def _expect_request(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"rollout.endpoint.host: got {host!r}, which cannot be bound: {error}") from error
+    return listener
+
+
+def _digest(secret: str) -> bytes:
+    # Secrets are looked up by digest, so that the time of a look-up tells nothing about them.
+    return hashlib.sha256(secret.encode("utf-8", "replace")).digest()
+
+
+def _refusal(refused: BadRequest) -> Response:
+    headers = {"retry-after": "1"} if refused.status == 429 else {}
+    return Response(
+        error_body(str(refused), refused.code), refused.status, headers=headers, media_type="application/json"
+    )
+
+
+def _ended() -> BadRequest:
+    return BadRequest("the episode has ended", status=410, code="episode_ended")
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    return _refusal(
+        BadRequest(
+            f"{request.method} {request.url.path[:100]}: expected POST /v1/chat/completions, POST /v1/completions or "
+            "GET /v1/models",
+            status=getattr(error, "status_code", 404),
+            code="not_found",
+        )  # fmt: skip
+    )
+
+
+async def _drain(request: Request, most: int) -> None:
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):
+        async with asyncio.timeout(DRAIN_S):
+            while most > 0:
+                message = await request.receive()
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
+                most -= len(message.get("body", b""))
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,282 @@
+"""A session is the part of the endpoint that belongs to one episode: its calls, their tokens, and the rows they make.
+
+request -> the same request again? -> join it        prompt = earlier prompt + answer + new messages, if one matches
+        -> else a task of its own -> prompt tokens -> engine -> answer -> client still there? -> recorded
+                                                                         |  it went away
+                                                                         +--> kept for a while for a repeat, then gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...engines.chat import Reply
+from ...engines.protocol import Completion
+from ...engines.tokenizer import encode_prompts
+from ...transcript import Transcript
+from ..episode import Episode, OutOfTokens
+from .wire import BadRequest, CallAnswer, CallRequest
+
+LINGER_S = 10.0
+"""Seconds for which a call whose client went away is kept, so that a repeat of it can join."""
+MAX_KEPT = 64
+"""Largest number of answered calls of an episode that a repeat can still join."""
+
+_THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
+"""Reasoning, which some clients put back in front of an answer's text."""
+Said = tuple[Any, ...]
+"""Form in which the messages of calls are compared: one entry for each message."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recorded:
+    """A call whose answer the client has been sent."""
+
+    said: Said
+    """Messages that were sent, followed by the policy's answer; () for a text completion."""
+    text: str
+    """Text that was sent, followed by the policy's answer; "" for a chat completion or a prompt of token ids."""
+    tools: str
+    prompt_ids: Sequence[int]
+    answer_ids: Sequence[int]
+    row: Transcript
+    end: int
+    """Number of tokens of the row after the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The tokens of a call's prompt, and the row that it continues."""
+
+    ids: Sequence[int]
+    row: Transcript | None
+    """Row that the call continues; None if it begins one."""
+    length: int
+    """Number of tokens of that row when the prompt was made."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call in progress or answered."""
+
+    digest: str
+    request: CallRequest
+    task: asyncio.Task[CallAnswer] = field(init=False)
+    prompt: _Prompt | None = None
+    text: str = ""
+    waiters: int = 0
+    recorded: bool = False
+
+
+class Session:
+    """The calls of one episode. Methods run in the endpoint's event loop, which is that of the rollout actor."""
+
+    def __init__(self, episode: Episode, rows: Literal["conversation", "call"]) -> None:
+        """rows: see `EndpointConfig.rows`."""
+        self.episode = episode
+        self._rows = rows
+        self._recorded: list[_Recorded] = []
+        self._calls: OrderedDict[str, Call] = OrderedDict()
+        self._open: set[Call] = set()
+        self._lingering: set[asyncio.Task[None]] = set()
+        self.closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Number of calls that are not answered yet."""
+        return sum(not call.task.done() for call in self._open)
+
+    def find(self, key: str, retry: bool, digest: str) -> Call | None:
+        """Return the call that a request repeats; None if it repeats none.
+
+        key: the client's idempotency key, "" if it gave none. retry: whether the client says that it tries again.
+        digest: digest of the request. Raises BadRequest if the key belongs to another request.
+        """
+        call = self._calls.get(f"key {key}" if key else f"digest {digest}")
+        if call is None or not (key or retry):
+            return None
+        if call.digest != digest:
+            raise BadRequest("Idempotency-Key: it belongs to another request", status=409, code="key_in_use")
+        failed = call.task.done() and (call.task.cancelled() or call.task.exception() is not None)
+        return None if failed else call
+
+    def begin(self, request: CallRequest, key: str, digest: str) -> Call:
+        """Begin a new call, whose task answers it."""
+        call = Call(digest, request)
+        call.task = asyncio.create_task(self._answer(call))
+        self._open.add(call)
+        name = f"key {key}" if key else f"digest {digest}"
+        self._calls[name] = call
+        self._calls.move_to_end(name)
+        while len(self._calls) > MAX_KEPT:
+            self._calls.popitem(last=False)
+        return call
+
+    def leave(self, call: Call) -> None:
+        """Tell that a client no longer waits for a call. One that nobody waits for and nobody was sent is ended after
+        LINGER_S."""
+        call.waiters -= 1
+        if call.recorded:
+            self._open.discard(call)
+        if call.recorded or call.waiters or self.closed:
+            return
+        task = asyncio.create_task(self._linger(call))
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+    async def _linger(self, call: Call) -> None:
+        failed = call.task.done() and not call.task.cancelled() and call.task.exception() is not None
+        if not failed and not call.task.cancelled():
+            await asyncio.sleep(LINGER_S)
+        if call.waiters or call.recorded:
+            return
+        call.task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await call.task
+        self._open.discard(call)
+        for name in [name for name, one in self._calls.items() if one is call]:
+            del self._calls[name]
+
+    def record(self, call: Call) -> None:
+        """Record an answered call as a turn of the episode, right before its client is sent the answer. A no-op if it
+        is recorded, or if the episode has ended."""
+        if call.recorded or self.closed:
+            return
+        call.recorded = True
+        answer, prompt, request = call.task.result(), call.prompt, call.request
+        assert prompt is not None
+        row = prompt.row
+        if row is None or len(row) != prompt.length:  # new, or another call has continued it meanwhile
+            row = Transcript(prompt.ids)
+        else:
+            row.give(prompt.ids[len(row) :])
+        self.episode.record(row, answer.completion, call.text)
+        said = (*_said(request), _norm(answer.reply.as_message())) if request.is_chat else ()
+        text = request.prompt + call.text if isinstance(request.prompt, str) and not request.is_chat else ""
+        answer_ids = answer.completion.token_ids.tolist()
+        self._recorded.append(_Recorded(said, text, _key(request.tools), prompt.ids, answer_ids, row, len(row)))
+
+    async def close(self) -> None:
+        """End the session: calls in flight are ended and not recorded. Idempotent."""
+        self.closed = True
+        pending: list[asyncio.Task[Any]] = [*(call.task for call in self._open), *self._lingering]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        self._open.clear()
+        self._calls.clear()
+
+    # ------------------------------------------------------------ inside
+
+    async def _answer(self, call: Call) -> CallAnswer:
+        request, episode = call.request, self.episode
+        services = episode.services
+        chat = services.chat() if request.is_chat else None
+        if request.tools and not (chat and chat.reads_tools):
+            raise BadRequest(
+                "tools: the model's chat format cannot read calls of tools, expected model.renderer to be set"
+            )
+        try:
+            prompt = call.prompt = self._prompt_of(request)
+            first = prompt.row.num_prompt if prompt.row is not None else len(prompt.ids)
+            completion, call.text = await episode.sample_turn(
+                prompt.ids,
+                episode.room(len(prompt.ids), first),
+                stop=request.stop,
+                max_new_tokens=request.max_new_tokens,
+                stop_token_ids=chat.stop_token_ids if chat else (),
+            )
+        except OutOfTokens as error:
+            raise BadRequest(str(error), code="context_length_exceeded") from None
+        except ValueError as error:  # the messages do not fit the template, or the prompt the context
+            raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from None
+        tokens = []
+        if request.logprobs:
+            tokens = [services.tokenizer.decode([token]) for token in completion.token_ids.tolist()]
+        return CallAnswer(self._new_id(), prompt.ids, completion, self._reply(call, completion), tokens)
+
+    def _reply(self, call: Call, completion: Completion) -> Reply:
+        if not call.request.is_chat:
+            return Reply(call.text)
+        return self.episode.services.chat().parse(completion.token_ids.tolist(), call.request.tools)
+
+    def _prompt_of(self, request: CallRequest) -> _Prompt:
+        """Return the tokens of a call's prompt. If it goes on with an earlier call, they begin with exactly the tokens
+        of that call and its answer."""
+        for call in reversed(self._recorded):
+            ids = self._continued(call, request)
+            if ids is not None:
+                continues = self._rows == "conversation" and len(call.row) == call.end
+                return _Prompt(ids, call.row if continues else None, call.end)
+        return _Prompt(self._rendered(request), None, 0)
+
+    def _continued(self, call: _Recorded, request: CallRequest) -> Sequence[int] | None:
+        """Return the tokens of a prompt that goes on with `call`; None if it does not."""
+        before = [*call.prompt_ids, *call.answer_ids]
+        if request.is_chat:
+            said, count = _said(request), len(call.said)
+            if not count or len(said) <= count or said[:count] != call.said or call.tools != _key(request.tools):
+                return None
+            chat = self.episode.services.chat()
+            return chat.extend(call.prompt_ids, call.answer_ids, request.messages[count:], request.tools)
+        if not isinstance(request.prompt, str):
+            return request.prompt if list(request.prompt[: len(before)]) == before else None
+        if call.text and request.prompt.startswith(call.text):
+            return [*before, *self.episode.encode(request.prompt[len(call.text) :])]
+        return None
+
+    def _rendered(self, request: CallRequest) -> Sequence[int]:
+        services = self.episode.services
+        if request.is_chat:
+            return services.chat().render(request.messages, request.tools)
+        if isinstance(request.prompt, str):
+            (ids,) = encode_prompts(services.tokenizer, [request.prompt])
+            return ids.tolist()
+        return request.prompt
+
+    def _new_id(self) -> str:
+        return f"call-{self.episode.name}-{secrets.token_hex(6)}"
+
+
+def digest_of(path: str, body: bytes) -> str:
+    """Return the digest by which a repeat of a request is recognised."""
+    return hashlib.sha256(path.encode() + b"\0" + body).hexdigest()
+
+
+def _said(request: CallRequest) -> Said:
+    return tuple(_norm(message) for message in request.messages)
+
+
+def _norm(message: Mapping[str, Any]) -> Said:
+    """Return what must be equal in two messages for them to count as the same: clients send answers back with other
+    spacing, another order of keys, or without their reasoning."""
+    calls = tuple(
+        (call.get("id"), call["function"].get("name"), _canonical(call["function"].get("arguments")))
+        for call in message.get("tool_calls") or ()
+        if isinstance(call.get("function"), Mapping)
+    )
+    content = message.get("content") or ""
+    role = message.get("role")
+    if role == "assistant":
+        content = _THINKING.sub("", content).strip()
+    return role, content, calls, message.get("tool_call_id")
+
+
+def _canonical(arguments: Any) -> str:
+    try:
+        return json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True)
+    except ValueError:
+        return str(arguments)
+
+
+def _key(tools: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps(list(tools), sort_keys=True)

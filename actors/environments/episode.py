@@ -1,0 +1,339 @@
+"""`Episode` is what an environment is handed to play one episode; `Environment` is what a user writes.
+
+    async def play(episode: Episode) -> float:
+        turn = await episode.generate()            # the policy goes on from the tokens so far
+        episode.add_text(f"\\n{answer_to(turn.text)}\\n")
+        turn = await episode.generate()
+        return float(turn.text == episode.prompt.answer)
+
+Tokens are only appended: what a turn's tokens were when the engine made them, they are in the row that is trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ..engines.chat import ChatFormat, Reply
+from ..engines.continuation import generate_whole
+from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
+from ..engines.tokenizer import encode_prompts, response_texts
+from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
+from ..transcript import Transcript
+from ..user_threads import TooManyHang, UserThreads
+from .clock import Clock
+
+T = TypeVar("T")
+
+REWARD = "reward"
+"""Name of the reward that `play` returns."""
+
+
+class OutOfTokens(RuntimeError):
+    """The policy has no tokens left for another turn. An environment may let this error pass: the episode then ends
+    with the finish reason `length` and keeps its rewards."""
+
+
+class Environment(Protocol):
+    """Protocol of an environment: a coroutine that plays one whole episode. A function `play` of this form is one, too.
+
+    An environment that can play all episodes of a prompt at once has a coroutine `play_group(episodes)` instead. An
+    environment may have a coroutine `close`, which is awaited when the run ends.
+    """
+
+    async def play(self, episode: Episode) -> float | None:
+        """Play the episode and return its reward, which the reward function `environment` reads; None gives none here.
+
+        An error makes this episode fail, and no other: its row is not trained on, and is counted.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointAddress:
+    """Where the client of an agent reaches the policy in one episode."""
+
+    url: str
+    """Base URL of the OpenAI-compatible API, such as `http://127.0.0.1:40123/v1`."""
+    secret: str
+    """API key of this episode alone. It is refused once the episode has ended."""
+    model: str
+    """Name of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeServices:
+    """What all episodes of a rollout actor share."""
+
+    engine: Generator
+    tokenizer: Any
+    """Hugging Face tokenizer of the model."""
+    chat: Callable[[], ChatFormat]
+    """Function that returns the chat format of the model. Raises ValueError if the model has none."""
+    threads: UserThreads
+    """Threads in which blocking functions of environments run."""
+    max_prompt_tokens: int
+    """Largest number of tokens that an episode's prompt is meant to have (`data.max_prompt_tokens`)."""
+
+
+class Episode:
+    """One episode in progress: its prompt, the policy, and the tokens and rewards so far."""
+
+    def __init__(
+        self, prompt: Prompt, index: int, params: SamplingParams, services: EpisodeServices, clock: Clock
+    ) -> None:
+        """index: index of the episode among those of its prompt. params: how the policy samples; `max_new_tokens`
+        limits the tokens of a row after its prompt."""
+        self.prompt = prompt
+        self.index = index
+        self.params = replace(params, n=1)
+        """Sampling parameters of the policy's turns."""
+        self.answer: str | None = None
+        """Text that reward functions score; None is the text of the last turn."""
+        self.finish_reason: str | None = None
+        """Reason why the episode ended; None is that of the last turn."""
+        self.fatal: BaseException | None = None
+        """Error of the engine that ends the rollout, not only this episode; None if there was none."""
+        self.out_of_tokens = False
+        """True if the policy was asked for a turn when it had no tokens left."""
+        self.address: EndpointAddress | None = None
+        """Address of the run's endpoint for this episode; None in a run without."""
+        self.clock = clock
+        self._services = services
+        self._rows: list[Transcript] = []
+        self._turns: list[Turn] = []
+        self._rewards: dict[str, float] = {}
+        self._num_requests = 0
+        self._error = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the episode, unique in the run; the session of its requests to the engines."""
+        return f"{self.prompt.uid}.{self.index}"
+
+    @property
+    def endpoint(self) -> EndpointAddress:
+        """Where an agent reaches the policy, with the secret of this episode. Raises ValueError if the run has no
+        endpoint."""
+        if self.address is None:
+            raise ValueError("rollout.endpoint.enabled: got false, expected true, as the environment asks for it")
+        return self.address
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Turns of the policy so far."""
+        return tuple(self._turns)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the episode so far; those of the prompt before anything else was added."""
+        return self._row().ids
+
+    @property
+    def tokens_left(self) -> int:
+        """Number of tokens that the policy and the environment may still add after the prompt."""
+        return self._room(self._row())
+
+    # ---------------------------------------------------------------- text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that is to be added, without special tokens."""
+        return self._services.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def add_text(self, text: str) -> None:
+        """Append a text that the policy reads next. Its tokens are not trained on."""
+        self.add_tokens(self.encode(text))
+
+    def add_tokens(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy reads next; they are not trained on."""
+        self._row().give(ids)
+
+    async def generate(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
+        """Let the policy go on from the tokens so far, and return its turn. The first call goes on from the prompt.
+
+        stop: texts that end the turn, besides those of `rollout.stop`; the text itself stays in the turn.
+        max_new_tokens: largest number of tokens of the turn; None is as many as are left. Raises OutOfTokens if none
+        are left, and ValueError if the tokens exceed the model's context.
+        """
+        row = self._row()
+        routes_from = row.num_routes  # a turn computes only the tokens since the last one for the first time
+        completion, text = await self.sample_turn(
+            row.ids, self._room(row), stop=stop, max_new_tokens=max_new_tokens, routes_from=routes_from
+        )
+        return self.record(row, completion, text, routes_from)
+
+    # ---------------------------------------------------------------- chat
+
+    async def say(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """Append chat messages, let the policy answer, and return its answer as a message.
+
+        messages: messages in the form of OpenAI's API, only those that are new; the policy's own answers are there
+        already. tools: tools that the policy may call, in the same form; give the same in each call. Raises what
+        `generate` raises, and ValueError if the model's chat format cannot continue the tokens so far exactly.
+        """
+        chat = self._services.chat()
+        if not self._rows:
+            self._rows.append(Transcript(chat.render(messages, tools)))
+        else:
+            ids = self._row().ids
+            more = chat.extend(ids[: self._turns[-1].start], ids[self._turns[-1].start :], messages, tools)
+            if more is None:
+                raise ValueError(
+                    f"episode {self.name!r}: the chat format cannot continue the conversation with messages of the "
+                    f"roles {[message.get('role') for message in messages]} without changing earlier tokens"
+                )
+            self.add_tokens(more[len(ids) :])
+        row = self._row()
+        routes_from = row.num_routes
+        completion, text = await self.sample_turn(
+            row.ids, self._room(row), stop_token_ids=chat.stop_token_ids, routes_from=routes_from
+        )
+        self.record(row, completion, text, routes_from)
+        return chat.parse(completion.token_ids.tolist(), tools)
+
+    # ---------------------------------------------------------------- rewards and blocking work
+
+    def reward(self, value: float, name: str = REWARD) -> None:
+        """Give the episode a reward so far, which replaces an earlier one of the same name. An episode that runs out of
+        time or tokens keeps it. Raises ValueError unless the value is a finite number."""
+        if isinstance(value, str) or not math.isfinite(value):
+            raise ValueError(f"episode {self.name!r}: reward {name!r} is {value!r}, expected a finite number")
+        self._rewards[name] = float(value)
+
+    async def run_blocking(self, function: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> T:
+        """Run a function that blocks in a thread of its own, and return what it returns, or raise what it raises.
+
+        Raises TimeoutError after `timeout_s` seconds. Python cannot end the thread; when too many such threads hang,
+        the run ends.
+        """
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            return await self._services.threads.call(f"{name!r}", lambda: function(*args), timeout_s)
+        except TooManyHang as error:
+            self.fatal = error
+            raise
+
+    # ---------------------------------------------------------------- for hosts of environments
+
+    @property
+    def services(self) -> EpisodeServices:
+        """What the episode shares with the others of its rollout actor."""
+        return self._services
+
+    def room(self, length: int, num_prompt: int) -> int:
+        """Return how many tokens may still be added to a row of `length` tokens that began with `num_prompt`."""
+        return self.params.max_new_tokens - (length - min(num_prompt, self._services.max_prompt_tokens))
+
+    def _room(self, row: Transcript) -> int:
+        return self.room(len(row), row.num_prompt)
+
+    def next_request(self) -> str:
+        """Return the id of the episode's next request to an engine."""
+        self._num_requests += 1
+        return f"{self.name}{SESSION_SEPARATOR}{self._num_requests - 1}"
+
+    async def sample_turn(
+        self,
+        prompt_ids: Sequence[int],
+        room: int,
+        *,
+        stop: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        routes_from: int = 0,
+    ) -> tuple[Completion, str]:
+        """Let the policy go on from `prompt_ids`, and return its tokens with their text, without recording them.
+
+        room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
+        engine records routes. Raises as `generate` does.
+        """
+        if room < 1:
+            self.out_of_tokens = True
+            raise OutOfTokens(f"episode {self.name!r}: the policy has no tokens left for another turn")
+        params = replace(
+            self.params,
+            max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
+            stop=(*self.params.stop, *stop),
+            stop_token_ids=(*self.params.stop_token_ids, *stop_token_ids),
+            routes_from=routes_from,
+        )
+        services = self._services
+        with self.clock.stopped():
+            try:
+                [completion] = await generate_whole(
+                    services.engine, services.tokenizer, self.next_request(), prompt_ids, params
+                )
+            except EPISODE_ERRORS:
+                raise
+            except Exception as error:  # of the engine, so it is not this episode that failed
+                self.fatal = error
+                raise
+        return completion, response_texts(services.tokenizer, [completion], params)[0]
+
+    def record(self, row: Transcript, completion: Completion, text: str, routes_from: int = 0) -> Turn:
+        """Append a turn of the policy to `row`, and return it. routes_from: what `sample_turn` was given."""
+        if row not in self._rows:
+            self._rows.append(row)
+        turn = Turn(text, completion.finish_reason, len(row), len(completion.token_ids), self._rows.index(row))
+        row.choose(completion, routes_from)
+        self._turns.append(turn)
+        return turn
+
+    def fail(self, error: str) -> None:
+        """Record that the episode failed, so that its rows are not trained on. error: why, in words."""
+        self._error = self._error or error
+
+    def finish(self, max_rows: int) -> Sample:
+        """Return the finished episode. An episode of more than `max_rows` rows has failed."""
+        rows = [row.row() for row in (self._rows or [self._row()])]
+        if len(rows) > max_rows:
+            self.fail(f"the episode has {len(rows)} rows, more than environment.max_rows={max_rows}")
+        last = self._turns[-1] if self._turns else None
+        reason = self.finish_reason or (last.finish_reason if last else "stop")
+        first = rows[0]
+        return Sample(
+            prompt=self.prompt,
+            index=self.index,
+            input_ids=first.input_ids,
+            response_mask=first.response_mask,
+            logprobs=first.logprobs,
+            text=self.answer if self.answer is not None else last.text if last else "",
+            finish_reason="error" if self._error else reason,
+            versions=first.versions,
+            routes=first.routes,
+            error=self._error,
+            turns=tuple(self._turns),
+            rewards=dict(self._rewards),
+            more_rows=tuple(rows[1:max_rows]),
+        )
+
+    def _row(self) -> Transcript:
+        """Return the row that text is added to, which begins with the prompt."""
+        if not self._rows:
+            (prompt_ids,) = encode_prompts(self._services.tokenizer, [self.prompt.text])
+            self._rows.append(Transcript(prompt_ids))
+        return self._rows[0]
+
+
+async def generate_together(episodes: Sequence[Episode]) -> None:
+    """Let the policy take the first turn of all episodes of a prompt, in one request."""
+    first = episodes[0]
+    services, params = first.services, replace(first.params, n=len(episodes))
+    (prompt_ids,) = encode_prompts(services.tokenizer, [first.prompt.text])
+    with first.clock.stopped():
+        try:
+            completions = await generate_whole(
+                services.engine, services.tokenizer, first.prompt.uid, prompt_ids.tolist(), params
+            )
+        except EPISODE_ERRORS:
+            raise
+        except Exception as error:
+            first.fatal = error
+            raise
+    texts = response_texts(services.tokenizer, completions, params)
+    for episode, completion, text in zip(episodes, completions, texts, strict=True):
+        episode.record(Transcript(np.asarray(prompt_ids)), completion, text)

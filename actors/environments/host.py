@@ -1,0 +1,213 @@
+"""`EpisodeHost` plays the episodes of prompts with an environment, and bounds their number and their time.
+
+prompt -> n episodes -> Gate (so many at once) -> environment.play(episode), a task of its own -> samples
+                                                      |  an error, or no time left
+                                                      +--> this episode has failed, the others go on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..engines.chat import ChatFormat
+from ..engines.protocol import Generator, SamplingParams
+from ..protocols import Prompt, Sample
+from ..user_threads import MAX_HUNG, TooManyHang, UserThreads
+from .clock import Clock, Gate
+from .config import EnvironmentConfig
+from .episode import EndpointAddress, Episode, EpisodeServices, OutOfTokens
+
+GRACE_S = 5.0
+"""Seconds that an environment has to end an episode that is cancelled. After that it is left alone and counts as
+hanging."""
+NUM_THREADS = 64
+"""Largest number of blocking functions of environments that run in threads at the same time in a rollout actor."""
+
+
+_DEFAULTS = EnvironmentConfig()
+
+
+class EpisodeEndpoint(Protocol):
+    """Protocol of an endpoint through which the agents of episodes speak to the policy."""
+
+    async def open(self, episode: Episode) -> EndpointAddress:
+        """Let the agent of an episode call the policy, and return where."""
+        ...
+
+    async def end(self, episode: Episode) -> None:
+        """Refuse further calls of the episode, and end those in flight. Idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Stop to listen. Idempotent."""
+        ...
+
+
+class EpisodeHost:
+    """Plays all episodes of a prompt with one environment (a `GroupPlayer`). Calls may run concurrently."""
+
+    def __init__(
+        self,
+        environment: Any,
+        config: EnvironmentConfig = _DEFAULTS,
+        *,
+        chat: Callable[[], ChatFormat] | None = None,
+        max_prompt_tokens: int = 1 << 30,
+        endpoint: EpisodeEndpoint | None = None,
+    ) -> None:
+        """environment: an object with a coroutine `play` or `play_group` (see `Environment`). chat: function that
+        returns the model's chat format; None if there is none. max_prompt_tokens: see EpisodeServices.
+        endpoint: endpoint through which agents speak to the policy; None if the run has none. It is closed with the
+        host."""
+        self._environment = environment
+        self._config = config
+        self._chat = chat or _no_chat
+        self._max_prompt_tokens = max_prompt_tokens
+        self._endpoint = endpoint
+        self._threads = UserThreads("environments", NUM_THREADS)
+        self._gate = Gate(self._config.max_episodes)
+        self._hung: set[asyncio.Task[Any]] = set()
+
+    @property
+    def environment(self) -> Any:
+        """The environment that plays the episodes."""
+        return self._environment
+
+    @property
+    def num_running(self) -> int:
+        """Number of episodes that run now."""
+        return self._gate.running
+
+    async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
+        """Play `params.n` episodes of the prompt and return their samples, in order.
+
+        An episode whose environment raises an error or takes too long fails alone. Errors of the engine are raised,
+        unless their type is in EPISODE_ERRORS. Raises TooManyHang if too many episodes or blocking functions hang.
+        """
+        services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens)
+        if together := hasattr(self._environment, "play_group"):
+            clock = self._new_clock()
+            episodes = [Episode(prompt, index, params, services, clock) for index in range(params.n)]
+        else:
+            episodes = [Episode(prompt, index, params, services, self._new_clock()) for index in range(params.n)]
+        parts = [episodes] if together else [[episode] for episode in episodes]
+        tasks = [asyncio.create_task(self._play(part, engine)) for part in parts]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [episode.finish(self._config.max_rows) for episode in episodes]
+
+    async def close(self) -> None:
+        """Close the endpoint, and the environment if it has anything to close. Idempotent."""
+        if self._endpoint is not None:
+            await self._endpoint.close()
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            async with asyncio.timeout(2 * GRACE_S):
+                await close()
+
+    # ------------------------------------------------------------ inside
+
+    def _new_clock(self) -> Clock:
+        return Clock(self._config.turn_timeout_s, self._config.episode_timeout_s)
+
+    async def _play(self, episodes: Sequence[Episode], engine: Generator) -> None:
+        """Play one episode, or all episodes of a group at once, and record in them how they ended."""
+        async with self._gate.place(engine):
+            if len(self._hung) >= MAX_HUNG:
+                raise TooManyHang(
+                    f"environments: {len(self._hung)} cancelled episodes do not end, each for {GRACE_S:g} s"
+                )
+            first = episodes[0]
+            if self._endpoint is not None:
+                for episode in episodes:
+                    episode.address = await self._endpoint.open(episode)
+            first.clock.restart()
+            task = asyncio.create_task(self._call(episodes))
+            try:
+                while not task.done():
+                    left_s = first.clock.left_s
+                    if left_s <= 0.0:
+                        break
+                    await asyncio.wait({task}, timeout=left_s)
+                if not task.done():
+                    words = first.clock.exceeded
+                    await self._stop(task)
+                    _end_late(episodes, words, partial=self._config.on_timeout == "partial")
+                    return
+                self._take(task, episodes)
+            finally:
+                try:
+                    if not task.done() and task not in self._hung:
+                        await self._stop(task)
+                finally:
+                    await self._end_sessions(episodes)
+
+    async def _end_sessions(self, episodes: Sequence[Episode]) -> None:
+        if self._endpoint is not None:
+            for episode in episodes:
+                await self._endpoint.end(episode)
+
+    async def _call(self, episodes: Sequence[Episode]) -> Any:
+        if hasattr(self._environment, "play_group"):
+            return await self._environment.play_group(episodes)
+        play = getattr(self._environment, "play", self._environment)
+        return await play(episodes[0])
+
+    def _take(self, task: asyncio.Task[Any], episodes: Sequence[Episode]) -> None:
+        """Record what the environment returned or raised. Raises errors that end the rollout."""
+        fatal = next((episode.fatal for episode in episodes if episode.fatal is not None), None)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if fatal is not None:
+            raise fatal
+        if error is None:
+            given = task.result()
+            if inspect.isawaitable(given) or (given is not None and len(episodes) == 1 and isinstance(given, str)):
+                error = TypeError(f"the environment returned {type(given).__name__}, expected a reward or None")
+            elif given is not None:
+                rewards = given if len(episodes) > 1 else [given]
+                try:
+                    for episode, reward in zip(episodes, rewards, strict=True):
+                        episode.reward(reward)
+                except (TypeError, ValueError) as wrong:
+                    error = wrong
+        for episode in episodes:
+            if isinstance(error, OutOfTokens) or (error is not None and episode.out_of_tokens):
+                episode.finish_reason = "length"
+            elif error is not None:
+                episode.fail(f"{type(error).__name__}: {error}")
+
+    async def _stop(self, task: asyncio.Task[Any]) -> None:
+        """Cancel the environment's task. One that does not end within GRACE_S is left alone, and counted until it
+        does."""
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_S)
+        if not task.done():
+            self._hung.add(task)
+            task.add_done_callback(self._ended_late)
+        elif not task.cancelled():
+            task.exception()  # read, so that asyncio does not report it
+
+    def _ended_late(self, task: asyncio.Task[Any]) -> None:
+        self._hung.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+
+def _end_late(episodes: Sequence[Episode], words: str, *, partial: bool) -> None:
+    """End episodes whose environment ran out of time: they fail, or with `partial` keep the rewards that they have."""
+    for episode in episodes:
+        if partial:
+            episode.finish_reason = "timeout"
+        else:
+            episode.fail(f"TimeoutError: {words}")
+
+
+def _no_chat() -> ChatFormat:
+    raise ValueError("the environment speaks to the policy in chat messages, but there is no chat format here")

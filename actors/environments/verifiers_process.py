@@ -1,0 +1,196 @@
+"""The `verifiers` environment plays episodes of an environment of the library verifiers, in a process of its own.
+
+    play -> a line of JSON -> child process: verifiers, its harness -> HTTP -> the run's endpoint -> the policy
+                                             rewards <- a line of JSON <-
+
+The child may have another Python than the run, so that the pins of both never meet (`options.python`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .episode import Episode
+
+TASK = "task"
+"""Name of the prompt's field with the number of the task; see `data.train=environment`."""
+START_S = 120.0
+"""Seconds within which the child process must have loaded the environment."""
+MAX_STARTS = 3
+"""Number of times that the child process is started before the environment gives up."""
+_SCRIPT = Path(__file__).with_name("verifiers_child.py")
+_LINE_BYTES = 1 << 24
+
+
+class VerifiersEnvironment:
+    """Plays tasks of a verifiers environment by number. One child process plays all episodes of a rollout actor."""
+
+    def __init__(self, env: Mapping[str, Any], python: str | None = None, path: Sequence[str] = ()) -> None:
+        """env: configuration of the environment as verifiers takes it, such as `{taskset: {id: my-taskset}, agent:
+        {runtime: {type: subprocess}}}`. python: path of a Python that has verifiers; None is that of the run. path:
+        folders that are put in front of the child's import path.
+
+        Raises ValueError if `env` names no taskset or `python` is no file.
+        """
+        taskset = env.get("taskset") if isinstance(env, Mapping) else None
+        if not isinstance(taskset, Mapping) or not taskset.get("id"):
+            raise ValueError(
+                f"environment.options.env: got {env!r}, expected verifiers' configuration of an environment with "
+                "taskset.id"
+            )
+        if python is not None and not os.access(os.path.expanduser(python), os.X_OK):
+            raise ValueError(f"environment.options.python: got {python!r}, expected the path of a Python")
+        self._env = dict(env)
+        self._python = os.path.expanduser(python) if python else sys.executable
+        self._path = [os.path.abspath(os.path.expanduser(folder)) for folder in (*path, ".")]
+        self._child: _Child | None = None
+        self._starting = asyncio.Lock()
+        self._starts = 0
+
+    async def play(self, episode: Episode) -> float | None:
+        """Play one task. Its rewards are the environment's, by name, and their weighted sum. Raises RuntimeError if
+        verifiers reports that the episode failed, and TimeoutError if one of its own time limits was exceeded."""
+        number = episode.prompt.fields.get(TASK)
+        if not isinstance(number, int):
+            raise ValueError(f"prompt {episode.prompt.uid!r} has no number of a task, expected data.train=environment")
+        with episode.clock.stopped():  # the start has a bound of its own, and is no fault of the episode
+            child = await self._started()
+        address = episode.endpoint
+        said = await child.play({TASK: number, "url": address.url, "secret": address.secret, "model": address.model})
+        for name, value in said["rewards"].items():
+            episode.reward(value, name)
+        if said["error"]:
+            raise RuntimeError(said["error"])
+        if said["timeout"]:
+            raise TimeoutError("a time limit of the verifiers environment was exceeded")
+        episode.answer = said["text"]
+        return said["reward"]
+
+    async def close(self) -> None:
+        """End the child process. Idempotent."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.close()
+
+    async def _started(self) -> _Child:
+        async with self._starting:
+            if self._child is None or self._child.died:
+                if self._child is not None:
+                    await self._child.close()
+                if self._starts >= MAX_STARTS:
+                    assert self._child is not None
+                    raise RuntimeError(f"the verifiers process ended {self._starts} times; {self._child.words}")
+                self._starts += 1
+                self._child = await _Child.start(self._python, self._path, self._env)
+            return self._child
+
+
+class _Child:
+    """The child process, which plays episodes until it is closed or dies."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self._last_words: deque[str] = deque(maxlen=20)
+        self._tasks = [asyncio.create_task(self._read_errors())]
+
+    @staticmethod
+    async def start(python: str, path: Sequence[str], env: Mapping[str, Any]) -> _Child:
+        """Start the process and wait until it has loaded the environment. Raises RuntimeError if it cannot."""
+        inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        # The paths of this process are for its own Python; another one gets the user's folders alone.
+        paths = [*path, *(inherited if python == sys.executable else ())]
+        process = await asyncio.create_subprocess_exec(
+            python, "-P", str(_SCRIPT), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE, limit=_LINE_BYTES,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+        child = _Child(process)
+        try:
+            await child._send({"env": dict(env)})
+            assert process.stdout is not None
+            async with asyncio.timeout(START_S):
+                line = await process.stdout.readline()
+            first = json.loads(line) if line else {"failed": f"it ended: {child.words}"}
+            if "failed" in first:
+                raise RuntimeError(f"the verifiers environment cannot be loaded: {first['failed']}")
+        except BaseException:
+            await child.close()
+            raise
+        child._tasks.append(asyncio.create_task(child._read_answers()))
+        return child
+
+    @property
+    def died(self) -> bool:
+        """True if the process has ended."""
+        return self._process.returncode is not None
+
+    @property
+    def words(self) -> str:
+        """What the process wrote last to its standard error."""
+        return " | ".join(self._last_words)[-1000:] or "it said nothing"
+
+    async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Let the process play an episode, and return what it says about it. Raises RuntimeError if it dies."""
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send({"id": number, **message})
+            return await answer
+        except asyncio.CancelledError:
+            with suppress(RuntimeError):
+                await self._send({"cancel": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """End the process: it is asked to by the end of its input, and killed if it takes too long. Idempotent."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            async with asyncio.timeout(3.0):
+                await self._process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError) as error:
+            raise RuntimeError(f"the verifiers process has ended: {self.words}") from error
+
+    async def _read_answers(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            message = json.loads(line)
+            answer = self._waiting.get(message.get("id"))
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        await self._process.wait()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(RuntimeError(f"the verifiers process has ended: {self.words}"))
+
+    async def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with suppress(ValueError):  # a line beyond all bounds
+            while line := await self._process.stderr.readline():
+                self._last_words.append(line.decode(errors="replace").strip()[:500])

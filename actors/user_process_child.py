@@ -1,0 +1,63 @@
+"""Calls one function of a user in a process of its own, for as long as its standard input is open.
+
+The first line of the input is {"target": "module:name", "options": {...}, "path": [...]}, answered by {"ready": true}
+or {"failed": "..."}. Each further line is {"arguments": [...]}, answered by {"value": ...} or {"error": "..."}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+PROMPT = "__prompt__"
+"""Key by which an argument is recognised as a prompt, whose fields become attributes."""
+
+
+def load(first: dict[str, Any]) -> Any:
+    sys.path[:0] = [folder for folder in first["path"] if folder not in sys.path]
+    module, _, name = first["target"].partition(":")
+    target = getattr(importlib.import_module(module), name)
+    if inspect.isclass(target):
+        return target(**first["options"])
+    options = first["options"]
+    return (lambda *arguments: target(*arguments, **options)) if options else target
+
+
+def call(function: Any, arguments: list[Any]) -> Any:
+    given = [
+        SimpleNamespace(**argument[PROMPT]) if isinstance(argument, dict) and PROMPT in argument else argument
+        for argument in arguments
+    ]
+    value = function(*given)
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def main() -> None:
+    # What the function prints must not stand between our lines: it goes to the standard error.
+    output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+
+    def write(message: dict[str, Any]) -> None:
+        output.write(json.dumps(message, default=float) + "\n")
+
+    try:
+        function = load(json.loads(sys.stdin.readline()))
+    except BaseException as error:  # whatever a user's module raises at import
+        write({"failed": f"{type(error).__name__}: {error}"})
+        return
+    write({"ready": True})
+    for line in sys.stdin:
+        try:
+            write({"value": call(function, json.loads(line)["arguments"])})
+        except BaseException as error:  # of the function, or of a library that ends calls by an exception of its own
+            write({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

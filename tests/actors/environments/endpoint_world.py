@@ -1,0 +1,91 @@
+"""A rollout actor's endpoint in front of a scripted engine, for tests: episodes that are played by a function."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from headrace.actors.engines.chat import build_chat_format
+from headrace.actors.engines.config import EndpointConfig
+from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.endpoint.server import EndpointServer
+from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.host import EpisodeHost
+from headrace.actors.protocols import Prompt, Sample
+from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
+
+platform.processor()  # openai's client asks for it, and the first answer takes a process
+TOKENIZER = make_chat_tokenizer()
+END: Any = TOKENIZER.eos_token_id
+DEFAULTS = EnvironmentConfig()
+CALL = '<tool_call>\n{"arguments": {"b":  2, "a": 1}, "name": "add"}\n</tool_call>'
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+
+
+class Recorder(ScriptedEngine):
+    """An engine that says one text after another in each episode, letter by letter, and remembers all requests."""
+
+    def __init__(self, *texts: str, **settings: Any) -> None:
+        super().__init__(self._say, tokenizer=TOKENIZER, **settings)
+        self._texts = texts
+        self.seen: list[tuple[str, list[int], list[int]]] = []
+
+    def _say(self, request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+        text = self._texts[int(request_id.rpartition("/")[2]) % len(self._texts)]
+        pieces = [text] if text.startswith("<") else list(text)
+        ids = [token for piece in pieces for token in TOKENIZER(piece, add_special_tokens=False)["input_ids"]]
+        return [*ids, END]
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Any:
+        completions = await super().generate(request_id, prompt_ids, params)
+        self.seen += [(request_id, list(prompt_ids), one.token_ids.tolist()) for one in completions]
+        return completions
+
+
+class World:
+    """The host of an environment with an endpoint."""
+
+    def __init__(
+        self,
+        play: Callable[[Episode], Awaitable[Any]],
+        engine: Any,
+        *,
+        endpoint: EndpointConfig | None = None,
+        config: EnvironmentConfig = DEFAULTS,
+    ) -> None:
+        self.server = EndpointServer(endpoint or EndpointConfig(enabled=True))
+        self.engine = engine
+        chat = build_chat_format(TOKENIZER, "qwen3", {}, {})
+        self.host = EpisodeHost(play, config, chat=lambda: chat, max_prompt_tokens=2000, endpoint=self.server)
+
+    async def run(self, n: int = 1, *, uid: str = "p", most: int = 2000) -> list[Sample]:
+        params = SamplingParams(n=n, max_new_tokens=most)
+        return await self.host.run(Prompt(uid, "q", "", {}), self.engine, TOKENIZER, params)
+
+
+def played(play: Callable[[Episode], Awaitable[Any]], engine: Any, **settings: Any) -> list[Sample]:
+    """Play one episode to its end, and close everything."""
+    n = settings.pop("n", 1)
+
+    async def main() -> list[Sample]:
+        world = World(play, engine, **settings)
+        try:
+            return await world.run(n)
+        finally:
+            await world.host.close()
+            assert world.server.num_sessions == 0 and world.server.num_calls == 0
+
+    return asyncio.run(main())

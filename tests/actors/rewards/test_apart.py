@@ -1,0 +1,127 @@
+"""Rewards that are computed apart: coroutines, whole groups, own processes; what hangs or fails costs its rows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.actors.protocols import Prompt, Sample
+from headrace.actors.rewards.config import RewardConfig
+from headrace.actors.rewards.factory import build_rubric
+from headrace.actors.user_processes import UserFunctionFailed, UserProcesses
+
+calls = 0
+
+
+async def judge(prompt: Any, response: str, finish_reason: str, *, response_tokens: int, scale: float = 1.0) -> float:
+    """Stands for an LLM judge: it hangs on one answer, and fails on the first try of another."""
+    global calls
+    if response == "hang":
+        await asyncio.sleep(3600)
+    if response == "flaky":
+        calls += 1
+        if calls == 1:
+            raise ConnectionError("the judge\nis busy")
+    return scale * response_tokens
+
+
+def ranks(prompt: Any, responses: list[str], finish_reasons: list[str]) -> list[float]:
+    """Compares the answers of a group."""
+    if "odd" in responses:
+        return [1.0]
+    return [float(sorted(responses).index(response)) for response in responses]
+
+
+def blocking(prompt: Any, response: str, finish_reason: str) -> float:
+    if response == "hang":
+        time.sleep(3600)
+    if response == "die":
+        os._exit(3)
+    if response == "wrong":
+        raise KeyError(prompt.fields["level"])
+    print("this does not disturb the answers")
+    return float(response == prompt.answer) + os.getpid() / 1e9
+
+
+def sample(text: str, uid: str = "p", index: int = 0) -> Sample:
+    return Sample(
+        Prompt(uid, "q", "good", {"level": 3}), index, np.arange(4, dtype=np.int32),
+        np.array([0, 1, 1, 1], np.uint8), np.zeros(4, np.float32), text, "stop", np.zeros(4, np.int32),
+    )  # fmt: skip
+
+
+def values_of(samples: list[Sample], *functions: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    rubric = build_rubric(RewardConfig.model_validate({"functions": functions}))
+
+    async def run() -> list[dict[str, Any]]:
+        assert rubric.apart is not None
+        try:
+            return await rubric.apart.values(samples)
+        finally:
+            await rubric.apart.close()
+
+    return asyncio.run(run()), rubric
+
+
+def test_a_judge_is_awaited_tried_again_and_given_up() -> None:
+    kind = f"{__name__}:judge"
+    function = {"kind": kind, "options": {"scale": 2.0}, "timeout_s": 0.3, "retries": 1}
+    began = time.monotonic()
+    samples = [sample(text, index=at) for at, text in enumerate(["good", "hang", "flaky"])]
+    known, rubric = values_of(samples, function, {"kind": "exact_match"})
+    assert time.monotonic() - began < 5.0
+    assert known[0] == known[2] == {"judge": 6.0}
+    assert known[1] == {"judge": "raised TimeoutError: it did not return within 0.3 s"}
+    scores = [
+        rubric.score(one.prompt, one.text, one.finish_reason, 3, one, apart=given)
+        for one, given in zip(samples, known, strict=True)
+    ]
+    assert [score.valid for score in scores] == [True, False, True] and scores[0].reward == 7.0
+    assert scores[1].error == "reward 'judge' raised TimeoutError: it did not return within 0.3 s"
+
+
+def test_a_group_is_scored_in_one_call() -> None:
+    function = {"kind": f"{__name__}:ranks", "per": "group"}
+    samples = [sample("b"), sample("a", index=1), sample("odd", "p2"), sample("x", "p2", 1)]
+    known, _ = values_of(samples, function)
+    assert known[:2] == [{"ranks": 1.0}, {"ranks": 0.0}]
+    assert known[2] == known[3] == {"ranks": "raised ValueError: it returned 1 values for 2 samples"}
+
+
+@pytest.mark.processes
+def test_a_blocking_function_runs_in_processes_that_are_killed() -> None:
+    function = {"kind": f"{__name__}:blocking", "runs": "process", "timeout_s": 5.0}
+    samples = [sample(text, index=at) for at, text in enumerate(["good", "hang", "die", "wrong", "bad"])]
+    known, _ = values_of(samples, function)
+    assert 1.0 < known[0]["blocking"] < 1.1 and 0.0 < known[4]["blocking"] < 0.1
+    assert int(known[0]["blocking"] % 1 * 1e9) != os.getpid()
+    assert "'blocking' did not return within 5 s" in known[1]["blocking"]
+    assert "the process of 'blocking' died" in known[2]["blocking"]
+    assert known[3]["blocking"] == "raised UserFunctionFailed: KeyError: 3"
+
+
+@pytest.mark.processes
+def test_a_cancelled_call_leaves_no_process_behind() -> None:
+    async def run() -> None:
+        processes = UserProcesses("time:sleep", {}, 2)
+        task = asyncio.create_task(processes.call([3600], 60.0))
+        while not processes.num_processes:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert processes.num_processes == 0
+        with pytest.raises(UserFunctionFailed, match="cannot be loaded.*no attribute 'slep'"):
+            await UserProcesses("time:slep", {}, 1).call([], 5.0)
+
+    asyncio.run(run())
+
+
+def test_built_in_rewards_run_as_they_are() -> None:
+    with pytest.raises(ValueError, match="only functions of your own run otherwise"):
+        RewardConfig.model_validate({"functions": [{"kind": "exact_match", "runs": "process"}]})
