@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...codecs.integers import ceil_div
-from ...codecs.routes import expert_layers
 from ...dataplane.plans import Packing
 from ...dataplane.topology import Topology
 from .config import TrainerConfig
@@ -122,6 +121,8 @@ def resolved_packing(trainer: TrainerConfig, model: Any, *, gpu: bool) -> Packin
 
 def has_experts(model: Any) -> bool:
     """Return whether any decoder layer of a model has experts in place of an MLP."""
+    from ...codecs.routes import expert_layers  # imports torch; mistakes in a configuration are told without it
+
     return bool(expert_layers(model))
 
 

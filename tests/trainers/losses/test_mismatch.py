@@ -31,7 +31,7 @@ def test_sums_and_largest_of_one_policy_or_the_other(size: float) -> None:
     for trainer, recomputed in ((now, False), (prev, True)):
         delta = trainer.astype(np.float64) - rollout
         sums, largest = mismatch(given, recomputed=recomputed)
-        expected = [np.abs(delta).sum(), (np.expm1(delta) - delta).sum()]
+        expected = [np.abs(delta).sum(), (np.expm1(delta) - delta).sum(), np.exp(np.abs(delta)).sum()]
         assert sums.dtype == torch.float64 and not sums.requires_grad
         assert sums.tolist() == pytest.approx(expected, rel=1e-5), "also where k3 is below float32's resolution"
         assert float(largest) == pytest.approx(np.abs(delta).max(), rel=1e-12)
@@ -41,7 +41,7 @@ def test_an_engine_that_agrees_and_no_tokens() -> None:
     same = np.linspace(-3, 0, 5)
     for given in (inputs(same, same, same), inputs(same[:0], same[:0], same[:0])):
         sums, largest = mismatch(given, recomputed=True)
-        assert sums.tolist() == [0.0, 0.0] and float(largest) == 0.0
+        assert sums.tolist() == [0.0, 0.0, len(given.logprobs)] and float(largest) == 0.0
 
 
 def test_a_broken_log_prob_is_seen() -> None:

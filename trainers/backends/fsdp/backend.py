@@ -76,12 +76,13 @@ class FsdpBackend:
             reference = self._build(source).requires_grad_(False)
             host = config.trainer.offload or self._device.type == "cuda"
             self._reference = self._spread(reference, source, offload=host)
+        layers = policy.layers()  # FSDP gives them other class names
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
         if self._packed:
             check_packing(self._policy, self._device, self._precision(self._policy), half=self._half)
         if config.trainer.compile:
-            compile_layers(self._policy.layers())
-        recompute_layers(self._policy.layers(), config.trainer.recompute)
+            compile_layers(layers)
+        recompute_layers(layers, config.trainer.recompute)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)
