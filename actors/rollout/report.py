@@ -50,8 +50,8 @@ class RolloutReport:
     """Number of rows taken from the journal instead of generated. The other counts and sums include these rows."""
     restored_tokens: int = 0
     """Number of response tokens of the rows taken from the journal."""
-    routes: RouteCounts = RouteCounts()
-    """Counts of the rows' routes; all 0 without router replay."""
+    routes: RouteCounts | None = None
+    """Counts of the rows' routes; None if there are none, as without router replay."""
 
     @property
     def valid(self) -> int:
@@ -84,7 +84,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
         restored=sum(r.restored for r in reports),
         restored_tokens=sum(r.restored_tokens for r in reports),
-        routes=sum((r.routes for r in reports), RouteCounts()),
+        routes=sum((r.routes for r in reports if r.routes), RouteCounts()),
     )
 
 
@@ -203,5 +203,5 @@ class RolloutTally:
             left_out=tuple(left_out),
             restored=self.restored,
             restored_tokens=self.restored_tokens,
-            routes=self.routes,
+            routes=self.routes if self.routes != RouteCounts() else None,
         )

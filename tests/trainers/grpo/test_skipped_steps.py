@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo.loop import MOST_SKIPPED, Steps
@@ -15,7 +16,7 @@ from headrace.trainers.grpo.steps import State
 
 def steps_of_a_run() -> Any:
     config = build_config({"validation": {"every": 0}, "trainer": {"lr": 0.5}})
-    run: Any = SimpleNamespace(evaluations=(), config=config)
+    run: Any = SimpleNamespace(evaluations=(), config=config, meter=DriverMeter())
     return Steps(run, State(), lambda state, metrics: None)
 
 
