@@ -117,6 +117,7 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
     tell(f"starting the {options.store} store, with dataplane.trusted_network=true")
     with any_agent_port():
         ray.init(
+            "local",
             num_cpus=2,
             include_dashboard=False,
             log_to_driver=False,

@@ -49,7 +49,8 @@ def start_ray() -> None:
     from headrace.trainers.cluster.ray_cluster import any_agent_port
 
     with any_agent_port():
-        ray.init(num_cpus=16, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+        # `local`: a test beside this one may have a cluster that was started by `ray start`, which Ray would join.
+        ray.init("local", num_cpus=16, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
 
 
 def fork_ray_workers() -> None:
