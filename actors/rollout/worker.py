@@ -318,7 +318,7 @@ class RolloutWorker:
         file = self._samples
         if file is None or not picked.any():
             return
-        chosen = [(samples[index], scores[index]) for index in np.flatnonzero(picked)]
+        chosen = [(samples[index], scores[index]) for index in np.flatnonzero(picked).tolist()]
         tokenizer, most = self._tokenizer, file.config.max_tokens
 
         def write() -> None:
