@@ -55,7 +55,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EndpointAddress:
-    """Where the client of an agent reaches the policy in one episode."""
+    """Address at which the client of an agent reaches the policy in one episode."""
 
     url: str
     """Base URL of the OpenAI-compatible API, such as `http://127.0.0.1:40123/v1`."""
@@ -67,7 +67,7 @@ class EndpointAddress:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeServices:
-    """What all episodes of a rollout actor share."""
+    """Objects that all episodes of a rollout actor share."""
 
     engine: Generator
     tokenizer: Any
@@ -117,8 +117,8 @@ class Episode:
 
     @property
     def endpoint(self) -> EndpointAddress:
-        """Where an agent reaches the policy, with the secret of this episode. Raises ValueError if the run has no
-        endpoint."""
+        """Address at which an agent reaches the policy, with the secret of this episode. Raises ValueError if the run
+        has no endpoint."""
         if self.address is None:
             raise ValueError("rollout.endpoint.enabled: got false, expected true, as the environment asks for it")
         return self.address
@@ -221,7 +221,7 @@ class Episode:
 
     @property
     def services(self) -> EpisodeServices:
-        """What the episode shares with the others of its rollout actor."""
+        """Objects that the episode shares with the others of its rollout actor."""
         return self._services
 
     def room(self, length: int, num_prompt: int) -> int:

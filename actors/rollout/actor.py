@@ -55,7 +55,7 @@ class EvaluationSetup:
     reward: RewardConfig
     """Reward functions with which samples are scored."""
     correct: str | None
-    """What makes a sample correct; see `FigureScheme`."""
+    """Rule by which a sample counts as correct; see `FigureScheme`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> Tr
 
 @dataclass(frozen=True, slots=True)
 class _Ours:
-    """What the backend's steps gave."""
+    """Figures that the backend's steps gave."""
 
     seconds: tuple[float, ...]
     first: dict[str, float]

@@ -107,6 +107,9 @@ BY_NAME: dict[str, type[Command]] = {
 }
 
 
+OrderKind = Literal["shrink", "expand"]
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What a tenant is to do with some of its shards. It has to acknowledge it with an `Outcome`."""
@@ -114,7 +117,7 @@ class Order:
     number: int
     """Number of the order, ascending over all tenants. An order that is sent again has the same."""
     tenant: str
-    kind: Literal["shrink", "expand"]
+    kind: OrderKind
     shards: tuple[int, ...]
     due_s: float
     """Time by the pool's clock at which the order is overdue."""

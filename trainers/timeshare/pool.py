@@ -10,6 +10,7 @@ dead, and nobody else waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -20,6 +21,7 @@ from .commands import (
     Ask,
     Command,
     Order,
+    OrderKind,
     Outcome,
     Register,
     Release,
@@ -361,13 +363,12 @@ class Pool:
                 possible.append(shard)
         self._order(now_s, "expand", possible)
 
-    def _order(self, now_s: float, kind: str, shards: tuple[ShardId, ...] | list[ShardId]) -> None:
+    def _order(self, now_s: float, kind: OrderKind, shards: Sequence[ShardId]) -> None:
         """Send each tenant one order for all of its shards among `shards`."""
         for name in sorted({shard.tenant for shard in shards}):
             own = tuple(sorted(shard.shard for shard in shards if shard.tenant == name))
             due_s = now_s + self.bounds.order_timeout_s
-            wanted = "shrink" if kind == "shrink" else "expand"
-            self.orders[self.next_order] = Order(self.next_order, name, wanted, own, due_s)
+            self.orders[self.next_order] = Order(self.next_order, name, kind, own, due_s)
             self.next_order += 1
 
     def is_uneven(self, now_s: float) -> bool:
