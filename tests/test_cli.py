@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 import headrace
-from headrace import cli
 from headrace.cli import main
+from headrace.cli.terminal import print_table
 from headrace.codecs.imports import import_object
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
@@ -217,7 +217,7 @@ def test_a_table_is_printed_whole_in_any_width() -> None:
     table.add_row("as configured", "streaming", "0.158", "12.5 %")
     for terminal in (False, True):
         console = Console(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
-        cli._print_table(console, table)
+        print_table(console, table)
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
         for cell in ("as configured", "streaming", "0.158", "12.5 %", "seconds per step", "trainer idle share"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench")
+FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench", "cli")
 TREE_BEGIN, TREE_END = "<!-- tree: made by tools/docs_sources.py -->\n", "<!-- end of the tree -->\n"
 TABLES_BEGIN, TABLES_END = "<!-- tables: made by tools/docs_sources.py -->\n", "<!-- end of the tables -->\n"
 PAGES = {

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace import cli
 from headrace.bench.transfer import benchmark as transfer_module
+from headrace.cli import main
 
 
 def test_the_command_has_everything(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["--help"]) == 0
+    assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("train", "doctor", "report", "bench"))
-    assert cli.main(["bench", "--help"]) == 0
+    assert main(["bench", "--help"]) == 0
     printed = capsys.readouterr().out
     assert all(
         word in printed for word in ("transfer", "plan", "step", "directory", "chaos", "gpu-train", "gpu-weights")
@@ -26,18 +26,18 @@ def test_the_command_has_everything(capsys: pytest.CaptureFixture[str]):
 
 
 def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["bench", "transfer", "--stores", "shn", "--out", str(tmp_path)]) == 2
+    assert main(["bench", "transfer", "--stores", "shn", "--out", str(tmp_path)]) == 2
     assert "headrace: --stores: got shn, expected some of local" in capsys.readouterr().err
-    assert cli.main(["bench", "directory", "--rows", "0"]) == 2
+    assert main(["bench", "directory", "--rows", "0"]) == 2
     assert "--rows: got 0" in capsys.readouterr().err
     file = tmp_path / "file"
     file.touch()
-    assert cli.main(["bench", "plan", "--out", str(file)]) == 2
-    assert cli.main(["bench", "chaos", "--minutes", "0"]) == 2
+    assert main(["bench", "plan", "--out", str(file)]) == 2
+    assert main(["bench", "chaos", "--minutes", "0"]) == 2
     assert "--minutes: got 0, expected a number above 0" in capsys.readouterr().err
-    assert cli.main(["bench", "chaos", "--out", str(tmp_path)]) == 2
+    assert main(["bench", "chaos", "--out", str(tmp_path)]) == 2
     assert "is not empty, expected a new folder" in capsys.readouterr().err
-    assert cli.main(["bench"]) == 2
+    assert main(["bench"]) == 2
 
 
 @pytest.mark.processes
@@ -48,7 +48,7 @@ def test_transfer_prints_tables_and_leaves_a_report(
     small = functools.partial(real, in_process=True, share=1e-9)
     monkeypatch.setattr(transfer_module, "TransferOptions", small)
     arguments = ["--stores", "local", "--workloads", "tiny", "--pattern", "put", "get", "--quick"]
-    assert cli.main(["bench", "transfer", *arguments, "--out", str(tmp_path)]) == 0
+    assert main(["bench", "transfer", *arguments, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "tiny: milliseconds" in printed and "not measured: transferqueue" in printed
     assert (tmp_path / "report.md").exists()

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import cli
 from headrace.actors.engines.scripted import request_latency
 from headrace.actors.rollout.prompts import base36
 from headrace.bench import modes
 from headrace.bench.modes import CASES, ModeResult, StepOptions
+from headrace.cli import main
 
 TINY = replace(StepOptions.quick(Path("unused")), warm=1, counted=3, prompts=8, train_s=0.25)
 
@@ -27,7 +27,7 @@ def test_a_short_run_writes_the_keys(
 ) -> None:
     """The real system in all modes; its simulation is of the same seconds, give or take a noisy machine."""
     monkeypatch.setattr(StepOptions, "quick", staticmethod(lambda out: replace(TINY, out=out)))
-    assert cli.main(["bench", "step", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "step", "--quick", "--out", str(tmp_path)]) == 0
     assert "headrace bench step" in capsys.readouterr().out
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("conditions")["counted"] == 3
@@ -51,7 +51,7 @@ def test_a_short_run_writes_the_keys(
     ]
     assert all(len(line["times_s"]) == 3 for line in lines)
     assert "steps.png" in (tmp_path / "report.md").read_text() and (tmp_path / "steps.png").stat().st_size > 10_000
-    assert cli.main(["bench", "step", "--quick", "--out", str(tmp_path)]) == 2, "runs are never written over"
+    assert main(["bench", "step", "--quick", "--out", str(tmp_path)]) == 2, "runs are never written over"
 
 
 def test_the_trainer_is_as_slow_as_the_mean_generation() -> None:

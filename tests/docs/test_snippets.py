@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headrace import cli
+from headrace.cli.command import parse
 from headrace.trainers.config.load import load_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -136,7 +136,7 @@ def pieces(words: list[str]) -> list[list[str]]:
 
 def check_headrace(words: list[str]) -> None:
     """The arguments parse; a shipped configuration loads with its overrides."""
-    arguments = cli._parse(words)
+    arguments = parse(words)
     config = getattr(arguments, "config", None)
     if config is not None and config not in PLACES:
         load_config(config, arguments.overrides)

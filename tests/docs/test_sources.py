@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace import cli
+from headrace.cli.arguments import Parser
+from headrace.cli.command import parse
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -51,9 +52,9 @@ def commands(parser: argparse.ArgumentParser, path: str) -> list[tuple[str, list
 def test_the_command_page_names_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page has each command, and each option in a table row of its command."""
     made: list[argparse.ArgumentParser] = []
-    monkeypatch.setattr(cli._Parser, "parse_known_args", lambda parser, argv: made.append(parser) or sys.exit(0))
+    monkeypatch.setattr(Parser, "parse_known_args", lambda parser, argv: made.append(parser) or sys.exit(0))
     with pytest.raises(SystemExit):
-        cli._parse(["doctor"])
+        parse(["doctor"])
     rows = (DOCS / "reference" / "command-line.md").read_text().splitlines()
     for command, options in commands(made[0], "headrace"):
         mentions = " ".join(row for row in rows if row.startswith(f"| `{command}"))

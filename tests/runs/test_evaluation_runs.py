@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace import cli
+from headrace.cli import main
+from headrace.cli.outcome import DONE, MISTAKE
 from headrace.tests.runs.cli_runs import ROOT, run
 from headrace.trainers.observe.metrics import read_metrics
 
@@ -36,14 +37,14 @@ def test_a_run_s_last_evaluation_is_that_of_its_model(
 
     monkeypatch.chdir(tmp_path)
     sets = ["--set", "greedy", "sampled", "--model", str(folder / "model")]
-    assert cli.main(["eval", str(path), SETS, *sets]) == cli.DONE
+    assert main(["eval", str(path), SETS, *sets]) == DONE
     assert "eval/sampled/pass@4" in capsys.readouterr().out
     [first, second] = json.loads(Path("eval.json").read_text())
     assert (first["name"], first["rows"], second["rows"], first["failed"]) == ("greedy", 24, 32, 0)
     for key, value in first["metrics"].items():
         assert value == pytest.approx(last[key], abs=1e-6), key
-    assert cli.main(["eval", str(path), SETS, "--set", "gsm8k", "--model", str(folder / "model")]) == cli.MISTAKE
+    assert main(["eval", str(path), SETS, "--set", "gsm8k", "--model", str(folder / "model")]) == MISTAKE
     assert "--set: got 'gsm8k', expected some of validation, greedy, sampled" in capsys.readouterr().err
-    assert cli.main(["eval", str(path)]) == cli.MISTAKE
+    assert main(["eval", str(path)]) == MISTAKE
     assert "each run makes the built-in model anew" in capsys.readouterr().err
     assert not os.path.exists(tmp_path / "runs")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 HANGS = """
 import sys, threading
-from headrace import cli
+from headrace.cli import main
 from headrace.trainers.grpo import steps as grpo
 from headrace.trainers.supervision import watchdog
 
@@ -32,7 +32,7 @@ def hang(run):
         threading.Event().wait()
 
 grpo.finish = hang
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))
 """
 STEPS = ("validation.every=0", "algorithm.steps=100000")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace import cli
 from headrace.bench import conditions
 from headrace.bench.gpu import baseline, benchmark
 from headrace.bench.gpu.baseline import TrlOutcome, TrlTask, best, run_trl
@@ -20,6 +19,7 @@ from headrace.bench.gpu.layouts import Layout, parse_layout
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.train_run import TrainOutcome, TrainTask, read_outcome, run_train
 from headrace.bench.gpu.works import EXACT, EXAMPLES, GRPO_WORKS
+from headrace.cli import main
 from headrace.tests.bench.gpu.runs import record, task, write_run
 from headrace.trainers.config.load import load_config
 from headrace.trainers.errors import UserError
@@ -101,19 +101,19 @@ def test_trl_is_compared_with_one_gpu(tmp_path: Path) -> None:
 
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["bench", "gpu", "--out", str(tmp_path / "out")]
-    assert cli.main([*start, "--work", "grpo-7b"]) == 2
+    assert main([*start, "--work", "grpo-7b"]) == 2
     assert "--work: got 'grpo-7b', expected some of grpo-tiny, grpo-0.6b" in capsys.readouterr().err
-    assert cli.main([*start, "--work", "grpo-tiny", "--steps", "1"]) == 2
+    assert main([*start, "--work", "grpo-tiny", "--steps", "1"]) == 2
     assert "--steps: got 1, expected at least 2" in capsys.readouterr().err
-    assert cli.main([*start, "--work", "switch-2g", "trainer.lr=1"]) == 2
+    assert main([*start, "--work", "switch-2g", "trainer.lr=1"]) == 2
     assert "trainer.lr=1: no run is made for --work switch-2g" in capsys.readouterr().err
-    assert cli.main([*start, "--work", "grpo-tiny", "--baseline", "trl"]) == 2
+    assert main([*start, "--work", "grpo-tiny", "--baseline", "trl"]) == 2
     assert "trl==1.16.0" in capsys.readouterr().err
-    assert cli.main([*start, "--work", "grpo-tiny", "trainer.rl=1"]) == 2
+    assert main([*start, "--work", "grpo-tiny", "trainer.rl=1"]) == 2
     assert "trainer.rl" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
-    assert cli.main(["bench", "gpu", "--out", str(tmp_path), "--work", "grpo-tiny"]) == 2
+    assert main(["bench", "gpu", "--out", str(tmp_path), "--work", "grpo-tiny"]) == 2
     assert "is not empty, expected a new folder" in capsys.readouterr().err
 
 
@@ -135,7 +135,7 @@ def test_figures_are_written_after_each_run_and_wrong_ones_fail(
     monkeypatch.setattr(conditions, "_commit", lambda: "unknown")
     out = tmp_path / "out"
     arguments = ["bench", "gpu", "--work", "grpo-tiny", "--repeat", "2", "--out", str(out), "trainer.lr=1e-5"]
-    assert cli.main(arguments) == 1
+    assert main(arguments) == 1
     printed = capsys.readouterr().out
     assert "failed: cpu: step 2: gradient norm 99" in printed and "fsdp, 3 steps of 16 samples of up to 32" in printed
     assert seen == [False, True]

@@ -11,7 +11,7 @@ from pathlib import Path
 import headrace
 
 ROOT = Path(headrace.__file__).resolve().parent
-FLOORS = ("dataplane", "actors", "trainers", "cli.py")
+FLOORS = ("dataplane", "actors", "trainers", "cli")
 NOT_READERS = ("trainers/config/", "trainers/run/dry_run.py")
 """Files that name keys but do nothing by them: declarations, checks, the reference, and the text of a dry run."""
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from headrace import cli
+from headrace.cli import main
 from headrace.trainers.config.config import resolved_yaml
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
@@ -84,7 +84,7 @@ def test_the_page_and_the_terminal_show_both_runs(
     pair: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "comparison.html"
-    assert cli.main(["compare", *map(str, pair), "--out", str(out)]) == 0
+    assert main(["compare", *map(str, pair), "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "trainer.lr" in text and str(out) in text.replace("\n", "")
     page = out.read_text()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headrace import cli, load_config
+from headrace import load_config
+from headrace.cli import main
+from headrace.cli.outcome import DONE, MISTAKE
 from headrace.tests import forks
 from headrace.tests.runs.cli_runs import environment, shared_ray
 from headrace.trainers.errors import UserError
@@ -20,14 +22,14 @@ NAMES = list(recipes())
 
 
 def test_every_recipe_has_a_page_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["recipe"]) == cli.DONE
+    assert main(["recipe"]) == DONE
     listed = capsys.readouterr().out
     assert len(NAMES) >= 4
     for name, recipe in recipes().items():
         page = (recipe.folder / "README.md").read_text()
         assert f"headrace train examples/{name}/config.yaml" in page and "## What was run" in page
         assert f"{name} " in listed and recipe.file.summary in listed
-    assert cli.main(["recipe", "gsm"]) == cli.MISTAKE
+    assert main(["recipe", "gsm"]) == MISTAKE
     assert "recipe: got 'gsm', expected one of" in capsys.readouterr().err
 
 
@@ -45,16 +47,16 @@ def test_a_recipe_is_planned_for_its_machine_without_a_network(
 ) -> None:
     needs_math_verify(name, monkeypatch)
     recipe, folder = find_recipe(name), tmp_path / "copy"
-    assert cli.main(["recipe", name, "--offline", "--out", str(folder)]) == cli.DONE
+    assert main(["recipe", name, "--offline", "--out", str(folder)]) == DONE
     told = capsys.readouterr().out
     for key in [*recipe.file.rows, *(["model.path"] if recipe.file.model else [])]:
         assert f"{key}: " in told and "is replaced by" in told
     original, copy = (yaml.safe_load(path.read_text()) for path in (recipe.config, folder / "config.yaml"))
     assert {key: value for key, value in copy["algorithm"].items()} == original["algorithm"], "nothing else changes"
     machine = ["--machine", recipe.file.machine] if recipe.file.machine else []
-    code = cli.main(["train", str(folder / "config.yaml"), "--dry-run", *machine, f"run.dir={tmp_path / 'run'}"])
+    code = main(["train", str(folder / "config.yaml"), "--dry-run", *machine, f"run.dir={tmp_path / 'run'}"])
     planned = capsys.readouterr()
-    assert code == cli.DONE, planned.err
+    assert code == DONE, planned.err
     if recipe.file.machine:
         hosts, gpus, _ = map(int, recipe.file.machine.split("x"))
         assert f"({hosts * gpus} of {hosts * gpus} used)" in planned.out
@@ -78,10 +80,10 @@ def test_the_scaled_down_form_of_a_recipe_is_a_configuration(name: str, tmp_path
 
 def test_a_machine_is_for_dry_runs_only(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(find_recipe("tool-use").config)
-    assert cli.main(["train", path, "--machine", "1x1x80"]) == cli.MISTAKE
+    assert main(["train", path, "--machine", "1x1x80"]) == MISTAKE
     assert "--machine: got a machine without --dry-run" in capsys.readouterr().err
     for wrong in ("8x80", "1x0x80", "1xax80"):
-        assert cli.main(["train", path, "--dry-run", "--machine", wrong]) == cli.MISTAKE
+        assert main(["train", path, "--dry-run", "--machine", wrong]) == MISTAKE
         assert "expected HOSTSxGPUSxGIB" in capsys.readouterr().err
 
 

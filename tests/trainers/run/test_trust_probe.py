@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headrace import cli
+from headrace.cli import main
+from headrace.cli.outcome import DONE, MISTAKE
 from headrace.tests.actors.conftest import VOCAB, save_tokenizer
 from headrace.tests.actors.engines.moe import save_moe
 from headrace.trainers.config.config import Config
@@ -60,13 +61,13 @@ def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.C
         tmp_path
     )
     save_tokenizer(tmp_path)
-    assert cli.main(["doctor", "--model", str(tmp_path)]) == cli.DONE
+    assert main(["doctor", "--model", str(tmp_path)]) == DONE
     printed = capsys.readouterr().out
     assert "sound: probabilities differ by a factor of 1.0000" in printed and "with replay" not in printed
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "rollout.engine=hf"]) == cli.MISTAKE
+    assert main(["doctor", "rollout.engine=hf"]) == MISTAKE
     assert "rollout.engine=hf: keys are for --model" in capsys.readouterr().err
     with pytest.raises(UserError, match="rollout.engine: got 'scripted' with --model"):
         probe_trust(build_config({"model": {"path": str(tmp_path)}, "rollout": {"engine": "scripted"}}))

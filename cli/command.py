@@ -1,0 +1,79 @@
+"""Parses the command line, runs the command that it names, and turns what it raises into an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..codecs.imports import MissingExtra
+from ..trainers.errors import ConfigError, UserError
+from ..version import __version__
+from .arguments import Parser
+from .bench import add_bench_commands
+from .outcome import INTERRUPTED, MISTAKE, TERMINATED, Terminated, failure, mistake
+from .results import add_result_commands
+from .runs import add_run_commands
+
+_EPILOG = """examples:
+  headrace doctor
+  headrace doctor --model my-moe rollout.engine=vllm
+  headrace train examples/quickstart.yaml
+  headrace train my.yaml trainer.lr=1e-4 dataplane.store.kind=ray run.dir=runs/first
+  headrace train my.yaml --dry-run
+  headrace bench transfer --quick
+
+`headrace COMMAND --help` shows the arguments of a command. Documentation: docs/index.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` defaults to the process's arguments."""
+    try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a mistake
+        return stop.code if isinstance(stop.code, int) else MISTAKE
+    try:
+        return arguments.command(arguments)
+    except ConfigError as error:
+        return mistake(error.problems)
+    except (UserError, MissingExtra) as error:
+        return mistake([str(error)])
+    except Terminated:
+        print("headrace: terminated", file=sys.stderr)
+        return TERMINATED
+    except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        return failure(error)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments, with the function to call as `command`. Raises SystemExit after --help, after
+    --version and for mistakes."""
+    parser = Parser(
+        prog="headrace",
+        description="RL post-training for language models, built around its data plane.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_run_commands(commands)
+    add_result_commands(commands)
+    add_bench_commands(commands)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(MISTAKE)
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse treats overrides behind an option as unknown arguments. A malformed one is refused where all are read.
+    if hasattr(arguments, "overrides"):
+        arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
+        rest = [word for word in rest if word.startswith("-")]
+    if hasattr(arguments, "takes_any"):
+        arguments.rest = rest
+    elif rest:
+        overrides = "; overrides are written key.sub=value, without dashes" if hasattr(arguments, "overrides") else ""
+        commands.choices[argv[0]].error(f"unknown argument {rest[0]!r}{overrides}")
+    return arguments

@@ -1,0 +1,72 @@
+"""The commands that show what runs left in their folders: report, samples and compare."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .arguments import known
+from .outcome import DONE
+from .terminal import print_table
+
+
+def add_result_commands(commands: Any) -> None:
+    """Add the commands that show what runs left in their folders."""
+    report = commands.add_parser("report", help="build report.html of a run folder again")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
+    report.set_defaults(command=_report)
+
+    summary = "print what the policy wrote, from samples.jsonl of a run folder"
+    samples = commands.add_parser("samples", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    samples.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    samples.add_argument(
+        "--show",
+        default="all",
+        metavar="WHICH",
+        help="all (the latest first), best, worst, mismatch, truncated, failed or untrained; default: all",
+    )
+    samples.add_argument("--set", metavar="NAME", help="train or validation; default: both")
+    samples.add_argument("--step", type=int, metavar="N", help="only of this step")
+    samples.add_argument("--search", default="", metavar="TEXT", help="only with this text in prompt or answer")
+    samples.add_argument("--limit", type=int, default=5, metavar="N", help="largest number of episodes; default: 5")
+    samples.add_argument("--json", action="store_true", help="one JSON object a line, with all there is")
+    samples.set_defaults(command=_samples)
+
+    summary = "compare runs: curves over each other, figures, time and memory, and settings that differ"
+    compare = commands.add_parser("compare", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders")
+    compare.add_argument(
+        "--out", type=Path, default=Path("runs/comparison.html"), metavar="FILE",
+        help="page that is written; default: runs/comparison.html",
+    )  # fmt: skip
+    compare.set_defaults(command=_compare)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ..trainers.observe.report import write_report
+
+    print(write_report(arguments.run_dir))
+    return DONE
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    from ..trainers.observe.samples import SHOWS, Choice, show_samples
+
+    [show] = known("--show", (arguments.show,), list(SHOWS))
+    choice = Choice(show, arguments.set, arguments.step, arguments.search, arguments.limit)
+    show_samples(arguments.run_dir, choice, Console(), as_json=arguments.json)
+    return DONE
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from ..trainers.observe.compare import read_runs, tables, write_comparison
+
+    console = Console()
+    runs = read_runs(arguments.run_dirs)
+    for table in tables(runs):
+        print_table(console, table)
+    print(write_comparison(runs, arguments.out))
+    return DONE

@@ -1,0 +1,284 @@
+"""The commands that run something: train, simulate, eval, replay, recipe and doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..trainers.errors import UserError
+from .arguments import chosen, config_and_overrides, import_from_here
+from .outcome import DONE, FAILED, stop_on_sigterm
+from .terminal import print_table, show_results, status_line
+
+if TYPE_CHECKING:
+    from ..trainers.config.config import Config
+
+
+def add_run_commands(commands: Any) -> None:
+    """Add the commands that run something."""
+    train = commands.add_parser("train", help="train from a YAML file", description="Train from a YAML file.")
+    config_and_overrides(train)
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved config, placement, memory and plan, and start nothing",
+    )
+    train.add_argument(
+        "--machine",
+        type=_machine,
+        metavar="HOSTSxGPUSxGIB",
+        help="with --dry-run: plan for this machine instead of the present one, such as 4x8x80",
+    )
+    train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
+    train.set_defaults(command=_train)
+
+    summary = "predict step times and idle shares of sync, async and streaming"
+    simulate = commands.add_parser(
+        "simulate",
+        help=summary,
+        description=f"{summary.capitalize()} from the config's `simulation` section, or from the speeds of a run.",
+    )
+    config_and_overrides(simulate)
+    simulate.add_argument(
+        "--out", type=Path, default=Path("runs/simulation"), metavar="DIR", help="folder for the results"
+    )
+    simulate.add_argument(
+        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="folder of a sync run whose speeds are used"
+    )
+    simulate.add_argument(
+        "--gpus", nargs="+", type=int, default=[], metavar="N", help="also simulate these numbers of GPUs"
+    )
+    simulate.set_defaults(command=_simulate)
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate a model on the sets of a config, without a trainer",
+        description="Evaluate a model on validation prompts and evaluation sets of a config, without a trainer. The "
+        "exit code is 1 when a sample's reward or episode failed.",
+    )
+    config_and_overrides(evaluate)
+    evaluate.add_argument("--model", metavar="PATH", help="model folder or hub id; default: model.path of the config")
+    evaluate.add_argument("--set", nargs="+", metavar="NAME", help="sets, `validation` among them; default: all")
+    evaluate.add_argument(
+        "--out", type=Path, default=Path("eval.json"), metavar="FILE", help="file for the results; default: eval.json"
+    )
+    evaluate.set_defaults(command=_eval)
+
+    replay = commands.add_parser(
+        "replay",
+        help="generate a recorded run's rollouts again and compare them",
+        description="Generate again what a run with run.record=true recorded, without a trainer, and compare. The exit "
+        "code is 1 when tokens differ. (To train on the recorded rows instead: headrace train ... run.replay=RUN_DIR.)",
+    )
+    replay.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    replay.add_argument(
+        "--model", metavar="PATH", help="weights: a folder, a hub id, or `best`; default: the run's initial model"
+    )
+    replay.add_argument(
+        "--version", type=int, metavar="N", help="policy version of these weights; its groups are generated again"
+    )
+    replay.add_argument("--out", type=Path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
+    replay.set_defaults(command=_replay)
+
+    recipe = commands.add_parser(
+        "recipe",
+        help="list the recipes of examples/, or make one work without a network",
+        description="List the recipes of examples/, show one, or write a copy of it whose model and data sets are "
+        "replaced by stand-ins that are made on the spot.",
+    )
+    recipe.add_argument("name", nargs="?", metavar="NAME", help="recipe; default: list all")
+    recipe.add_argument(
+        "--offline",
+        action="store_true",
+        help="write a copy that needs no network, for --dry-run, and say what is replaced",
+    )
+    recipe.add_argument(
+        "--small", action="store_true", help="as --offline, with a tiny model and a short run that trains on a CPU"
+    )
+    recipe.add_argument("--out", type=Path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
+    recipe.set_defaults(command=_recipe)
+
+    doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
+    doctor.add_argument(
+        "--model", metavar="PATH", help="compare an engine with a train backend on 64 tokens of this folder or hub id"
+    )
+    doctor.add_argument(
+        "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
+    )
+    doctor.set_defaults(command=_doctor)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from ..trainers.config.config import resolved_yaml, with_run_dir
+    from ..trainers.config.load import load_config
+    from ..trainers.simulation.config import simulation_section
+
+    import_from_here()
+    config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
+    simulation_section(config)  # a run reads none of it, but a mistake there is told at once
+    if arguments.resume and config.run.dir is None:
+        raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
+    config = with_run_dir(config)
+    if arguments.machine is not None and not arguments.dry_run:
+        raise UserError("--machine: got a machine without --dry-run, expected both, because a run takes what is there")
+    if arguments.dry_run:
+        from ..actors.memory import assume_machine
+        from ..trainers.run.dry_run import describe
+        from ..trainers.run.preflight import check_start
+
+        with assume_machine(arguments.machine):
+            left = check_start(config, resume=arguments.resume)
+            print(resolved_yaml(config))
+            print(describe(config))
+        if arguments.machine is not None:
+            left = [*left, "host memory, and Ray's cluster, which --machine stands for"]
+        for line in left:
+            print(f"not checked: {line}")
+        return DONE
+    stop_on_sigterm()
+    from ..trainers.run.early_ray import train_early
+
+    try:
+        train_early(config, resume=arguments.resume)
+    except UserError:
+        raise  # the mistake may be about the folder, and then what is in the folder belongs to another run
+    except BaseException:
+        _leave_report(config)
+        raise
+    return DONE
+
+
+def _leave_report(config: Config) -> None:
+    """Write the report of a run that did not finish. If the report cannot be built, print the reason instead of raising
+    an error, so that the error of the run itself stays visible."""
+    from ..trainers.observe.report import write_report
+    from ..trainers.observe.run_folder import has_figures
+
+    folder = config.run.dir
+    if folder is None or not has_figures(folder):
+        return
+    try:
+        print(f"report: {write_report(folder)}")
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        print(f"headrace: report.html could not be built ({why}); try `headrace report {folder}`", file=sys.stderr)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from ..trainers.config.load import load_config
+    from ..trainers.simulation.config import simulation_section
+    from ..trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
+
+    config = load_config(arguments.config, arguments.overrides)
+    options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
+    with status_line("simulating") as (console, tell):
+        summary = run_simulation(config, options, arguments.out, tell)
+    return show_results(console, simulation_table(summary), arguments.out)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from ..trainers.run.rollout_replay import replay_rollouts, write_replay
+
+    import_from_here()
+    folder: Path = arguments.run_dir
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: no config.yaml there, expected a run folder")
+    out = arguments.out or folder / "replay.json"
+    with status_line("loading the model") as (console, tell):
+        report = replay_rollouts(folder, arguments.model, arguments.version, tell)
+    write_replay(report, out)
+    console.print(
+        f"version {report.version} ({report.model}): {report.groups} groups with {report.tokens} tokens were generated "
+        f"again in {report.seconds:.1f} s\n"
+        f"rows with the same tokens: {report.rows_alike} of {report.rows}; log-probs of equal tokens differ by at most "
+        f"{report.logprob_diff_max:.2g}\n"
+        f"mean reward {report.reward:.4f}, recorded {report.reward_recorded:.4f}; rewards of equal rows differ by at "
+        f"most {report.reward_diff_max:.2g}\n"
+        f"results: {out}",
+        highlight=False,
+    )
+    return DONE if report.rows_alike == report.rows else FAILED
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from ..trainers.config.load import load_config
+    from ..trainers.run.evaluate import evaluate_model, write_results
+
+    import_from_here()
+    config = load_config(arguments.config, arguments.overrides)
+    with status_line("starting") as (console, tell):
+        results = evaluate_model(config, arguments.model, chosen(arguments.set, ()), tell)
+    table = Table(title=f"Evaluation of {results[0].model}", title_justify="left")
+    for column in ("set", "metric", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for result in results:
+        for index, (key, value) in enumerate(result.metrics.items()):
+            table.add_row(result.name if not index else "", key, f"{value:.4f}")
+    print_table(console, table)
+    for result in results:
+        line = f"{result.name}: {result.rows} samples of {result.source} in {result.seconds:.1f} s"
+        if result.failed:
+            line += f"; {result.failed} failed, the first one: {result.first_error}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    write_results(results, arguments.out)
+    console.print(f"results: {arguments.out}", highlight=False, soft_wrap=True)
+    return FAILED if any(result.failed for result in results) else DONE
+
+
+def _recipe(arguments: argparse.Namespace) -> int:
+    from ..trainers.recipes.gallery import find_recipe, recipes
+    from ..trainers.recipes.offline import write_offline
+
+    if arguments.name is None:
+        for name, recipe in recipes().items():
+            print(f"{name:<20} {recipe.file.summary} ({recipe.file.hardware})")
+        return DONE
+    recipe = find_recipe(arguments.name)
+    if not arguments.offline and not arguments.small:
+        print(
+            f"{recipe.name}: {recipe.file.summary}\nhardware: {recipe.file.hardware}\npage: {recipe.folder}/README.md"
+        )
+        print(f"command: headrace train {recipe.config}")
+        return DONE
+    out = arguments.out or Path(f"recipe-{recipe.name}")
+    for line in write_offline(recipe, out, small=arguments.small):
+        print(line)
+    machine = f" --machine {recipe.file.machine}" if recipe.file.machine else ""
+    print(f"command: headrace train {out}/config.yaml" + ("" if arguments.small else f" --dry-run{machine}"))
+    return DONE
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        if arguments.overrides:
+            raise UserError(f"{arguments.overrides[0]}: keys are for --model, which is not given")
+        from ..trainers.run.doctor import run_doctor
+
+        return run_doctor(Console())
+    from ..trainers.config.load import load_config
+    from ..trainers.run.trust_probe import probe_trust, show_trust
+
+    # Without a file all keys but these have their defaults.
+    config = load_config(os.devnull, [f"model.path={json.dumps(arguments.model)}", *arguments.overrides])
+    with status_line("loading the model") as (console, tell):
+        report = probe_trust(config, tell)
+    show_trust(console, arguments.model, report)
+    return DONE if report.sound else FAILED
+
+
+def _machine(text: str) -> Any:
+    """Return the machine that a text such as `4x8x80` describes: hosts, GPUs of each, and GiB of each GPU."""
+    from ..actors.memory import AssumedMachine
+
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected HOSTSxGPUSxGIB, such as 4x8x80")
+    hosts, gpus, gib = map(int, parts)
+    return AssumedMachine(hosts, gpus, gib << 30)
