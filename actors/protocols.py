@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..codecs.batch import Batch
-from ..codecs.routes import ROUTES, RouteSpec
 from ..codecs.schema import Field, Kind, Schema
+from ..codecs.tokens.routes import ROUTES, RouteSpec
 from .engines.protocol import Generator, SamplingParams
 from .visible_gpus import shown_gpus
 

@@ -93,7 +93,7 @@ def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _gpu_switch(arguments: argparse.Namespace, out: Path) -> int:
-    from ..bench.gpu.switch import SwitchOptions, run_switch, switch_table
+    from ..bench.gpu.switch.benchmark import SwitchOptions, run_switch, switch_table
 
     if arguments.overrides:
         raise UserError(f"{arguments.overrides[0]}: no run is made for --work {arguments.work}, expected no overrides")

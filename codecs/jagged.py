@@ -15,8 +15,8 @@ from .columns import tensordict_types, to_column
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_ragged
 from .integers import round_up
 from .memory import fresh
-from .padding import PaddedRows
 from .schema import Kind, Schema
+from .tokens.padding import PaddedRows
 
 if TYPE_CHECKING:  # see `tensordict_types`
     from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...codecs.imports import import_object
-from ...codecs.routes import RouteSpec
 from ...codecs.schema import DTYPES
+from ...codecs.tokens.routes import RouteSpec
 from ..weights.transports.protocol import ReceiverConfig
 from .config import ModelConfig, RolloutConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
 from .protocol import GenerationEngine

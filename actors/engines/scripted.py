@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codecs.routes import RouteSpec
+from ...codecs.tokens.routes import RouteSpec
 from ..memory import ProcessMemory, measure
 from ..weights.transports.protocol import ReceiverConfig, WeightUpdate
 from .incoming_weights import IncomingWeights

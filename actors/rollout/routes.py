@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...codecs.routes import RoutesDamaged, RouteSpec, align_routes, check_routes, join_routes, missing_tokens
+from ...codecs.tokens.routes import RoutesDamaged, RouteSpec, align_routes, check_routes, join_routes, missing_tokens
 from ..engines.config import RouterReplayConfig
 from ..protocols import Sample, Score
 from .prompts import row_key

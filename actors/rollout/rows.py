@@ -10,7 +10,7 @@ import torch
 
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...codecs.jagged import concat, slice_rows
-from ...codecs.routes import ROUTES, RouteSpec
+from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ..protocols import RowTokens, Sample, Score, row_schema, written_fields
 from ..rewards.rubric import reward_tag
 from .prompts import row_key

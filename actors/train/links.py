@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...codecs.routes import ROUTES, RouteSpec
+from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...dataplane.topology import Place, Topology
 from .prefetch import PrefetchStopped
 from .stage_fields import EMBEDDED, stage_fields, stage_layers

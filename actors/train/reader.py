@@ -19,8 +19,8 @@ from typing import Literal, cast
 import torch
 
 from ...codecs.batch import Jagged
-from ...codecs.routes import RouteSpec
 from ...codecs.schema import Schema
+from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from ...codecs.batch import Batch
-from ...codecs.context_slices import piece_lengths, slice_batch
 from ...codecs.jagged import concat
-from ...codecs.routes import RouteSpec
 from ...codecs.schema import Schema
+from ...codecs.tokens.context_slices import piece_lengths, slice_batch
+from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.topology import Place, Topology
 from ..protocols import MicroBatch, Span
 from .links import Part, ReplicaLinks

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...codecs.batch import Batch, Column, Jagged
-from ...codecs.routes import ROUTES, RouteSpec
 from ...codecs.schema import Schema
+from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...dataplane.topology import Place, Topology
 
 EMBEDDED = "input_ids"

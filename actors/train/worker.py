@@ -12,7 +12,7 @@ import torch
 
 from ...codecs.batch import Jagged
 from ...codecs.jagged import unpack
-from ...codecs.routes import ROUTES, RouteSpec
+from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...codecs.host_memory import available_memory
+from ...codecs.host.host_memory import available_memory
 from ...codecs.integers import ALIGN, round_up
 from ...codecs.weights.buckets import BucketPlan
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...codecs.owned_folder import SHARED_MEMORY
+from ...codecs.host.owned_folder import SHARED_MEMORY
 from ...codecs.schema import Kind
 from ...dataplane.config import StoreKind
 from ...dataplane.errors import DataPlaneError

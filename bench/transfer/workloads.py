@@ -12,8 +12,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...codecs.jagged import pack, select_rows
-from ...codecs.routes import ROUTES, RouteSpec
 from ...codecs.schema import Field, Kind, Schema
+from ...codecs.tokens.routes import ROUTES, RouteSpec
 
 SEED = 20240
 WRITE_BACK = "written_back"

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...codecs.host.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ...codecs.integers import ALIGN, round_up
-from ...codecs.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from .checkpoint import draft_of, publish, start_draft
+from .checkpoints.checkpoint import draft_of, publish, start_draft
 
 SHARD_BYTES = 4 << 30
 """Largest size of one weight file in bytes. Writing a file needs that much additional host memory."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...actors.protocols import OffloadReport, device_bytes_in_use, offloaded_error
-from ...codecs.host_memory import available_memory
+from ...codecs.host.host_memory import available_memory
 from ...codecs.integers import ALIGN, round_up
 
 

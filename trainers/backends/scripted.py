@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ...actors.protocols import MicroBatch, OffloadReport
-from .checkpoint import draft_of, publish, start_draft
-from .checkpointer import Checkpointer
+from .checkpoints.checkpoint import draft_of, publish, start_draft
+from .checkpoints.checkpointer import Checkpointer
 from .config import BackendConfig
 from .residence import Residence
 

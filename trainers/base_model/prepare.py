@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...actors.engines.config import BUILTIN_MODELS
-from ...codecs.routes import RouteSpec
+from ...codecs.tokens.routes import RouteSpec
 from ..backends.model_split import check_split
 from ..config.checks import capacity_problems
 from ..config.config import Config

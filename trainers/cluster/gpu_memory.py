@@ -15,7 +15,7 @@ from ...actors.engines.config import engine_dtype, memory_share
 from ...actors.memory import assumed_machine
 from ...actors.weights.transports.factory import resolve_kind
 from ...codecs.integers import ceil_div
-from ..backends.vocab_logprobs import GPU_LOGIT_ELEMENTS
+from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles
 from ..config.config import Config

@@ -31,7 +31,7 @@ from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.report import RolloutReport
 from ...actors.rollout.routes import RouteCounts
-from ...codecs.routes import ROUTES
+from ...codecs.tokens.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost
 from ...dataplane.meta import POSITION, KVBatchMeta

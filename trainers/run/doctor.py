@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...codecs.host_memory import available_memory, total_memory
-from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
+from ...codecs.host.host_memory import available_memory, total_memory
+from ...codecs.host.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
 from ..config.config import Config, RolloutConfig, TrainerConfig
 from .gpu_table import gpu_lines, plan_here

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ...actors.engines.config import engine_batch
 from ...actors.engines.key_value_memory import default_on_cpu, token_bytes
 from ...actors.memory import gpu_sizes
-from ...codecs.host_memory import available_memory
+from ...codecs.host.host_memory import available_memory
 from ...codecs.integers import ceil_div, round_up
-from ...codecs.routes import RouteSpec
+from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.topology import Topology
 from ..base_model.prepare import check_model, model_config, route_spec
 from ..cluster.gpu_memory import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from ...actors.memory import gpu_sizes
-from ...codecs.routes import RouteSpec
+from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.factory import build_advantages

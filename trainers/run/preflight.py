@@ -18,8 +18,8 @@ from ...actors.memory import assumed_machine
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
 from ...actors.rollout.config import is_generated
-from ...codecs.host_memory import total_memory
-from ...codecs.owned_folder import try_lock
+from ...codecs.host.host_memory import total_memory
+from ...codecs.host.owned_folder import try_lock
 from ...dataplane.directory.rank_samplers import RankShares
 from ...dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
 from ...dataplane.factory import check_store

@@ -22,7 +22,7 @@ from ...actors.engines.protocol import Completion
 from ...actors.engines.tokenizer import encode_prompts, load_tokenizer
 from ...actors.protocols import MicroBatch, row_schema
 from ...codecs.jagged import pack
-from ...codecs.routes import ROUTES, RouteSpec, align_routes
+from ...codecs.tokens.routes import ROUTES, RouteSpec, align_routes
 from ..backends.config import BackendConfig
 from ..backends.factory import build_backend
 from ..cluster import actor_specs

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from ...codecs import messages
-from ...codecs.owned_folder import try_lock
+from ...codecs.host.owned_folder import try_lock
 from ..errors import UserError
 from .commands import BY_NAME, Command, Tick
 from .pool import Pool

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....codecs.routes import RouteSpec
+from ....codecs.tokens.routes import RouteSpec
 
 _ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
 """Ends of the names of transformers' router classes (5.23) that return (logits, scores, indices), such as

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig
 
-from ....codecs.host_memory import available_memory
-from ....codecs.routes import RouteSpec
+from ....codecs.host.host_memory import available_memory
+from ....codecs.tokens.routes import RouteSpec
 from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
@@ -37,10 +37,10 @@ from ..protocol import (
 )
 from . import library
 from .logprobs import LogprobTaker
-from .names import WeightNames
 from .process import LOOK_S, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
 from .updates import WeightUpdates
+from .weights.names import WeightNames
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from ....codecs import messages
 from ...weights.transports.protocol import WeightUpdate
 from ..protocol import EngineDied
 from .process import all_of
-from .wire import LoadReport, PrepareState
+from .weights.wire import LoadReport, PrepareState
 
 _LENGTH = struct.Struct("<I")
 

@@ -17,7 +17,7 @@ from .core_log import CoreLog, exit_words
 from .environment import engine_environment
 from .options import arguments
 from .versions import TokenVersions
-from .wire import BACKEND, WORKER
+from .weights.wire import BACKEND, WORKER
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
-from ....codecs.routes import RouteSpec, select_moe_layers
+from ....codecs.tokens.routes import RouteSpec, select_moe_layers
 from ..prompt_checks import checked_prompt
 from ..protocol import Completion, EngineStats, SamplingParams
 from ..sampling import row_keys

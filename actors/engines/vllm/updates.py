@@ -12,7 +12,7 @@ from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, 
 from ..protocol import Prepared
 from .links import WorkerLinks
 from .process import CALL_PATIENCE_S, VllmProcess
-from .wire import PrepareState
+from .weights.wire import PrepareState
 
 T = TypeVar("T")
 

@@ -29,10 +29,10 @@ from ...weights.inbox import WeightInbox
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
 from .links import Order, WorkerLink
-from .loading import ModelLoader
 from .logprobs import SampledLogprobs
-from .names import WeightNames
-from .wire import BACKEND, LoadReport, PrepareState
+from .weights.loading import ModelLoader
+from .weights.names import WeightNames
+from .weights.wire import BACKEND, LoadReport, PrepareState
 
 TELL_EVERY_S = 0.25
 """Minimum time in seconds between two messages in which a worker reports how many buckets it has received."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ....codecs import messages
-from ....codecs.owned_folder import SHARED_MEMORY
+from ....codecs.host.owned_folder import SHARED_MEMORY
 from ....codecs.weights.gpu_scatter import as_signed
 from .deadline import Deadline, worker_name
 from .ipc_base import Contents, IpcSenderBase, IpcStreamBase

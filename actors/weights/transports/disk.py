@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from ....codecs import messages
+from ....codecs.host.owned_folder import PREFIX, create_owned_folder
 from ....codecs.integers import ALIGN
-from ....codecs.owned_folder import PREFIX, create_owned_folder
 from ....codecs.weights.buckets import BucketPlan, read_plan
 from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from ....codecs.host.owned_folder import SHARED_MEMORY
 from ....codecs.integers import ALIGN
-from ....codecs.owned_folder import SHARED_MEMORY
 from .cuda_ipc import CudaIpcStream, RingCache
 from .deadline import Deadline
 from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, join

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....codecs import messages
-from ....codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder, owner_lives, remove_stale_folders
+from ....codecs.host.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder, owner_lives, remove_stale_folders
 from ....codecs.weights.buckets import BucketPlan, read_plan
 from .deadline import TICK_S, Deadline
 from .protocol import WeightUpdate

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ....codecs.owned_folder import try_lock
+from ....codecs.host.owned_folder import try_lock
 from .protocol import BucketFrame, Encoding
 
 OPEN, WHOLE, WITHDRAWN = 1, 2, 3

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ....codecs.owned_folder import remove_stale_folders
+from ....codecs.host.owned_folder import remove_stale_folders
 from ...block_store import StoreSpec
 from ...config import StoreConfig
 from ...directory.requests import body_of

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from ....codecs.owned_folder import SHARED_MEMORY
+from ....codecs.host.owned_folder import SHARED_MEMORY
 from ...errors import SHOWN_KEYS
 
 T = TypeVar("T")

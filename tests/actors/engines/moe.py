@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from headrace.actors.engines.protocol import Completion
-from headrace.codecs.routes import RouteSpec
+from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.actors.conftest import VOCAB, save_tokenizer
 
 CONTEXT = 512

@@ -19,7 +19,7 @@ from headrace.actors.engines.protocol import Completion, EngineStats, SamplingPa
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
 from headrace.actors.transcript import Transcript
 from headrace.codecs import messages
-from headrace.codecs.routes import check_routes, join_routes
+from headrace.codecs.tokens.routes import check_routes, join_routes
 from headrace.tests.actors.engines.moe import LAYERS, Reference, expect_routes, save_moe, spec_of
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver
 

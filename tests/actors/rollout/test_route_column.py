@@ -28,7 +28,7 @@ from headrace.actors.rollout.rows import RolloutRows
 from headrace.actors.rollout.tasks import TaskSource
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.jagged import select_rows
-from headrace.codecs.routes import ROUTES, RouteSpec, check_routes, missing_tokens
+from headrace.codecs.tokens.routes import ROUTES, RouteSpec, check_routes, missing_tokens
 from headrace.dataplane.traffic import ClientStats
 from headrace.tests.actors.rollout.journal_runs import segments
 

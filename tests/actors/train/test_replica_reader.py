@@ -15,7 +15,7 @@ from headrace.actors.train.reader import FetchPolicy, holds_receipt, shares_read
 from headrace.actors.train.stage_fields import stage_fields
 from headrace.actors.train.step_rows import TrainShard
 from headrace.codecs.batch import Jagged
-from headrace.codecs.context_slices import pieces
+from headrace.codecs.tokens.context_slices import pieces
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.meta import KVBatchMeta

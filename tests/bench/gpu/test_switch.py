@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.bench.gpu import switch_trainer
-from headrace.bench.gpu.switch import SwitchOptions, run_switch, summarise_switch
-from headrace.bench.gpu.switch_trainer import SwitchFigures, checksum, link_bytes_per_s, measure_switches, wrong
+from headrace.bench.gpu.switch import trainer as switch_trainer
+from headrace.bench.gpu.switch.benchmark import SwitchOptions, run_switch, summarise_switch
+from headrace.bench.gpu.switch.trainer import SwitchFigures, checksum, link_bytes_per_s, measure_switches, wrong
 from headrace.trainers.errors import UserError
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.codecs.owned_folder import process_start
+from headrace.codecs.host.owned_folder import process_start
 from headrace.dataplane.errors import DataPlaneError, IntegrityError, KeysNotFound, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from headrace.codecs.blocks import BlockLayout
-from headrace.codecs.owned_folder import process_start, remove_stale_folders
+from headrace.codecs.host.owned_folder import process_start, remove_stale_folders
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig

@@ -32,12 +32,12 @@ from headrace.tests.trainers.backends.backend_reference import (
     mismatch_of,
     recomputed_mismatch,
 )
-from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.factory import build_backend
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.row_layout import lay_out
 from headrace.trainers.backends.train_step import TrainStep
+from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
 from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.losses.factory import build_loss
 from headrace.trainers.losses.terms import LossInputs

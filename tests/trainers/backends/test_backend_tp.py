@@ -28,10 +28,10 @@ from headrace.tests.trainers.backends.backend_ranks import (
 )
 from headrace.tests.trainers.backends.backend_reference import ReferenceTrainer, recomputed_mismatch
 from headrace.tests.trainers.backends.live_bytes import gathering_share
-from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.model_split import check_split
+from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
 from headrace.trainers.losses.config import LossConfig
 
 pytestmark = pytest.mark.processes

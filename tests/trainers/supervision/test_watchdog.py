@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.codecs.owned_folder import process_start
+from headrace.codecs.host.owned_folder import process_start
 from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.rpc.frames import DirectoryAddress

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from ....actors.protocols import MicroBatch, OffloadReport
 from ....codecs.batch import Batch
 from ...losses.factory import build_loss
-from ..checkpoint import training_state
-from ..checkpointer import Checkpointer
+from ..checkpoints.checkpoint import training_state
+from ..checkpoints.checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
@@ -27,7 +27,7 @@ from ..router_replay.replay import RouterReplay, require_replay, route_spec
 from ..row_layout import RowLayout, lay_out
 from ..throughput import StepMeter
 from ..train_step import TrainStep
-from ..vocab_logprobs import Entropy
+from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .causal_lm import CausalLM
 from .half_parameters import half_parameters

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import Head
 from ..row_layout import RowLayout
-from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
+from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 
 
 class CausalLM(nn.Module):

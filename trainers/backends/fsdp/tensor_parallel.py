@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ....codecs.integers import ceil_div
-from ..vocab_logprobs import VocabShard
+from ..vocab.logprobs import VocabShard
 from .causal_lm import CausalLM
 
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

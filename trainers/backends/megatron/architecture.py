@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ....codecs.routes import is_expert_layer
+from ....codecs.tokens.routes import is_expert_layer
 from ..config import BackendConfig
 from ..model_split import MODEL_TYPES, check_split, expert_tensor_size, mesh_problems
 from .library import TransformerConfig

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ....actors.protocols import MicroBatch, OffloadReport
 from ...losses.factory import build_loss
-from ..checkpointer import Checkpointer
+from ..checkpoints.checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
@@ -25,7 +25,7 @@ from ..residence import Residence
 from ..router_replay.replay import require_replay, route_spec
 from ..throughput import StepMeter
 from ..train_step import TrainStep
-from ..vocab_logprobs import Entropy
+from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .architecture import check_fits
 from .calls import megatron_calls

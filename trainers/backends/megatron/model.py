@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from ....codecs.integers import ceil_div
-from ....codecs.routes import is_expert_layer
+from ....codecs.tokens.routes import is_expert_layer
 from ..config import BackendConfig
 from ..hf_source import HfSource
-from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
+from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import rotary_frequencies, transformer_config
-from .attention import PackedAttention
-from .experts import GroupedExperts
 from .library import (
     GPTModel,
     TransformerBlockSubmodules,
@@ -24,7 +22,9 @@ from .library import (
     get_gpt_layer_local_spec,
 )
 from .mesh import Mesh
-from .norm import RMSNorm
+from .modules.attention import PackedAttention
+from .modules.experts import GroupedExperts
+from .modules.norm import RMSNorm
 from .rows import PackedRows
 from .weights import cut, entries_of, expert_range
 

@@ -20,7 +20,7 @@ import torch
 
 from ....actors.engines.config import RouterReplayConfig
 from ....actors.train.stage_fields import stage_layers
-from ....codecs.routes import RouteSpec
+from ....codecs.tokens.routes import RouteSpec
 from ....dataplane.topology import Topology
 from ..layers import uncompiled
 from ..router_replay.replay import RouterReplay

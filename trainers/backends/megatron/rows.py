@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from ....actors.protocols import MicroBatch
-from ....codecs.context_slices import chunks
 from ....codecs.gather import exclusive_cumsum
 from ....codecs.integers import round_up
+from ....codecs.tokens.context_slices import chunks
 from ....dataplane.topology import Place, Topology
 from ..row_layout import to_device
-from .attention import AttentionPlan, plan_attention, runs
+from .modules.attention import AttentionPlan, plan_attention, runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..checkpoint import STEPS
+from ..checkpoints.checkpoint import STEPS
 from .library import ChainedOptimizer, DistributedOptimizer
 from .mesh import Mesh
 from .model import PolicyModel

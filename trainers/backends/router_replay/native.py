@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ....codecs.routes import RouteSpec
+from ....codecs.tokens.routes import RouteSpec
 from ...losses.mismatch import MISMATCH_SUMS, mismatch_of
 
 

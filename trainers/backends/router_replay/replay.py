@@ -16,7 +16,7 @@ import torch
 
 from ....actors.engines.config import RouterReplayConfig
 from ....codecs.batch import Batch
-from ....codecs.routes import ROUTES, RouteSpec, check_routes
+from ....codecs.tokens.routes import ROUTES, RouteSpec, check_routes
 from ..layers import uncompiled
 from .native import NativeTally
 

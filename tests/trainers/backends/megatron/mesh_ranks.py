@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.actors.protocols import MicroBatch
 from headrace.actors.train.stage_fields import stage_fields
 from headrace.codecs.batch import Batch
-from headrace.codecs.context_slices import slice_batch
+from headrace.codecs.tokens.context_slices import slice_batch
 from headrace.dataplane.topology import Place, Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     MEASURED,

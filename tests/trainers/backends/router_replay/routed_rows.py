@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from headrace.actors.protocols import MicroBatch
 from headrace.codecs.batch import Batch, Jagged
-from headrace.codecs.routes import ROUTES, RouteSpec
 from headrace.codecs.schema import Schema
+from headrace.codecs.tokens.routes import ROUTES, RouteSpec
 from headrace.tests.trainers.backends.backend_ranks import TINY, Row, micro_batch
 
 TEMPERATURE = 1.3

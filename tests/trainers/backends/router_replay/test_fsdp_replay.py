@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.actors.engines.config import RouterReplayConfig
-from headrace.codecs.routes import RoutesDamaged
+from headrace.codecs.tokens.routes import RoutesDamaged
 from headrace.tests.trainers.backends.backend_ranks import (
     Row,
     backend_config,

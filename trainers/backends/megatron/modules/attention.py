@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from ....codecs.gather import exclusive_cumsum
-from ..layers import uncompiled
-from ..row_layout import to_device
+from .....codecs.gather import exclusive_cumsum
+from ...layers import uncompiled
+from ...row_layout import to_device
 
 _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
 

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from headrace.actors.engines.vllm.names import WeightNames
+from headrace.actors.engines.vllm.weights.names import WeightNames
 
 SMALL: dict[str, Any] = dict(
     vocab_size=48,
@@ -87,6 +87,7 @@ def test_a_model_whose_checkpoint_is_laid_out_in_another_way_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, **EXPERTS)).save_pretrained(tmp_path)
-    monkeypatch.setattr("headrace.actors.engines.vllm.names._EXPERT_STYLES", {"mixtral": ("b", "w1", "w3", "w2")})
+    styles = {"mixtral": ("b", "w1", "w3", "w2")}
+    monkeypatch.setattr("headrace.actors.engines.vllm.weights.names._EXPERT_STYLES", styles)
     with pytest.raises(ValueError, match="'qwen3_moe': its checkpoint names are not known .* use rollout.engine=hf"):
         WeightNames(str(tmp_path))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import library
+from .. import library
 from .copy_plan import CopyPlan, ParameterPlaces, PlanRecorder
 from .names import WeightNames
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from headrace.trainers.backends import vocab_logprobs
+from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
 
 
 def check_kernels(device: str) -> int:
     """Compare values and gradients in both precisions, with and without entropies. Returns the number of checks."""
-    from headrace.trainers.backends import vocab_kernels as kernels  # needs Triton
+    from headrace.trainers.backends.vocab import kernels  # needs Triton
 
     generator = torch.Generator().manual_seed(0)
     cases = list(itertools.product((torch.float32, torch.bfloat16), (False, True)))

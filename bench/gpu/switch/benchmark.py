@@ -17,14 +17,14 @@ import torch
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
-from ...trainers.errors import UserError
-from ..conditions import conditions
-from ..transfer.results import write_records, write_summary
-from .layouts import parse_layout
-from .model_folder import FolderTask, make_folder
-from .shapes import SHAPES
-from .switch_trainer import SwitchFigures, SwitchTask, read_figures, run_rank, wrong
-from .works import SWITCH_WORKS
+from ....trainers.errors import UserError
+from ...conditions import conditions
+from ...transfer.results import write_records, write_summary
+from ..layouts import parse_layout
+from ..model_folder import FolderTask, make_folder
+from ..shapes import SHAPES
+from ..works import SWITCH_WORKS
+from .trainer import SwitchFigures, SwitchTask, read_figures, run_rank, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> SwitchRep
     """Time the switches of engine and trainer, and write results.jsonl and summary.json into `options.out`. Raises
     UserError on a machine without a GPU."""
     gpus = _num_ranks(options)
-    from .switch_engine import measure_engine  # imports vLLM, which a machine without a GPU need not have
+    from .engine import measure_engine  # imports vLLM, which a machine without a GPU need not have
 
     engine_size, trainer_size = SWITCH_WORKS[options.work]
     options.out.mkdir(parents=True, exist_ok=True)

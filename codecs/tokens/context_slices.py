@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .batch import Batch, Column, Jagged
-from .gather import as_bytes, copy_runs, exclusive_cumsum
-from .integers import ceil_div
-from .memory import fresh
+from ..batch import Batch, Column, Jagged
+from ..gather import as_bytes, copy_runs, exclusive_cumsum
+from ..integers import ceil_div
+from ..memory import fresh
 
 
 def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:

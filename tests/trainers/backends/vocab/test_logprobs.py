@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from headrace.tests.trainers.backends.vocab_kernel_checks import check_kernels
-from headrace.trainers.backends import vocab_logprobs
-from headrace.trainers.backends.vocab_logprobs import Entropy, token_logprobs
+from headrace.tests.trainers.backends.vocab.kernel_checks import check_kernels
+from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
+from headrace.trainers.backends.vocab.logprobs import Entropy, token_logprobs
 
 
 def reference(
@@ -77,7 +77,7 @@ def test_kernels_do_what_torch_does() -> None:
     if torch.cuda.is_available():
         check_kernels("cuda")
         return
-    command = [sys.executable, "-m", "headrace.tests.trainers.backends.vocab_kernel_checks"]
+    command = [sys.executable, "-m", "headrace.tests.trainers.backends.vocab.kernel_checks"]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120, check=False
     )

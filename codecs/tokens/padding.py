@@ -7,9 +7,9 @@ import functools
 import numpy as np
 import torch
 
-from .gather import as_bytes, copy_runs
-from .memory import fresh
-from .schema import Field
+from ..gather import as_bytes, copy_runs
+from ..memory import fresh
+from ..schema import Field
 
 ROWWISE_BYTES = 2048
 """Smallest number of bytes of a padded row at which rows are copied one by one, each as one piece of bytes. Shorter

@@ -19,9 +19,9 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from ...dataplane.topology import Topology
-from ...trainers.backends.factory import build_backend
-from ..gpu_train import config, micro_batch, random_rows
+from ....dataplane.topology import Topology
+from ....trainers.backends.factory import build_backend
+from ...gpu_train import config, micro_batch, random_rows
 
 _TIMEOUT = timedelta(seconds=300)
 _LINK_BYTES = 2 << 30

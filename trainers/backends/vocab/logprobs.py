@@ -3,7 +3,7 @@
 The logits of all tokens would be the largest tensor of a step: `T x V` in float32 takes 20 GB for T = 32k tokens and a
 vocabulary of V = 150k. Therefore they are computed for one chunk of tokens at a time, and again in backward. With a
 whole vocabulary, log-probs and their gradients are computed from the chunk's logits as they come, which is in bfloat16
-with mixed precision, and on a GPU without any copy of them (`vocab_kernels`).
+with mixed precision, and on a GPU without any copy of them (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def _kernels(hidden: torch.Tensor) -> Any:
     """Return the module with `softmax_sums` and `softmax_gradient` for tensors like `hidden`: that with Triton kernels
     on a GPU, else this one."""
     if hidden.is_cuda:
-        from . import vocab_kernels  # needs Triton, which torch brings along where it is built for CUDA
+        from . import kernels
 
-        return vocab_kernels
+        return kernels
     return sys.modules[__name__]
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.jagged import pack, to_padded
-from headrace.codecs.routes import (
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.codecs.tokens.routes import (
     RoutesDamaged,
     RouteSpec,
     align_routes,
@@ -23,7 +24,6 @@ from headrace.codecs.routes import (
     routes_dtype,
     select_moe_layers,
 )
-from headrace.codecs.schema import Field, Kind, Schema
 from headrace.tests.example_counts import examples
 
 modest = settings(max_examples=examples(60), deadline=None)

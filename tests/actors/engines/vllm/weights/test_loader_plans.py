@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.engines.vllm.copy_plan import CopyPlan, PlanRecorder
-from headrace.actors.engines.vllm.names import WeightNames
+from headrace.actors.engines.vllm.weights.copy_plan import CopyPlan, PlanRecorder
+from headrace.actors.engines.vllm.weights.names import WeightNames
 from headrace.tests.actors.engines.vllm.builder import build, save_model
-from headrace.tests.actors.engines.vllm.test_copy_plan import Fused, record, weights
+from headrace.tests.actors.engines.vllm.weights.test_copy_plan import Fused, record, weights
 
 pytestmark = pytest.mark.vllm
 
@@ -75,7 +75,7 @@ def loader_with_plan(model: Fused) -> Any:
     """As after a first session."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what vLLM imports
-        loading = importlib.import_module("headrace.actors.engines.vllm.loading")
+        loading = importlib.import_module("headrace.actors.engines.vllm.weights.loading")
     loader = loading.ModelLoader(model, None)
     plan = record(model, model.load, weights(0))
     assert isinstance(plan, CopyPlan)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch, Jagged
-from headrace.codecs.context_slices import chunks, piece_lengths, pieces, slice_batch
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.codecs.tokens.context_slices import chunks, piece_lengths, pieces, slice_batch
 
 SCHEMA = Schema(
     [

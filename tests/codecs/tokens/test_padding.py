@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.codecs import padding
 from headrace.codecs.gather import copy_runs
 from headrace.codecs.jagged import from_padded, pack, to_padded
 from headrace.codecs.schema import DTYPES, Field, Kind, Schema
+from headrace.codecs.tokens import padding
 from headrace.tests.codecs.random_bits import random_bits
 from headrace.tests.example_counts import examples
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..weights.gpu import measure_setup
-from ..weights.gpu_updates import Case, Log, Setup
+from ...weights.gpu import measure_setup
+from ...weights.gpu_updates import Case, Log, Setup
 
 
 class KeptLog(Log):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .schema import Field, Kind
+from ..schema import Field, Kind
 
 ROUTES = "routed_experts"
 """Name of the field that holds the routes of a row's tokens."""

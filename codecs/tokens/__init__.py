@@ -1,0 +1,1 @@
+"""Handles rows of tokens: padding, slices of context-parallel ranks, and routes."""

@@ -1,0 +1,1 @@
+"""Reads, writes and schedules the sharded checkpoints of train backends."""

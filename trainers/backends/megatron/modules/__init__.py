@@ -1,0 +1,1 @@
+"""Modules of a Megatron model that replace those which need TransformerEngine."""

@@ -1,0 +1,1 @@
+"""Computes log-probs and entropies over the vocabulary, whole or split over ranks."""
