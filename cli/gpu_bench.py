@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..trainers.errors import UserError
 from .arguments import bench_command, chosen, known, results_folder
 from .outcome import stop_on_sigterm
 from .terminal import command_line, judged, print_table, status_line
+
+if TYPE_CHECKING:
+    from ..bench.gpu.figures import Figures
 
 
 def add_gpu_commands(kinds: Any) -> None:
@@ -93,19 +96,16 @@ def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _gpu_switch(arguments: argparse.Namespace, out: Path) -> int:
-    from ..bench.gpu.switch.benchmark import SwitchOptions, run_switch, switch_table
+    from ..bench.gpu.switch.benchmark import SwitchOptions, run_switch
 
     if arguments.overrides:
         raise UserError(f"{arguments.overrides[0]}: no run is made for --work {arguments.work}, expected no overrides")
     options = SwitchOptions(out, arguments.work, arguments.backend, layouts=chosen(arguments.layout, ("colocated-1",)))
-    with status_line("starting") as (console, tell):
-        report = run_switch(options, tell)
-    print_table(console, switch_table(report))
-    return judged(console, report.complaints, out)
+    return _measured(lambda tell: run_switch(options, tell), out)
 
 
 def _gpu_train_steps(arguments: argparse.Namespace, out: Path) -> int:
-    from ..bench.train_steps.benchmark import TrainOptions, run_train_steps, train_table
+    from ..bench.train_steps.benchmark import TrainOptions, run_train_steps
 
     options = TrainOptions(
         out, arguments.work, arguments.backend, steps=arguments.steps, layers=arguments.layers,
@@ -113,23 +113,25 @@ def _gpu_train_steps(arguments: argparse.Namespace, out: Path) -> int:
         prompt_share=arguments.prompt_share, plain=arguments.baseline != "none", model=arguments.model,
         overrides=tuple(arguments.overrides),
     )  # fmt: skip
-    with status_line("starting") as (console, tell):
-        report = run_train_steps(options, tell)
-    print_table(console, train_table(report))
-    for line in report.notes:
-        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
-    return judged(console, report.complaints, out)
+    return _measured(lambda tell: run_train_steps(options, tell), out)
 
 
 def _gpu_engine(arguments: argparse.Namespace, out: Path) -> int:
-    from ..bench.gpu.engine_logprobs import EngineOptions, engine_table, run_engine_logprobs
+    from ..bench.gpu.engine_logprobs import EngineOptions, run_engine_logprobs
 
     options = EngineOptions(
         out, arguments.work, pairs=arguments.steps or 5, model=arguments.model, overrides=tuple(arguments.overrides)
     )
+    return _measured(lambda tell: run_engine_logprobs(options, tell), out)
+
+
+def _measured(run: Callable[[Callable[[str], None]], Figures], out: Path) -> int:
+    """Run a benchmark of a part of a run, and show its figures. Returns the exit code."""
     with status_line("starting") as (console, tell):
-        report = run_engine_logprobs(options, tell)
-    print_table(console, engine_table(report))
+        report = run(tell)
+    print_table(console, report.table())
+    for line in report.notes:
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     return judged(console, report.complaints, out)
 
 

@@ -14,20 +14,20 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from ...actors.engines.factory import EngineConfig, build_engine
 from ...actors.engines.protocol import SamplingParams
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
 from ..conditions import conditions
-from ..transfer.results import note, write_records, write_summary
+from ..transfer.results import note
+from .figures import Figures
 from .model_folder import make_folder
 from .works import ENGINE_WORKS, EXAMPLES, GRPO_WORKS
 
@@ -57,17 +57,6 @@ class EngineOptions:
     """Keys of the configuration's section `rollout`, as `rollout.key=value`."""
 
 
-@dataclass(slots=True)
-class EngineReport:
-    """Results of the works `engine-*`."""
-
-    work: str
-    summary: dict[str, float]
-    conditions: Mapping[str, Any]
-    complaints: list[str] = field(default_factory=list)
-    """Sentences about what was wrong; with any of them the command fails."""
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests of one round: prompts with a number of samples each, which all have the same number of tokens."""
@@ -81,7 +70,7 @@ class Load:
         return len(self.prompts) * self.params.n * self.params.max_new_tokens
 
 
-def run_engine_logprobs(options: EngineOptions, tell: Callable[[str], None]) -> EngineReport:
+def run_engine_logprobs(options: EngineOptions, tell: Callable[[str], None]) -> Figures:
     """Make the model, time the ways, and write results.jsonl and summary.json into `options.out`. Raises UserError when
     the options do not fit this machine, before anything is started."""
     work, gpu = GRPO_WORKS[ENGINE_WORKS[options.work]], torch.cuda.device_count() > 0
@@ -114,14 +103,13 @@ def run_engine_logprobs(options: EngineOptions, tell: Callable[[str], None]) -> 
         gpus=[torch.cuda.get_device_name(0)] if gpu else [], work=options.work, pairs=options.pairs,
         samples=len(load.prompts) * load.params.n, tokens=load.tokens, overrides=list(options.overrides), way=way,
     )  # fmt: skip
-    report = EngineReport(options.work, summarise_engine(options.work, load.tokens, seconds, differing), facts)
+    report = Figures(options.work, summarise_engine(options.work, load.tokens, seconds, differing), facts)
     if differing:
         report.complaints.append(f"{differing} log-probs differ from vLLM's own in some bit")
     if way.startswith("vllm"):
         report.complaints.append(f"the worker kept no log-probs: {way}")
     records = [{"op": "engine-logprobs", "way": name, "seconds": values} for name, values in seconds.items()]
-    write_records(options.out / "results.jsonl", records, facts)
-    write_summary(options.out / "summary.json", report.summary, {**facts, "complaints": report.complaints})
+    report.write(options.out, records)
     return report
 
 
@@ -217,13 +205,3 @@ def summarise_engine(work: str, tokens: int, rates: Mapping[Way, Sequence[float]
         found |= {f"{way}_vs_plain_min": min(ratios), f"{way}_vs_plain_max": max(ratios)}
     found |= {"differing_logprobs": float(differing), "tokens_at_most": float(tokens)}
     return {f"gpu.{work}.{name}": value for name, value in found.items()}
-
-
-def engine_table(report: EngineReport) -> Table:
-    """Return a table with a row for each figure."""
-    table = Table(title=f"headrace bench gpu: {report.work}", title_justify="left", title_style="bold")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in report.summary.items():
-        table.add_row(name.removeprefix(f"gpu.{report.work}."), f"{value:,.4g}")
-    return table

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
 from ..conditions import conditions
+from ..gpu.figures import Figures
 from ..gpu.model_folder import FolderTask, make_folder
 from ..gpu.shapes import SHAPES
 from ..gpu.works import EXAMPLES, TRAIN_WORKS
-from ..transfer.results import write_records, write_summary
 from .rank import TrainFigures, TrainTask, read_figures, run_rank
 
 EXACT, HALF = 2e-3, 6e-2
@@ -60,20 +59,7 @@ class TrainOptions:
     """Keys of the section `trainer`, as `trainer.key=value`."""
 
 
-@dataclass(slots=True)
-class TrainReport:
-    """Results of the works `train-*`."""
-
-    work: str
-    summary: dict[str, float]
-    conditions: Mapping[str, Any]
-    notes: list[str] = field(default_factory=list)
-    """Sentences about figures that are left out, and why."""
-    complaints: list[str] = field(default_factory=list)
-    """Sentences about what was wrong; with any of them the command fails."""
-
-
-def run_train_steps(options: TrainOptions, tell: Callable[[str], None]) -> TrainReport:
+def run_train_steps(options: TrainOptions, tell: Callable[[str], None]) -> Figures:
     """Make the models, measure in processes of their own, and write results.jsonl and summary.json into `options.out`.
     Raises UserError when the options do not fit this machine, before anything is started."""
     work, gpus = TRAIN_WORKS[options.work], torch.cuda.device_count()
@@ -103,12 +89,11 @@ def run_train_steps(options: TrainOptions, tell: Callable[[str], None]) -> Train
         work=options.work, layers=shape.layers, trainer=trainer.model_dump(), tokens=tokens,
         row_tokens=options.row_tokens, micros=task.micros, steps=task.steps, prompt_share=options.prompt_share,
     )  # fmt: skip
-    report = TrainReport(options.work, summarise(options.work, ranks), facts)
+    report = Figures(options.work, summarise(options.work, ranks), facts)
     report.notes = [ranks[0].plain_problem] if ranks[0].plain_problem else []
     report.complaints = wrong(ranks[0], half=trainer.mixed_precision)
     records = [{"op": "train-steps", "rank": number, **asdict(figures)} for number, figures in enumerate(ranks)]
-    write_records(options.out / "results.jsonl", records, facts)
-    write_summary(options.out / "summary.json", report.summary, {**facts, "complaints": report.complaints})
+    report.write(options.out, records)
     return report
 
 
@@ -174,14 +159,3 @@ def wrong(figures: TrainFigures, *, half: bool) -> list[str]:
             f"the first gradient norm is {figures.first_norm:.4g}, plain torch's is {figures.plain['first_norm']:.4g}"
         )
     return found
-
-
-def train_table(report: TrainReport) -> Table:
-    """Return a table with a row for each figure."""
-    table = Table(title=f"headrace bench gpu: {report.work}", title_justify="left", title_style="bold")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in report.summary.items():
-        short = name.removeprefix(f"gpu.{report.work}.")
-        table.add_row(short, f"{value:.1%}" if short.startswith("share.") or short == "mfu" else f"{value:,.4g}")
-    return table

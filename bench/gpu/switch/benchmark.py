@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 from ....trainers.errors import UserError
 from ...conditions import conditions
-from ...transfer.results import write_records, write_summary
+from ..figures import Figures
 from ..layouts import parse_layout
 from ..model_folder import FolderTask, make_folder
 from ..shapes import SHAPES
@@ -43,18 +42,7 @@ class SwitchOptions:
     """One layout `colocated-N`: N train ranks, each on a GPU of its own. The engine is on the first."""
 
 
-@dataclass(slots=True)
-class SwitchReport:
-    """Results of the works `switch-*`."""
-
-    work: str
-    summary: dict[str, float]
-    conditions: Mapping[str, Any]
-    complaints: list[str] = field(default_factory=list)
-    """Sentences about what was wrong; with any of them the command fails."""
-
-
-def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> SwitchReport:
+def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> Figures:
     """Time the switches of engine and trainer, and write results.jsonl and summary.json into `options.out`. Raises
     UserError on a machine without a GPU."""
     gpus = _num_ranks(options)
@@ -78,11 +66,11 @@ def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> SwitchRep
         gpus=[torch.cuda.get_device_name(number) for number in range(gpus)],
         work=options.work, backend=options.backend, cycles=options.cycles,
     )  # fmt: skip
-    report = SwitchReport(options.work, summarise_switch(options.work, log.records, ranks), facts, list(log.failures))
+    report = Figures(options.work, summarise_switch(options.work, log.records, ranks), facts)
+    report.complaints = [*log.failures]
     report.complaints += [f"rank {rank}: {line}" for rank, figures in enumerate(ranks) for line in wrong(figures)]
     records = [*log.records, *({"record": "trainer", **asdict(figures)} for figures in ranks)]
-    write_records(options.out / "results.jsonl", records, facts)
-    write_summary(options.out / "summary.json", report.summary, {**facts, "complaints": report.complaints})
+    report.write(options.out, records)
     return report
 
 
@@ -112,16 +100,6 @@ def summarise_switch(work: str, records: list[dict[str, Any]], ranks: list[Switc
             "nccl_rebuild_s": slowest.group_rebuild_s,
         }
     return {f"gpu.{work}.{name}": value for name, value in found.items()}
-
-
-def switch_table(report: SwitchReport) -> Table:
-    """Return a table with a row for each figure."""
-    table = Table(title=f"headrace bench gpu: {report.work}", title_justify="left", title_style="bold")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in report.summary.items():
-        table.add_row(name.removeprefix(f"gpu.{report.work}."), f"{value:.4g}")
-    return table
 
 
 def _num_ranks(options: SwitchOptions) -> int:
