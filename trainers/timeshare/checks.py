@@ -36,7 +36,10 @@ def apply_plan(state: PoolState, plan: Plan) -> PoolState:
 
 def _state_faults(state: PoolState) -> Iterator[str]:
     """Yield what is wrong with a state before any plan."""
-    counts = Counter(gpu for _, gpus in state.holders() for gpu in gpus)
+    held = state.held()
+    if len(set(held)) == len(held) and (not held or (min(held) >= 0 and max(held) < state.num_gpus)):
+        return
+    counts = Counter(held)
     for gpu, count in sorted(counts.items()):
         if count > 1:
             names = [name for name, gpus in state.holders() if gpu in gpus]
@@ -98,7 +101,7 @@ def _gpu_faults(state: PoolState, plan: Plan) -> Iterator[str]:
     """Yield GPUs that would be held twice, or woken upon before they are free. Called for a plan whose orders exist."""
     after = apply_plan(state, plan)
     yield from _state_faults(after)
-    held = [gpu for _, gpus in after.holders() for gpu in gpus]
+    held = after.held()
     if len(held) + len(after.idle()) != state.num_gpus:
         yield f"{len(held)} GPUs are held and {len(after.idle())} idle of {state.num_gpus}"
 

@@ -40,6 +40,10 @@ class TenantMap:
     shards: tuple[tuple[int, ...], ...]
     """GPUs of each engine. All engines have equally many, and no two share one."""
 
+    def __hash__(self) -> int:
+        """Return a hash of the name alone: maps are keys of a cache, and may have thousands of GPUs."""
+        return hash(self.name)
+
     @property
     def tp(self) -> int:
         """Number of GPUs of an engine."""
@@ -118,10 +122,23 @@ class PoolState:
         if self.blocked:
             yield "nobody (blocked)", tuple(sorted(self.blocked))
 
+    def held(self) -> list[int]:
+        """Return the GPUs that are held or blocked, in no order; twice those that two hold."""
+        gpus = [gpu for grant in self.grants for gpu in grant.gpus]
+        for tenant in self.tenants.values():
+            for shard in tenant.awake:
+                gpus.extend(tenant.map.shards[shard])
+        return [*gpus, *self.blocked]
+
     def idle(self) -> frozenset[int]:
         """Return the GPUs that nobody holds."""
-        held = {gpu for _, gpus in self.holders() for gpu in gpus}
-        return frozenset(range(self.num_gpus)) - held
+        return frozenset(range(self.num_gpus)).difference(self.held())
+
+    @property
+    def num_idle(self) -> int:
+        """Number of GPUs that nobody holds, if none is held twice."""
+        awake = sum(len(tenant.awake) * tenant.map.tp for tenant in self.tenants.values())
+        return self.num_gpus - awake - sum(len(grant.gpus) for grant in self.grants) - len(self.blocked)
 
 
 @dataclass(frozen=True, slots=True, order=True)

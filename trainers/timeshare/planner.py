@@ -8,17 +8,18 @@ moves one shard at a time from who has too many to who has too few. It is a pure
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import numpy as np
 
 from .gap import Gap, gaps
-from .plan import Grant, Plan, PoolState, Request, ShardId
+from .plan import Grant, Plan, PoolState, Request, ShardId, TenantMap
 
 MAX_EXPANDS = 1_000
 """Largest number of shards that one cycle wakes. The next cycle goes on."""
 
-_IDLE, _TAKEN = -1, -2
+IDLE, TAKEN = -1, -2
 
 _logger = logging.getLogger(__name__)
 
@@ -29,11 +30,12 @@ def plan_cycle(state: PoolState, *, starve_s: float) -> Plan:
     starve_s: seconds after which a request that still waits comes before all others and reserves its GPUs, so that
     nobody else gets them.
     """
-    draft = _Draft(state)
-    for name in draft.names:
-        if state.tenants[name].ending:
-            for shard in sorted(state.tenants[name].awake):
-                draft.shrink(draft.flat(ShardId(name, shard)))
+    awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
+    ends = any(tenant.ending and tenant.awake for tenant in state.tenants.values())
+    if not (state.requests or ends or any(gap.takes for gap in gaps(state, awake, state.num_idle).values())):
+        return Plan()  # most looks at a large pool end here
+    draft = Draft(state)
+    draft.shrink_ending()
     starving = {one: state.now_s - one.since_s >= starve_s for one in state.requests}
     turn = {one: (0 if late else 1 + one.priority, one.since_s, one.tenant, one.role) for one, late in starving.items()}
     for request in sorted(state.requests, key=turn.__getitem__):
@@ -45,10 +47,10 @@ def plan_cycle(state: PoolState, *, starve_s: float) -> Plan:
 def is_uneven(state: PoolState, difference: float = 0.1) -> bool:
     """Return whether shares of work and of GPUs differ by more than `difference` for any tenant with work left."""
     awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
-    return any(abs(gap.gap) > difference and gap.share > 0 for gap in gaps(state, awake, len(state.idle())).values())
+    return any(abs(gap.gap) > difference and gap.share > 0 for gap in gaps(state, awake, state.num_idle).values())
 
 
-class _Draft:
+class Draft:
     """A plan in the making, and the pool as it will be after it. Shards of all tenants are numbered through."""
 
     def __init__(self, state: PoolState) -> None:
@@ -56,22 +58,23 @@ class _Draft:
         self.names = sorted(state.tenants)
         self.awake = {name: len(state.tenants[name].awake) for name in self.names}
         """Number of shards of each tenant that hold GPUs once the plan is done."""
-        self.gpus = {name: np.array(state.tenants[name].map.shards, dtype=np.int64) for name in self.names}
+        self.gpus = {name: shard_gpus(state.tenants[name].map) for name in self.names}
         """GPUs of each tenant's shards, `[shards, tp]`."""
         counts = np.array([len(self.gpus[name]) for name in self.names], dtype=np.int64)
         self._first = dict(zip(self.names, (np.cumsum(counts) - counts).tolist(), strict=True))
         self.tenant_of = np.repeat(np.arange(len(self.names)), counts)
         """Position in `names` of each shard's tenant, `[all shards]`."""
-        self.holder = np.full(state.num_gpus, _TAKEN, dtype=np.int64)
-        """The shard that generates on each GPU, _IDLE, or _TAKEN for one that cannot be had, `[GPUs]`."""
-        self.holder[sorted(state.idle())] = _IDLE
+        self.holder = np.full(state.num_gpus, IDLE, dtype=np.int64)
+        """The shard that generates on each GPU, IDLE, or TAKEN for one that cannot be had, `[GPUs]`."""
         self.touched = np.zeros(int(counts.sum()), dtype=bool)
         """Shards that this plan puts to sleep or wakes, and those left out; it leaves them alone. `[all shards]`."""
         self.awake_now = np.zeros_like(self.touched)
+        for gpus in (state.blocked, *(grant.gpus for grant in state.grants)):
+            self.holder[list(gpus)] = TAKEN
         for name in self.names:
-            for shard in state.tenants[name].awake:
-                self.holder[self.gpus[name][shard]] = self._first[name] + shard
-                self.awake_now[self._first[name] + shard] = True
+            shards = np.array(sorted(state.tenants[name].awake), dtype=np.int64)
+            self.holder[self.gpus[name][shards]] = (self._first[name] + shards)[:, None]
+            self.awake_now[self._first[name] + shards] = True
             for shard in state.tenants[name].left_out:
                 self.touched[self._first[name] + shard] = True
         self._shrinks: list[int] = []
@@ -87,7 +90,7 @@ class _Draft:
 
     @property
     def num_idle(self) -> int:
-        return int((self.holder == _IDLE).sum())
+        return int((self.holder == IDLE).sum())
 
     def flat(self, shard: ShardId) -> int:
         return self._first[shard.tenant] + shard.shard
@@ -98,7 +101,7 @@ class _Draft:
 
     def shrink(self, flat: int) -> None:
         shard = self.shard(flat)
-        self.holder[self.gpus[shard.tenant][shard.shard]] = _IDLE
+        self.holder[self.gpus[shard.tenant][shard.shard]] = IDLE
         self.awake[shard.tenant] -= 1
         self.awake_now[flat], self.touched[flat] = False, True
         self._shrinks.append(flat)
@@ -110,21 +113,28 @@ class _Draft:
         self.awake_now[flat], self.touched[flat] = True, True
         self._expands.append(flat)
 
+    def shrink_ending(self) -> None:
+        """Put the shards of all tenants that end to sleep."""
+        for name in self.names:
+            if self.state.tenants[name].ending:
+                for shard in sorted(self.state.tenants[name].awake):
+                    self.shrink(self.flat(ShardId(name, shard)))
+
     def take(self, gpus: tuple[int, ...]) -> None:
         """Keep these GPUs from everybody for the rest of the plan. Shards that are awake on some of them stay so."""
-        idle = [gpu for gpu in gpus if self.holder[gpu] == _IDLE]
-        self.holder[idle] = _TAKEN
+        idle = [gpu for gpu in gpus if self.holder[gpu] == IDLE]
+        self.holder[idle] = TAKEN
 
     def of_tenant(self, name: str) -> slice:
         return slice(self._first[name], self._first[name] + len(self.gpus[name]))
 
 
-def _serve(draft: _Draft, request: Request, *, starving: bool) -> None:
+def _serve(draft: Draft, request: Request, *, starving: bool) -> None:
     """Grant a request of other work than generation if all its GPUs can be had, from idle ones and from shards that
     generate. Otherwise shrink nothing for it: no shard sleeps in vain."""
     wanted = draft.state.tenants[request.tenant].map.gpus(request.role)
     holders = draft.holder[list(wanted)]
-    if (holders != _TAKEN).all():
+    if (holders != TAKEN).all():
         for flat in np.unique(holders[holders >= 0]).tolist():
             draft.shrink(flat)
         draft.grants.append(Grant(request.tenant, request.role, request.priority, wanted))
@@ -133,9 +143,10 @@ def _serve(draft: _Draft, request: Request, *, starving: bool) -> None:
         draft.take(wanted)
 
 
-def _balance(draft: _Draft) -> None:
+def _balance(draft: Draft) -> None:
     """Wake shards one at a time for who has too few GPUs, and compute the gaps anew after each."""
     found = gaps(draft.state, draft.awake, draft.num_idle)
+    givable = _givable(draft, found)
     in_vain: set[str] = set()
     while True:
         takers = [
@@ -144,7 +155,7 @@ def _balance(draft: _Draft) -> None:
         if not takers:
             return
         taker = found[min(takers)[-1]]
-        given = _wake_one(draft, taker, found)
+        given = _wake_one(draft, taker, givable)
         if given is None:
             in_vain.add(taker.name)
             continue
@@ -152,38 +163,47 @@ def _balance(draft: _Draft) -> None:
             in_vain.clear()  # a shard that slept may have left GPUs that others can use
         for name in {taker.name, *given}:
             found[name].set_awake(draft.awake[name] * found[name].tp)
+        givable = _givable(draft, found)
         if draft.num_expands >= MAX_EXPANDS:
             _logger.warning("the pool's plan wakes %d shards; the next plan goes on", MAX_EXPANDS)
             return
 
 
-def _wake_one(draft: _Draft, taker: Gap, found: dict[str, Gap]) -> list[str] | None:
+_ALL = np.iinfo(np.int64).max
+
+
+def _givable(draft: Draft, found: dict[str, Gap]) -> np.ndarray:
+    """Return for each GPU the number of shards that its holder has to give, 0 if it cannot be had, and _ALL if it is
+    idle (int64 `[GPUs]`)."""
+    to_give = np.array([found[name].to_give if name in found else 0 for name in draft.names], dtype=np.int64)
+    of_shard = np.where(draft.touched, 0, to_give[draft.tenant_of])
+    return np.append(of_shard, [0, _ALL])[draft.holder]  # TAKEN and IDLE count from the end
+
+
+def _wake_one(draft: Draft, taker: Gap, givable: np.ndarray) -> list[str] | None:
     """Wake one shard of `taker`, after shrinking the donors' shards on its GPUs. Returns the donors' names, one for
     each shard, or None if no shard can be had.
 
     A shard whose GPUs are idle is preferred, then one whose donors have most to give, then the one with the lowest
     number.
     """
-    own = draft.of_tenant(taker.name)
-    holders = draft.holder[draft.gpus[taker.name]]
-    can = ~(draft.awake_now[own] | draft.touched[own])
-    free = np.flatnonzero(can & (holders == _IDLE).all(axis=1))
-    if len(free):
-        draft.expand(own.start + int(free[0]))
-        return []
-    to_give = np.array([found[name].to_give if name in found and name != taker.name else 0 for name in draft.names])
-    of_shard = np.where(draft.touched, 0, to_give[draft.tenant_of])
-    of_holder = np.append(of_shard, [0, np.iinfo(np.int64).max])  # _TAKEN and _IDLE count from the end
-    spare = of_holder[holders].min(axis=1)
-    for number in np.argsort(-spare, kind="stable").tolist():
-        if spare[number] <= 0:
-            return None
-        given = np.unique(holders[number][holders[number] >= 0])
-        donors, counts = np.unique(draft.tenant_of[given], return_counts=True)
-        if can[number] and (counts <= to_give[donors]).all():
-            names = [draft.names[draft.tenant_of[flat]] for flat in given]
-            for flat in given.tolist():
+    own, gpus = draft.of_tenant(taker.name), draft.gpus[taker.name]
+    spare = givable[gpus].min(axis=1)
+    spare[draft.awake_now[own] | draft.touched[own]] = 0
+    shards = np.flatnonzero(spare)
+    for shard in shards[np.argsort(-spare[shards], kind="stable")].tolist():
+        of_gpus = zip(draft.holder[gpus[shard]].tolist(), givable[gpus[shard]].tolist(), strict=True)
+        limits = {flat: to_give for flat, to_give in of_gpus if flat != IDLE}
+        donors = [draft.names[draft.tenant_of[flat]] for flat in sorted(limits)]
+        if all(donors.count(name) <= limits[flat] for flat, name in zip(sorted(limits), donors, strict=True)):
+            for flat in sorted(limits):
                 draft.shrink(flat)
-            draft.expand(own.start + number)
-            return names
+            draft.expand(own.start + shard)
+            return donors
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def shard_gpus(own: TenantMap) -> np.ndarray:
+    """Return the GPUs of a tenant's shards, int64 `[shards, tp]`."""
+    return np.array(own.shards, dtype=np.int64)

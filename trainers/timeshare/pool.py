@@ -111,14 +111,16 @@ class Pool:
     num_rejected: int = 0
     """Number of plans that were dropped because they broke a check."""
 
-    def apply(self, now_s: float, command: Command) -> None:
-        """Carry out one command at time `now_s`, and then whatever follows from it: plans, orders, grants.
+    def apply(self, now_s: float, command: Command) -> bool:
+        """Carry out one command at time `now_s`, and then whatever follows from it: plans, orders, grants. Returns
+        whether the pool has changed, which only a passing of time may leave as it is.
 
         Raises UserError, and changes nothing, for a command that is refused.
         """
         self._carry_out(now_s, command)
-        self._expire(now_s)
-        self._go_on(now_s)
+        expired = self._expire(now_s)
+        gone_on = self._go_on(now_s)
+        return expired or gone_on or not isinstance(command, Tick)
 
     def orders_of(self, tenant: str) -> list[Order]:
         """Return the orders that a tenant has not acknowledged, oldest first."""
@@ -150,6 +152,10 @@ class Pool:
             now_s,
             frozenset(blocked),
         )
+
+    def plan(self, state: PoolState) -> Plan:
+        """Return what is to be done in `state`. A pool with another rule overrides this."""
+        return plan_cycle(state, starve_s=self.bounds.starve_s)
 
     def _held(self, name: str) -> set[int]:
         tenant = self.tenants[name]
@@ -295,8 +301,10 @@ class Pool:
 
     # ------------------------------------------------------------ what follows
 
-    def _expire(self, now_s: float) -> None:
-        """Make suspect whoever has left an order or the pool without an answer for too long."""
+    def _expire(self, now_s: float) -> bool:
+        """Make suspect whoever has left an order or the pool without an answer for too long. Returns whether there was
+        one that had not been before."""
+        num_before = len(self.suspects)
         for order in list(self.orders.values()):
             if now_s > order.due_s:
                 late_s = now_s - order.due_s + self.bounds.order_timeout_s
@@ -306,6 +314,7 @@ class Pool:
             silent_s = now_s - tenant.heard_s
             if silent_s > self.bounds.lease_s:
                 self._suspect(name, f"no sign of life for {silent_s:.0f} s")
+        return len(self.suspects) > num_before
 
     def _suspect(self, name: str, reason: str) -> None:
         tenant = self.tenants[name]
@@ -314,21 +323,24 @@ class Pool:
             self._void(name)
             self._admit()
 
-    def _go_on(self, now_s: float) -> None:
-        """Carry the running plan on as far as acknowledgements allow, and begin another when it is over."""
+    def _go_on(self, now_s: float) -> bool:
+        """Carry the running plan on as far as acknowledgements allow, and begin another when it is over. Returns
+        whether anything has changed."""
+        num_rejected, changed = self.num_rejected, False
         while not self.orders:
-            if self.running is None:
-                if not self._begin(now_s):
-                    return
-            elif not self.running.waking:
-                self._grant_and_wake(now_s)
-            else:
+            if self.running is not None and self.running.waking:
                 self.running = None
+            elif self.running is not None:
+                self._grant_and_wake(now_s)
+            elif not self._begin(now_s):
+                break
+            changed = True
+        return changed or self.num_rejected > num_rejected
 
     def _begin(self, now_s: float) -> bool:
         """Make a plan and order its shrinks. Returns False if there is nothing to do."""
         state = self.state(now_s)
-        plan = plan_cycle(state, starve_s=self.bounds.starve_s)
+        plan = self.plan(state)
         if not plan:
             return False
         faults = broken_checks(state, plan)

@@ -18,7 +18,7 @@ import xxhash
 from ...codecs import messages
 from ...codecs.host.owned_folder import try_lock
 from ..errors import UserError
-from .commands import BY_NAME, Command, Tick
+from .commands import BY_NAME, Command
 from .pool import Pool
 
 _HEAD = struct.Struct("<IQ")
@@ -61,9 +61,7 @@ class PoolJournal:
 
         A passing of time that changes nothing is not kept either.
         """
-        before = messages.encode(self.pool) if isinstance(command, Tick) else b""
-        self.pool.apply(now_s, command)
-        if before and messages.encode(self.pool) == before:
+        if not self.pool.apply(now_s, command):
             return
         body = messages.encode((now_s, type(command).__name__, messages.encode(command)))
         os.write(self._file, _record(body))

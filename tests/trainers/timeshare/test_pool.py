@@ -224,6 +224,12 @@ def check_gpus(pool: Pool, now_s: float) -> None:
     assert len(held) + len(state.idle()) == pool.num_gpus
 
 
+def check_tick(pool: Pool, now_s: float) -> None:
+    """Check that a passing of time says rightly whether it changes the pool: what it says is not kept otherwise."""
+    after = copy.deepcopy(pool)
+    assert after.apply(now_s, Tick()) == (after != pool)
+
+
 def run_random(seed: int, num_steps: int, path: Path, restart_every: int) -> None:
     """Run random tenants on a journaled pool, which is closed and opened again every `restart_every` commands."""
     tenants = Tenants(seed)
@@ -231,6 +237,7 @@ def run_random(seed: int, num_steps: int, path: Path, restart_every: int) -> Non
     granted = 0
     for step in range(num_steps):
         command = tenants.next(journal.pool)
+        check_tick(journal.pool, tenants.now_s)
         try:
             journal.apply(tenants.now_s, command)
         except UserError:
