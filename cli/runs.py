@@ -39,11 +39,12 @@ def add_run_commands(commands: Any) -> None:
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
     train.set_defaults(command=_train)
 
-    summary = "predict step times and idle shares of sync, async and streaming"
+    summary = "predict step times and idle shares of sync, async and streaming, or how several runs share a pool"
     simulate = commands.add_parser(
         "simulate",
         help=summary,
-        description=f"{summary.capitalize()} from the config's `simulation` section, or from the speeds of a run.",
+        description=f"{summary.capitalize()}. A run's speeds are those of the config's `simulation` section or of "
+        "another run; a file with the sections `pool` and `tenants` describes a pool.",
     )
     config_and_overrides(simulate)
     simulate.add_argument(
@@ -172,15 +173,33 @@ def _leave_report(config: Config) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from ..trainers.config.load import load_config
+    from ..trainers.config.load import load_config, read_sections
     from ..trainers.simulation.config import simulation_section
+    from ..trainers.simulation.pool_config import is_pool_file
     from ..trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
 
+    if is_pool_file(sections := read_sections(arguments.config, arguments.overrides)):
+        return _simulate_pool(arguments, sections)
     config = load_config(arguments.config, arguments.overrides)
     options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
     with status_line("simulating") as (console, tell):
         summary = run_simulation(config, options, arguments.out, tell)
     return show_results(console, simulation_table(summary), arguments.out)
+
+
+def _simulate_pool(arguments: argparse.Namespace, sections: dict[str, Any]) -> int:
+    from ..trainers.simulation.pool_config import pool_file
+    from ..trainers.simulation.pool_report import pool_table, run_pool_simulation
+
+    if arguments.from_run is not None or arguments.gpus:
+        raise UserError(
+            f"--from, --gpus: got one of them with {arguments.config}, the file of a pool; expected neither, because "
+            "its sections `pool` and `tenants` say both"
+        )
+    file = pool_file(sections)
+    with status_line("simulating") as (console, tell):
+        summary = run_pool_simulation(file, arguments.out, tell)
+    return show_results(console, pool_table(summary), arguments.out)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -15,10 +15,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench", "cli")
 TREE_BEGIN, TREE_END = "<!-- tree: made by tools/docs_sources.py -->\n", "<!-- end of the tree -->\n"
+KEYS_BEGIN, KEYS_END = "<!-- keys: made by tools/docs_sources.py -->\n", "<!-- end of the keys -->\n"
 TABLES_BEGIN, TABLES_END = "<!-- tables: made by tools/docs_sources.py -->\n", "<!-- end of the tables -->\n"
 PAGES = {
     "Start": ("start.md", "concepts.md"),
-    "Concepts": ("data-plane.md", "training.md", "weights.md", "security.md", "architecture.md"),
+    "Concepts": ("data-plane.md", "training.md", "weights.md", "time-sharing.md", "security.md", "architecture.md"),
     "How-to": ("how-to/*.md",),
     "Reference": ("reference/*.md", "testing.md"),
     "Figures": ("benchmarks.md", "reliability.md"),
@@ -37,8 +38,10 @@ def generated() -> dict[Path, str]:
     from headrace.trainers.config.peers import peers_markdown
 
     architecture, peers = DOCS / "architecture.md", DOCS / "how-to" / "coming-from.md"
+    sharing = DOCS / "time-sharing.md"
     return {
         architecture: _filled(architecture, TREE_BEGIN, tree_markdown(), TREE_END),
+        sharing: _filled(sharing, KEYS_BEGIN, pool_keys_markdown(), KEYS_END),
         peers: _filled(peers, TABLES_BEGIN, peers_markdown() + "\n", TABLES_END),
         DOCS / "reference" / "config.md": config_markdown(),
         DOCS / "llms.txt": llms_text(),
@@ -97,6 +100,14 @@ Made from the sections' classes by `make docs-sources`. A key is written `sectio
 below its section in a YAML file; `null` stands for None. `headrace train CONFIG --dry-run` prints all keys of a run.
 """
     return f"{head}\n{reference_markdown({'simulation': SimulationConfig}).strip()}\n"
+
+
+def pool_keys_markdown() -> str:
+    """Return, as Markdown, every key of the file of a simulated pool."""
+    from headrace.trainers.config.reference import keys_markdown
+    from headrace.trainers.simulation.pool_config import PoolSection, TenantSection
+
+    return f"\n{keys_markdown({'pool': PoolSection, 'tenants.NAME': TenantSection}, '###')}\n\n"
 
 
 # ---------------------------------------------------------------- llms.txt

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from headrace.cli.command import parse
-from headrace.trainers.config.load import load_config
+from headrace.trainers.config.load import load_config, read_sections
+from headrace.trainers.simulation.pool_config import is_pool_file, pool_file
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -138,7 +139,11 @@ def check_headrace(words: list[str]) -> None:
     """The arguments parse; a shipped configuration loads with its overrides."""
     arguments = parse(words)
     config = getattr(arguments, "config", None)
-    if config is not None and config not in PLACES:
+    if config is None or config in PLACES:
+        return
+    if is_pool_file(sections := read_sections(config, arguments.overrides)):
+        pool_file(sections)
+    else:
         load_config(config, arguments.overrides)
 
 

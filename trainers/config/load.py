@@ -38,6 +38,13 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     of_old_run: True for the configuration of an existing run. A key that it sets without effect is then only a warning,
     because the version that began the run may have accepted it. Raises ConfigError with one sentence for each problem.
     """
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    return _checked(read_sections(path, overrides), overridden, of_old_run)
+
+
+def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the sections of the YAML file `path` with `overrides` applied, unchecked. Raises ConfigError if the file
+    is no YAML with keys, or an override does not fit it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -51,7 +58,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
         raise ConfigError([f"{path}: got {_shown(data)}, expected sections such as `trainer:` with keys below them"])
     for override in overrides:
         _apply(data, override)
-    return _checked(data, {override.partition("=")[0].strip() for override in overrides}, of_old_run)
+    return data
 
 
 def build_config(data: Mapping[str, Any]) -> Config:

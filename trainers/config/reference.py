@@ -61,14 +61,20 @@ def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxy
     tools: further sections of the configuration file, which only tools read, such as `{"simulation":
     SimulationConfig}`.
     """
+    return f"{keys_markdown({**run_sections(), **tools})}\n\n{effect_markdown()}\n"
+
+
+def keys_markdown(sections: Mapping[str, type[BaseModel]], level: str = "##") -> str:
+    """Return a Markdown table of keys for each of `sections` (name -> class). level: marks of their headings."""
     lines: list[str] = []
-    for key in walk_keys({**run_sections(), **tools}):
+    for key in walk_keys(sections):
         if not key.type:
-            lines += ["", f"## `{key.name}`", "", key.description, "", *_header("Key", "Type", "Default", "Meaning")]
+            head = _header("Key", "Type", "Default", "Meaning")
+            lines += ["", f"{level} `{key.name}`", "", key.description, "", *head]
             continue
         effect = f" Has an effect only with {key.effect}." if key.effect else ""
         lines.append(_row(f"`{key.name}`", key.type, key.default and f"`{key.default}`", key.description + effect))
-    return "\n".join([*lines[1:], "", effect_markdown()]) + "\n"
+    return "\n".join(lines[1:])
 
 
 def effect_markdown() -> str:

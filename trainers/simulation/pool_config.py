@@ -97,6 +97,11 @@ class PoolFile(Section):
     """Tenants by name."""
 
 
+def is_pool_file(data: Mapping[str, Any]) -> bool:
+    """Return whether the sections of a file are those of a simulated pool, and not those of a run."""
+    return "tenants" in data
+
+
 def pool_file(data: Mapping[str, Any]) -> PoolFile:
     """Check and return the file of a simulated pool. Raises ConfigError with one sentence for each problem."""
     file = validated(PoolFile, data)
@@ -124,8 +129,8 @@ def _problems(name: str, tenant: TenantSection, pool: PoolSection) -> list[str]:
         found.append(f"{at}.first_gpu: got {tenant.first_gpu}, expected a number below pool.gpus ({pool.gpus})")
     if tenant.train_gpus > tenant.rollout_gpus - tenant.tp:
         found.append(
-            f"{at}.train_gpus: got {tenant.train_gpus}, expected at most {tenant.rollout_gpus - tenant.tp}, so that one "
-            "engine stays awake while it trains"
+            f"{at}.train_gpus: got {tenant.train_gpus}, expected at most {tenant.rollout_gpus - tenant.tp}, so that "
+            "one engine stays awake while it trains"
         )
     if pool.seconds is None and tenant.steps is None:
         found.append(f"{at}.steps: not set, expected a number of steps, because pool.seconds is not set either")

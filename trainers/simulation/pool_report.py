@@ -96,6 +96,7 @@ def run_pool_simulation(file: PoolFile, out: Path, tell: Callable[[str], None] =
             lines = "".join(json.dumps(event) + "\n" for event in pool.events)
             (out / f"pool_trace.{policy}.jsonl").write_text(lines)
             (out / f"pool.{policy}.html").write_text(pool_report(pool.events, f"Pool, {NAMES[policy]}"), "utf-8")
+    summary |= _beside_fixed(summary, of_tenants)
     conditions = {
         "headrace": __version__,
         "took_cpu_s": round(time.process_time() - started_s, 3),
@@ -134,6 +135,23 @@ def pool_figures(pool: SimulatedPool) -> dict[str, float]:
         **_spread("train_wait", train_waits),
         **_spread("rollout_wait", rollout_waits),
     }
+
+
+def _beside_fixed(summary: Mapping[str, float], tenants: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return, for each policy beside a fixed partition, its utilisation as a multiple of the partition's, and the
+    smallest such multiple of any tenant's steps."""
+    found: dict[str, float] = {}
+    fixed = tenants.get("fixed", {})
+    for policy, own in tenants.items():
+        if policy == "fixed" or not fixed:
+            continue
+        found[f"pool.{policy}.utilisation_vs_fixed"] = (
+            summary[f"pool.{policy}.utilisation"] / summary["pool.fixed.utilisation"]
+        )
+        ratios = [own[name]["steps"] / alone["steps"] for name, alone in fixed.items() if alone["steps"]]
+        if ratios:
+            found[f"pool.{policy}.least_steps_vs_fixed"] = min(ratios)
+    return found
 
 
 def tenant_figures(tenant: TenantFigures) -> dict[str, float]:

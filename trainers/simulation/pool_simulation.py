@@ -21,6 +21,7 @@ from ..timeshare.commands import (
     Ask,
     Command,
     Order,
+    OrderKind,
     Outcome,
     Register,
     Release,
@@ -34,6 +35,7 @@ from ..timeshare.demand import Demand
 from ..timeshare.lanes import PoolEvent, Stage
 from ..timeshare.plan import Priority, Role
 from ..timeshare.pool import Pool
+from .pool_config import SwitchSection
 from .pool_tenants import PhaseSeconds, TenantSpec
 
 
@@ -101,8 +103,8 @@ class _Tenant:
         """Groups on each engine that accepts."""
         self.num_active = 0
         self.num_held_gpus = 0
-        self.told = (-1, -1)
-        """Target that the pool was told last, and the bucket of the progress."""
+        self.told: tuple[int, int] | None = None
+        """Target that the pool was told last, and the bucket of the progress; None before the first time."""
         self.settled_s = 0.0
         """Time up to which figures are counted."""
         self.starved_since_s: float | None = None
@@ -147,9 +149,12 @@ class PoolSimulation:
         by_step: bool = False,
         trace: Callable[[PoolEvent], None] | None = None,
     ) -> None:
-        """pool: an empty pool whose tenants need show no sign of life (`lease_s` infinite). seed: seed of the lengths of
-        steps. warmup_s: seconds that count for no figure. by_step: whether tenants ask for GPUs step by step, or for
-        all work that they may do by now. trace: gets what happens on each GPU, in the order of time.
+        """Prepare the simulation; nothing has arrived yet.
+
+        pool: an empty pool whose tenants need show no sign of life (`lease_s` infinite). seed: seed of the seconds that
+        groups and training take. warmup_s: seconds that count for no figure. by_step: whether tenants tell their demand
+        step by step, or for all work that they may do by now. trace: gets what happens on each GPU, in the order of
+        time.
         """
         self.pool = pool
         self._warmup_s, self._by_step, self._trace = warmup_s, by_step, trace
@@ -197,18 +202,11 @@ class PoolSimulation:
         gpus = [gpu for shard in order.shards for gpu in tenant.spec.map.shards[shard]]
         if order.kind == "shrink":
             self._displace(tenant, order.shards)
-            stages = (
-                ("shrink", 0.0),
-                ("drain", switch.drain_s),
-                ("sleep", switch.sleep_s),
-                ("memory", switch.memory_s),
-            )
         else:
             tenant.num_held_gpus += len(gpus)
             since_s = tenant.starved_since_s
             self._note(tenant, "rollout", gpus, "grant", None if since_s is None else self._now - since_s)
-            stages = (("wake", switch.wake_s), ("sync", switch.sync_s))
-        took_s = self._note_stages(tenant, "rollout", gpus, stages)
+        took_s = self._note_stages(tenant, "rollout", gpus, _stages(order.kind, switch))
         self._at(self._now + took_s, self._done, tenant, order)
 
     def _done(self, tenant: _Tenant, order: Order) -> None:
@@ -415,4 +413,13 @@ class PoolSimulation:
             return
         for gpu in gpus:
             noted = PoolEvent(t=self._now, gpu=tenant.spec.first_gpu + gpu, tenant=tenant.name, role=role, event=event)
-            self._trace(noted if seconds is None else PoolEvent(**noted, seconds=seconds))
+            if seconds is not None:
+                noted["seconds"] = seconds
+            self._trace(noted)
+
+
+def _stages(kind: OrderKind, switch: SwitchSection) -> list[tuple[Stage, float]]:
+    """Return the stages of an order and their seconds."""
+    if kind == "shrink":
+        return [("shrink", 0.0), ("drain", switch.drain_s), ("sleep", switch.sleep_s), ("memory", switch.memory_s)]
+    return [("wake", switch.wake_s), ("sync", switch.sync_s)]

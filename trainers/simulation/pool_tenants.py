@@ -59,8 +59,8 @@ def partition(specs: Sequence[TenantSpec], num_gpus: int) -> list[TenantSpec]:
         if size < section.tp:
             raise ConfigError(
                 [
-                    f"pool.gpus: got {num_gpus}, of which a fixed partition has {size} for {spec.name}; expected at least "
-                    f"{section.tp}, one engine of it"
+                    f"pool.gpus: got {num_gpus}, of which a fixed partition has {size} for {spec.name}; expected at "
+                    f"least {section.tp}, one engine of it"
                 ]
             )
         own = _map(spec.name, section, range(size), min(section.train_gpus, size))
@@ -70,11 +70,12 @@ def partition(specs: Sequence[TenantSpec], num_gpus: int) -> list[TenantSpec]:
 
 
 def _parts(specs: Sequence[TenantSpec], num_gpus: int) -> Mapping[str, int]:
-    """Return the number of GPUs of each tenant's part: one engine at a time to whoever has least for its weight."""
+    """Return the number of GPUs of each tenant's part: one engine at a time to whoever has least for its weight, with
+    half of the engine counted (the rule of Webster, which favours neither large engines nor small ones)."""
     sizes = dict.fromkeys((spec.name for spec in specs), 0)
     left, growing = num_gpus, list(specs)
     while growing:
-        spec = min(growing, key=lambda one: (sizes[one.name] / one.section.weight, one.number))
+        spec = min(growing, key=lambda one: ((sizes[one.name] + one.section.tp / 2) / one.section.weight, one.number))
         if spec.section.tp > left or sizes[spec.name] >= spec.section.rollout_gpus:
             growing.remove(spec)
             continue

@@ -84,8 +84,8 @@ def _figure(trace: PoolTrace) -> str:
         f"{_svg(LABEL_WIDTH, height, labels, 'GPUs')}"
         f'<div class="scroll">{_svg(width, height, _axis(trace, width, height, scale) + lanes, "lanes")}</div>'
         f"{_svg(SHARE_WIDTH, height, shares, 'shares')}</div>"
-        "<p>One lane for each GPU; seconds since the pool's start. The pointer on a part of a lane tells what it is. On "
-        "the right: the share of the time in which the GPU was held, switches left out.</p></figure>"
+        "<p>One lane for each GPU; seconds since the pool's start. The pointer on a part of a lane tells what it is. "
+        "On the right: the share of the time in which the GPU was held, switches left out.</p></figure>"
     )
 
 

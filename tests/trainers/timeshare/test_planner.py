@@ -31,6 +31,14 @@ def test_every_plan_passes_the_checks(state: PoolState) -> None:
 
 
 @given(pool_states())
+def test_idle_gpus_are_those_that_nobody_holds(state: PoolState) -> None:
+    held = [gpu for _, gpus in state.holders() for gpu in gpus]
+    assert sorted(held) == sorted(state.held())
+    assert state.idle() == set(range(state.num_gpus)) - set(held)
+    assert state.num_idle == len(state.idle())
+
+
+@given(pool_states())
 def test_nobody_is_woken_beyond_its_share(state: PoolState) -> None:
     plan = plan_cycle(replace(state, requests=()), starve_s=STARVE_S)
     after = apply_plan(state, plan)
