@@ -122,7 +122,7 @@ def plan_placement(config: Config, hosts: Sequence[Host]) -> Placement:
     hosts = tuple(hosts)
     resources, mapped = config.resources, config.resources.trainer_gpus is not None
     num_gpus = sum(host.num_gpus for host in hosts)
-    if not num_gpus and mapped:
+    if not num_gpus and mapped and config.pool.address is None:  # a pool's GPUs may be numbers only
         raise UserError(
             f"resources.trainer_gpus: got {list(resources.trainer_gpus or ())}, expected it unset, because there is "
             f"no GPU on {_names(hosts)}"

@@ -1,0 +1,136 @@
+"""Hosts a pool of GPUs: starts or joins a Ray cluster, starts the actor that keeps the pool, and ends both."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
+from ..errors import UserError
+from ..supervision.cleanup import is_running
+from ..timeshare.pool import PoolBounds
+from ..timeshare.pool_actor import PoolActor, PoolSetup
+from ..timeshare.pool_calls import PoolStatus
+from ..timeshare.pool_client import NAMESPACE, PoolClient, actor_name
+
+SERVER = "server.json"
+"""File in a pool's folder that says where the pool is, for as long as it is there."""
+CALLS = 1 << 12
+"""Number of calls that a pool's actor answers at the same time; most of them wait for news."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPool:
+    """Where a pool is."""
+
+    name: str
+    address: str
+    """Address of its Ray cluster, for `pool.address`."""
+    pid: int
+    """Process id of `headrace pool start`."""
+    num_gpus: int
+
+
+@contextmanager
+def served_pool(
+    folder: Path, *, name: str, num_gpus: int, address: str | None, num_cpus: int | None
+) -> Iterator[ServedPool]:
+    """Context manager that starts a pool, or starts it again from its journal in `folder`, and stops it at the end.
+
+    address: Ray cluster to join; None starts one with `num_cpus` logical CPUs (None: those of this machine). Raises
+    UserError if the cluster has a pool of this name already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(
+        address=address,
+        num_cpus=num_cpus,
+        demand=Demand(0, 0, 0),
+        namespace=NAMESPACE,
+        object_store_mib=MIN_OBJECT_STORE_MIB,
+    )
+    try:
+        actor = start_actor(folder, name, num_gpus)
+        try:
+            served = ServedPool(name, ray.get_runtime_context().gcs_address, os.getpid(), num_gpus)
+            draft = folder / f"{SERVER}.new"
+            draft.write_text(json.dumps(asdict(served)))
+            draft.rename(folder / SERVER)
+            yield served
+        finally:
+            (folder / SERVER).unlink(missing_ok=True)
+            ray.kill(actor, no_restart=True)
+    finally:
+        cluster.close()
+
+
+def start_actor(folder: Path, name: str, num_gpus: int) -> Any:
+    """Start the actor of a pool in the Ray cluster that this process has joined; returns Ray's handle of it. Raises
+    UserError if the cluster has a pool of this name already."""
+    setup = PoolSetup(name, str(folder.absolute()), num_gpus, PoolBounds())
+    options = {"name": actor_name(name), "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1}
+    try:
+        actor = ray.remote(PoolActor).options(**options, max_concurrency=CALLS).remote(setup)
+        PoolClient(name).status()
+    except ValueError as error:
+        raise UserError(f"pool: the Ray cluster has a pool named {name!r} already ({error})") from error
+    return actor
+
+
+def find_pool(folder: Path) -> ServedPool:
+    """Return where the pool of `folder` is. Raises UserError if none is there."""
+    try:
+        served = ServedPool(**json.loads((folder / SERVER).read_text()))
+    except OSError:
+        raise UserError(
+            f"pool: {folder} has no running pool; `headrace pool start --dir {folder}` starts one"
+        ) from None
+    if not is_running(served.pid):
+        raise UserError(f"pool: that of {folder} was killed; `headrace pool start --dir {folder}` starts it again")
+    return served
+
+
+@contextmanager
+def joined(served: ServedPool) -> Iterator[PoolClient]:
+    """Context manager that connects to a pool's cluster and yields a client of the pool."""
+    cluster = Cluster(
+        address=served.address,
+        num_cpus=None,
+        demand=Demand(0, 0, 0),
+        namespace=NAMESPACE,
+        object_store_mib=MIN_OBJECT_STORE_MIB,
+    )
+    try:
+        yield PoolClient(served.name)
+    finally:
+        cluster.close()
+
+
+def status_lines(status: PoolStatus) -> list[str]:
+    """Return what `headrace pool status` prints."""
+    lines = [
+        f"pool {status.name}: {len(status.gpus)} GPU(s), {len(status.tenants)} tenant(s), {status.age_s:.0f} s old"
+    ]
+    lines += [f"  GPU {gpu:<4} {holder}" for gpu, holder in enumerate(status.gpus)]
+    for tenant in status.tenants:
+        awake = sum(len(tenant.shards[shard]) for shard in tenant.awake)
+        left = "unknown" if tenant.remaining is None else str(tenant.remaining)
+        trains = ", trains" if tenant.trains else ""
+        lines.append(
+            f"  {tenant.name}: {len(tenant.awake)} of {len(tenant.shards)} engines awake on {awake} GPU(s){trains}; "
+            f"{left} groups left, {tenant.work_share:.0%} of the work"
+        )
+        if tenant.suspect:
+            lines.append(f"    is being ended: {tenant.suspect}")
+    for wait in status.waits:
+        freed = f" (freed by {wait.freed_by})" if wait.freed_by else ""
+        lines.append(f"  {wait.who} waits for {wait.what}, for {wait.since_s:.1f} s{freed}")
+    if status.num_rejected:
+        lines.append(f"  {status.num_rejected} plan(s) broke a check and were dropped: {'; '.join(status.rejected)}")
+    return lines
