@@ -205,12 +205,12 @@ class Shards:
 
     def _replace_dead(self, engines: Sequence[Engine], failed: dict[str, str]) -> None:
         """Start a new process for each engine that has died asleep, or was killed."""
-        answers = gather_each([engine.handle.ping() for engine in engines], "health", HEALTH_S)
+        answers = gather_each([engine.handle.ping() for engine in engines], "health", self._timeout_s)
         for engine, answer in zip(engines, answers, strict=True):
-            reason = answer if isinstance(answer, ActorFailed) else None
-            if reason is None and not engine.dead:
+            if not engine.dead and not isinstance(answer, ActorFailed):
                 continue
-            gone = ActorFailed(f"{engine.handle.info} had died asleep: {reason or 'it was killed'}", died=True)
+            why = str(answer) if isinstance(answer, ActorFailed) else "it was killed"
+            gone = ActorFailed(f"{engine.handle.info} is replaced before it wakes: {why}", died=True)
             try:
                 self._actors.replace(engine.handle, gone)
             except ActorFailed as error:
