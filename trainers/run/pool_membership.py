@@ -15,9 +15,9 @@ from ...codecs.owned_folder import process_start
 from ...dataplane.client.client import DataPlaneClient
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
+from ..grpo.borrowing.borrowed_gpus import BorrowsGpus
+from ..grpo.borrowing.shards import Shards
 from ..grpo.freed_memory import TrainerMemory
-from ..grpo.pool_roles import BorrowsGpus
-from ..grpo.shards import Shards
 from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
 from ..supervision.cleanup import is_running

@@ -40,12 +40,13 @@ class ServedPool:
 
 @contextmanager
 def served_pool(
-    folder: Path, *, name: str, num_gpus: int, address: str | None, num_cpus: int | None
+    folder: Path, *, name: str, num_gpus: int | None, address: str | None, num_cpus: int | None
 ) -> Iterator[ServedPool]:
     """Context manager that starts a pool, or starts it again from its journal in `folder`, and stops it at the end.
 
-    address: Ray cluster to join; None starts one with `num_cpus` logical CPUs (None: those of this machine). Raises
-    UserError if the cluster has a pool of this name already.
+    num_gpus: number of GPUs, which are numbers only in a cluster without GPUs; None for those of the cluster. address:
+    Ray cluster to join; None starts one with `num_cpus` logical CPUs (None: those of this machine). Raises UserError if
+    the cluster has a pool of this name already, or not as many GPUs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = Cluster(
@@ -56,6 +57,12 @@ def served_pool(
         object_store_mib=MIN_OBJECT_STORE_MIB,
     )
     try:
+        present = int(ray.cluster_resources().get("GPU", 0))
+        if num_gpus is None and not present:
+            raise UserError("--gpus: not set, expected a number, because the Ray cluster has no GPU")
+        if num_gpus is not None and present and num_gpus != present:
+            raise UserError(f"--gpus: got {num_gpus}, expected {present}, the number of GPUs of the Ray cluster")
+        num_gpus = num_gpus or present
         actor = start_actor(folder, name, num_gpus)
         try:
             served = ServedPool(name, ray.get_runtime_context().gcs_address, os.getpid(), num_gpus)

@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ...actors.engines.router import Suspension
-from ...actors.memory import ProcessMemory
-from ..cluster.calls import ActorFailed, Call, gather_each
-from ..cluster.engine_pool import Engine
-from ..cluster.run_actors import RunActors
-from ..supervision.cleanup import is_running
-from ..timeshare.commands import Order, Outcome
-from ..timeshare.plan import Role, TenantMap
-from ..timeshare.pool_calls import Event, StageNote
-from .freed_memory import fallen
-from .weight_sync import HEALTH_S, WeightSync
+from ....actors.engines.router import Suspension
+from ....actors.memory import ProcessMemory
+from ...cluster.calls import ActorFailed, Call, gather_each
+from ...cluster.engine_pool import Engine
+from ...cluster.run_actors import RunActors
+from ...supervision.cleanup import is_running
+from ...timeshare.commands import Order, Outcome
+from ...timeshare.plan import Role, TenantMap
+from ...timeshare.pool_calls import Event, StageNote
+from ..freed_memory import fallen
+from ..weight_sync import HEALTH_S, WeightSync
 
 _log = logging.getLogger(__name__)
 FALL_S = 10.0

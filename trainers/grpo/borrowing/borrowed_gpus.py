@@ -20,18 +20,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from ...dataplane.client.client import DataPlaneClient
-from ..cluster.calls import ActorFailed, gather_each
-from ..cluster.engine_pool import Engine
-from ..cluster.run_actors import RunActors
-from ..timeshare.demand import Demand
-from ..timeshare.plan import Priority
-from ..timeshare.tenant import Tenant
-from .freed_memory import TrainerMemory
-from .roles import HasDemand
+from ....dataplane.client.client import DataPlaneClient
+from ...cluster.calls import ActorFailed, gather_each
+from ...cluster.engine_pool import Engine
+from ...cluster.run_actors import RunActors
+from ...timeshare.demand import Demand
+from ...timeshare.plan import Priority
+from ...timeshare.tenant import Tenant
+from ..freed_memory import TrainerMemory
+from ..roles import HasDemand
+from ..stages import Stages
+from ..weight_sync import HEALTH_S, SyncReport, WeightSync
 from .shards import FALL_S, Shards
-from .stages import Stages
-from .weight_sync import HEALTH_S, SyncReport, WeightSync
 
 VALIDATE = "validate"
 """Name of the stage in which a run waits for an evaluation."""
