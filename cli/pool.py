@@ -65,25 +65,34 @@ def _start(arguments: argparse.Namespace) -> int:
         address=arguments.address,
         num_cpus=arguments.cpus,
     ) as served:
-        print(f"pool {served.name} of {served.num_gpus} GPU(s): pool.address={served.address}", flush=True)
+        print(
+            f"pool {served.name} of {served.num_gpus} GPU(s); a run joins it with\n"
+            f"  RAY_AUTH_MODE={served.auth_mode} headrace train CONFIG pool.address={served.address}",
+            flush=True,
+        )
         while True:
             time.sleep(LOOK_S)
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_server import find_pool, joined, status_lines
+    from ..trainers.run.pool_folder import find_pool
 
-    with joined(find_pool(arguments.dir)) as client:
+    served = find_pool(arguments.dir)
+    from ..trainers.run.pool_server import joined, status_lines  # imports Ray, which reads the environment then
+
+    with joined(served) as client:
         print("\n".join(status_lines(client.status())))
     return DONE
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_server import find_pool, joined
+    from ..trainers.run.pool_folder import find_pool
     from ..trainers.supervision.cleanup import is_running
 
     served = find_pool(arguments.dir)
     if not arguments.force:
+        from ..trainers.run.pool_server import joined  # imports Ray, which reads the environment then
+
         with joined(served) as client:
             tenants = [tenant.name for tenant in client.status().tenants]
         if tenants:

@@ -8,6 +8,7 @@ The overrides are for both runs. FOLDER then has the runs' folders `a` and `b`, 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ START_S = 120.0
 
 
 def main(folder: Path, overrides: list[str]) -> int:
+    os.environ["RAY_AUTH_MODE"] = "token"  # for the pool's Ray cluster, and for the runs that join it
     pool = subprocess.Popen([*HEADRACE, "pool", "start", "--gpus", "2", "--cpus", "16", "--dir", str(folder)])
     runs = []
     try:
@@ -38,7 +40,6 @@ def main(folder: Path, overrides: list[str]) -> int:
                 runs.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
         code = follow(runs, folder)
         subprocess.run([*HEADRACE, "pool", "stop", "--dir", str(folder)], check=True)
-        subprocess.run([*HEADRACE, "pool", "report", "--dir", str(folder)], check=True)
         return code
     finally:
         for process in (*runs, pool):
@@ -50,7 +51,7 @@ def main(folder: Path, overrides: list[str]) -> int:
 def follow(runs: list[subprocess.Popen[bytes]], folder: Path) -> int:
     """Print what the pool does until both runs have ended. Returns 0 if both succeeded."""
     while any(run.poll() is None for run in runs):
-        time.sleep(10)
+        time.sleep(30)
         if any(run.poll() is None for run in runs):
             subprocess.run([*HEADRACE, "pool", "status", "--dir", str(folder)], check=False)
     return max(abs(run.returncode) for run in runs)

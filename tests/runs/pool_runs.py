@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ NAME = "shared"
 SCRIPTED = ("rollout.engine=scripted", "trainer.backend=scripted", "warmup.corpus=none", "validation.every=0")
 TENANT = (
     "algorithm.mode=async", "rollout.num_engines=2", "rollout.num_actors=1", "resources.rollout_gpus=[0,1]",
-    "logging.progress=true", "run.trace_step=0",
+    "run.trace_step=0",
 )  # fmt: skip
 
 
@@ -32,12 +33,28 @@ class SharedPool:
         self.actor = start_actor(folder, name, 2)
         self.client = PoolClient(name)
 
-    def tenant(self, name: str, train_gpu: int, *overrides: str) -> subprocess.Popen[str]:
+    def start(self, name: str, train_gpu: int, *overrides: str) -> subprocess.Popen[str]:
         """Start a run that trains on one of the GPUs, and generates on both."""
+        return runs.start(self.folder / name, *self._asked(name, train_gpu), *overrides)
+
+    def run(self, name: str, train_gpu: int, *overrides: str) -> tuple[int, str]:
+        """Exit code and output of such a run, which is waited for. Its process is forked."""
+        return runs.run(self.folder / name, *self._asked(name, train_gpu), *overrides)
+
+    def _asked(self, name: str, train_gpu: int) -> tuple[str, ...]:
         where = (f"pool.address={process_pool.ray_address()}", f"pool.name={self.name}", f"run.name={name}")
-        return runs.start(
-            self.folder / name, *where, *TENANT, f"resources.trainer_gpus=[{train_gpu}]", *overrides
-        )  # fmt: skip
+        return (*where, *TENANT, f"resources.trainer_gpus=[{train_gpu}]")
+
+    @property
+    def suspects(self) -> list[str]:
+        return [tenant.suspect for tenant in self.client.status().tenants if tenant.suspect]
+
+    def wait_until_empty(self) -> None:
+        """Wait until no tenant is left: those that have ended leave by themselves, the dead are found."""
+        deadline = time.monotonic() + 60
+        while tenants := self.client.status().tenants:
+            assert time.monotonic() < deadline, tenants
+            time.sleep(0.2)
 
     def trace(self) -> list[dict[str, Any]]:
         """The lines of pool_trace.jsonl."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
-from ...codecs.owned_folder import process_start
+from ...codecs.host.owned_folder import process_start
 from ...dataplane.client.client import DataPlaneClient
 from ..cluster.run_actors import RunActors
 from ..config.config import Config

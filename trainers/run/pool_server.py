@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +12,14 @@ import ray
 
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
 from ..errors import UserError
-from ..supervision.cleanup import is_running
 from ..timeshare.pool import PoolBounds
 from ..timeshare.pool_actor import PoolActor, PoolSetup
 from ..timeshare.pool_calls import PoolStatus
 from ..timeshare.pool_client import NAMESPACE, PoolClient, actor_name
+from .pool_folder import AUTH_MODE, SERVER, ServedPool, write_pool
 
-SERVER = "server.json"
-"""File in a pool's folder that says where the pool is, for as long as it is there."""
 CALLS = 1 << 12
 """Number of calls that a pool's actor answers at the same time; most of them wait for news."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedPool:
-    """Where a pool is."""
-
-    name: str
-    address: str
-    """Address of its Ray cluster, for `pool.address`."""
-    pid: int
-    """Process id of `headrace pool start`."""
-    num_gpus: int
 
 
 @contextmanager
@@ -65,10 +49,9 @@ def served_pool(
         num_gpus = num_gpus or present
         actor = start_actor(folder, name, num_gpus)
         try:
-            served = ServedPool(name, ray.get_runtime_context().gcs_address, os.getpid(), num_gpus)
-            draft = folder / f"{SERVER}.new"
-            draft.write_text(json.dumps(asdict(served)))
-            draft.rename(folder / SERVER)
+            address, mode = ray.get_runtime_context().gcs_address, os.environ.get(AUTH_MODE, "disabled")
+            served = ServedPool(name, address, mode, os.getpid(), num_gpus)
+            write_pool(folder, served)
             yield served
         finally:
             (folder / SERVER).unlink(missing_ok=True)
@@ -88,19 +71,6 @@ def start_actor(folder: Path, name: str, num_gpus: int) -> Any:
     except ValueError as error:
         raise UserError(f"pool: the Ray cluster has a pool named {name!r} already ({error})") from error
     return actor
-
-
-def find_pool(folder: Path) -> ServedPool:
-    """Return where the pool of `folder` is. Raises UserError if none is there."""
-    try:
-        served = ServedPool(**json.loads((folder / SERVER).read_text()))
-    except OSError:
-        raise UserError(
-            f"pool: {folder} has no running pool; `headrace pool start --dir {folder}` starts one"
-        ) from None
-    if not is_running(served.pid):
-        raise UserError(f"pool: that of {folder} was killed; `headrace pool start --dir {folder}` starts it again")
-    return served
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from ...codecs.owned_folder import process_start
+from ...codecs.host.owned_folder import process_start
 from ..supervision.cleanup import Family, is_alive
 from ..supervision.report import read_actors
 from .commands import Processes

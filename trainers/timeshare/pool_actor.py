@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from .plan import Role
 from .pool import Pool, PoolBounds
 from .pool_calls import PoolStatus, StageNote, TenantLine, WaitLine
 from .pool_journal import PoolJournal
-from .pool_trace import PoolTrace, holders
+from .pool_trace import TraceWriter, holders
 
 TICK_S = 1.0
 """Seconds between two looks at what is overdue."""
@@ -54,7 +55,7 @@ class PoolActor:
         folder = Path(setup.folder)
         self._began = _began(folder / "pool.json")
         self._journal = PoolJournal(folder / "pool.journal", Pool(setup.num_gpus, setup.bounds))
-        self._trace = PoolTrace(folder / "pool_trace.jsonl", self._began, holders(self._pool))
+        self._trace = TraceWriter(folder / "pool_trace.jsonl", self._began, holders(self._pool))
         self._changed = asyncio.Event()  # replaced each time it is set
         self._num_plans = 0
         self._left: dict[str, str] = {}
@@ -112,6 +113,7 @@ class PoolActor:
             tuple(pool.rejected),
             pool.num_rejected,
             self._num_plans,
+            os.getpid(),
         )
 
     # ------------------------------------------------------------ inside

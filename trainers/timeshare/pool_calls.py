@@ -78,3 +78,5 @@ class PoolStatus:
     num_rejected: int
     num_plans: int
     """Number of plans since the pool's process was started."""
+    pid: int
+    """Id of the process that keeps the pool; another one after a restart."""

@@ -2,6 +2,7 @@
 
 A line is {"t": seconds since the pool's start, "gpu": its number, "tenant": name, "role": "train" or "rollout",
 "event": see `pool_calls.Event`}. The line of a stage also has "seconds", and its "t" is the time of the stage's end.
+The line of a grant to train workers has the seconds for which it was waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def holders(pool: Pool) -> dict[int, Holder]:
     return found
 
 
-class PoolTrace:
+class TraceWriter:
     """The file pool_trace.jsonl of one pool. A pool that is started again goes on with it."""
 
     def __init__(self, path: Path, began: float, held: Mapping[int, Holder]) -> None:
@@ -39,6 +40,8 @@ class PoolTrace:
         self._began = began
         self._held = dict(held)
         self._ordered = 0
+        self._asked: dict[Holder, float] = {}
+        """Time at which each request that waited after the last call was made."""
 
     def note_state(self, now_s: float, pool: Pool) -> None:
         """Write what has changed since the last call: holders of GPUs, and orders to put shards to sleep."""
@@ -50,8 +53,10 @@ class PoolTrace:
             if before is not None:
                 self._write(now_s, gpu, before, "release")
             if after is not None:
-                self._write(now_s, gpu, after, "grant")
+                asked_s = self._asked.get(after)
+                self._write(now_s, gpu, after, "grant", None if asked_s is None else now_s - asked_s)
         self._held = held
+        self._asked = {(one.tenant, one.role): one.since_s for one in pool.requests.values()}
         self._note_orders(now_s, pool, pool.orders.values())
 
     def note_stages(self, tenant: str, notes: Iterable[StageNote]) -> None:
