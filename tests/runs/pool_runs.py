@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +32,6 @@ class SharedPool:
         self.actor = start_actor(folder, name, 2)
         self.client = PoolClient(name)
 
-    def start(self, name: str, train_gpu: int, *overrides: str) -> subprocess.Popen[str]:
-        """Start a run that trains on one of the GPUs, and generates on both."""
-        return runs.start(self.folder / name, *self._asked(name, train_gpu), *overrides)
-
     def run(self, name: str, train_gpu: int, *overrides: str) -> tuple[int, str]:
         """Exit code and output of such a run, which is waited for. Its process is forked."""
         return runs.run(self.folder / name, *self._asked(name, train_gpu), *overrides)
@@ -45,16 +40,27 @@ class SharedPool:
         where = (f"pool.address={process_pool.ray_address()}", f"pool.name={self.name}", f"run.name={name}")
         return (*where, *TENANT, f"resources.trainer_gpus=[{train_gpu}]")
 
+    def driver(self, name: str) -> int:
+        """Process id of a tenant's driver."""
+        [pid] = [tenant.driver for tenant in self.client.status().tenants if tenant.name == name]
+        assert pid is not None
+        return pid
+
     @property
     def suspects(self) -> list[str]:
         return [tenant.suspect for tenant in self.client.status().tenants if tenant.suspect]
 
-    def wait_until_empty(self) -> None:
-        """Wait until no tenant is left: those that have ended leave by themselves, the dead are found."""
+    def wait_until_left(self, name: str) -> None:
+        """Wait until a tenant is gone: one that has ended leaves by itself, a dead one is found."""
         deadline = time.monotonic() + 60
-        while tenants := self.client.status().tenants:
-            assert time.monotonic() < deadline, tenants
+        while name in [tenant.name for tenant in self.client.status().tenants]:
+            assert time.monotonic() < deadline, self.client.status()
             time.sleep(0.2)
+
+    def wait_until_empty(self) -> None:
+        """Wait until no tenant is left."""
+        for tenant in self.client.status().tenants:
+            self.wait_until_left(tenant.name)
 
     def trace(self) -> list[dict[str, Any]]:
         """The lines of pool_trace.jsonl."""

@@ -101,7 +101,7 @@ def status_lines(status: PoolStatus) -> list[str]:
         trains = ", trains" if tenant.trains else ""
         lines.append(
             f"  {tenant.name}: {len(tenant.awake)} of {len(tenant.shards)} engines awake on {awake} GPU(s){trains}; "
-            f"{left} groups left, {tenant.work_share:.0%} of the work"
+            f"{left} groups left, {tenant.work_share:.0%} of the work (driver pid {tenant.driver})"
         )
         if tenant.suspect:
             lines.append(f"    is being ended: {tenant.suspect}")

@@ -188,6 +188,7 @@ class PoolActor:
                 tenant.admitted,
                 f"{tenant.suspect} {self._left.get(name, '')}".strip(),
                 now_s - tenant.heard_s,
+                None if tenant.processes is None else tenant.processes.driver,
             )
             for name, tenant in pool.tenants.items()
         )

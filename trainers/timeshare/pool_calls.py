@@ -47,6 +47,8 @@ class TenantLine:
     """Reason for which the tenant's processes are being ended; "" for a tenant that is trusted."""
     silent_s: float
     """Seconds since the last sign of life."""
+    driver: int | None
+    """Process id of the tenant's driver on its host; None for a tenant without processes."""
 
 
 @dataclass(frozen=True, slots=True)
