@@ -9,7 +9,7 @@ from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..backends.model_split import mesh_problems
 from .config import Config
-from .pool import pool_problems
+from .pool_checks import pool_problems
 
 ROLLOUT_TOKEN_BYTES = 9
 """Number of bytes that a rollout writes for each token: input_ids int32, response_mask uint8, rollout_logprobs
