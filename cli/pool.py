@@ -1,8 +1,9 @@
-"""The commands `headrace pool start|status|stop`, for a pool of GPUs that several runs share."""
+"""The commands `headrace pool start|status|stop|report`, for a pool of GPUs that several runs share."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from ..trainers.errors import UserError
 from .outcome import DONE, FAILED, stop_on_sigterm
 
 FOLDER = Path("runs/pool")
+TRACE = "pool_trace.jsonl"
 STOP_S = 60.0
 """Seconds within which a pool that is told to stop must have ended."""
 LOOK_S = 0.5
@@ -46,7 +48,14 @@ def add_pool_commands(commands: Any) -> None:
     stop = pools.add_parser("stop", help="stop a pool", description="Stop a pool that has no tenants.")
     stop.add_argument("--force", action="store_true", help="stop it although runs use it, which then end")
     stop.set_defaults(command=_stop)
-    for parser in (start, status, stop):
+
+    report = pools.add_parser(
+        "report",
+        help="draw who held which GPU when",
+        description="Write report.html into the pool's folder: one lane for each GPU, and what switches took.",
+    )
+    report.set_defaults(command=_report)
+    for parser in (start, status, stop, report):
         parser.add_argument(
             "--dir", type=Path, default=FOLDER, metavar="DIR", help="folder of the pool's journal and trace"
         )
@@ -102,3 +111,17 @@ def _stop(arguments: argparse.Namespace) -> int:
     while is_running(served.pid) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
     return FAILED if is_running(served.pid) else DONE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ..trainers.timeshare.picture import pool_report
+
+    path = arguments.dir / TRACE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--dir: {path} cannot be read ({error.strerror}), expected the trace of a pool") from None
+    report = arguments.dir / "report.html"
+    report.write_text(pool_report([json.loads(line) for line in lines]), encoding="utf-8")
+    print(f"report: {report}")
+    return DONE

@@ -40,6 +40,7 @@ def main(folder: Path, overrides: list[str]) -> int:
                 runs.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
         code = follow(runs, folder)
         subprocess.run([*HEADRACE, "pool", "stop", "--dir", str(folder)], check=True)
+        subprocess.run([*HEADRACE, "pool", "report", "--dir", str(folder)], check=True)
         return code
     finally:
         for process in (*runs, pool):
