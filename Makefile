@@ -1,4 +1,5 @@
 # make train      sets up .venv with the core install and trains the quickstart (ARGS="run.seed=1 ..." overrides its config)
+# make pool       trains two small runs that share two GPUs, or on a laptop two numbers in place of GPUs, in runs/pool
 # make check      style, types, import contracts, docs, and the tests that start no process: 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 12 minutes (ARGS="tests/codecs" for one folder)
 # make test-all   also the tests marked `slow`: at most 90 minutes
@@ -18,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 CHECKS := lint docs check-tests
 NO_PROCESSES := not processes and not slow and not drill and not gpu and not vllm and not megatron
 
-.PHONY: help train check check-tests test test-all drills list-slow lint docs docs-sources vllm clean
+.PHONY: help train pool check check-tests test test-all drills list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +27,10 @@ help:
 
 train: .venv/core.stamp
 	$(BIN)/headrace train $(CONFIG) $(ARGS)
+
+pool: .venv/core.stamp
+	rm -rf runs/pool
+	$(BIN)/python examples/time-sharing/both.py runs/pool $(ARGS)
 
 check: .venv/dev.stamp
 	@$(MAKE) -j2 --no-print-directory --output-sync=target $(CHECKS)

@@ -12,6 +12,7 @@ from ..version import __version__
 from .arguments import Parser
 from .bench import add_bench_commands
 from .outcome import INTERRUPTED, MISTAKE, TERMINATED, Terminated, failure, mistake
+from .pool import add_pool_commands
 from .results import add_result_commands
 from .runs import add_run_commands
 
@@ -62,6 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_run_commands(commands)
     add_result_commands(commands)
+    add_pool_commands(commands)
     add_bench_commands(commands)
     if not argv:
         parser.print_help(sys.stderr)

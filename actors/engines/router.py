@@ -8,6 +8,10 @@ stage       waits for                            unblocked by
 choose      an engine that takes requests        `add`; after timeout_s NoEngineAvailable says why each engine is gone
 attempt     the engine's answer                  the answer, or EngineDied once the engine was silent for too long
 remove      the engine's requests in flight      their answers; after grace_s they move to other engines
+suspend     the engine's requests in flight      their answers, which an abort cuts short unless they may end
+
+Requests wait without a time limit while an engine is suspended, because whoever has suspended it lets it take requests
+again.
 """
 
 from __future__ import annotations
@@ -43,6 +47,10 @@ MAX_SESSIONS = 1 << 16
 forgotten session may go to another engine, which costs only a new prefill."""
 
 
+ABORT_EVERY_S = 0.25
+"""Seconds between two aborts of the same request by `Router.suspend`."""
+
+
 class NoEngineAvailable(RuntimeError):
     """No engine was available for a request within its time limit, or no engine completed a weight commit. The message
     says why each engine was removed."""
@@ -55,6 +63,21 @@ class LeftOut:
     name: str
     reason: str
     """Error that made the router remove the engine, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """Result of suspending an engine: what became of its requests."""
+
+    ended: int
+    """Number of samples whose requests ended by themselves."""
+    moved: int
+    """Number of samples whose requests were cut off. They go on elsewhere from the tokens that they have."""
+    kept_tokens: int
+    """Number of tokens with which the cut-off samples came back."""
+    lost_tokens: int
+    """Largest number of tokens that can be lost, because the engine died before it returned them: as many as its
+    requests may have."""
 
 
 class Router:
@@ -74,6 +97,8 @@ class Router:
         self._members: dict[str, _Member] = {}
         self._left_out: dict[str, str] = {}
         self._requests: dict[str, _Routed] = {}
+        self._suspended: set[str] = set()
+        """Names of the engines that will take requests again; some may have died meanwhile."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()  # replaced each time it is set
         self._paused = False
@@ -86,6 +111,11 @@ class Router:
     def names(self) -> tuple[str, ...]:
         """Names of the engines that take requests."""
         return tuple(member.name for member in self._members.values() if member.accepting)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the engines that have not been removed, whether they take requests or not."""
+        return tuple(self._members)
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -114,6 +144,7 @@ class Router:
                 await engine.resume()
         member.accepting = True
         self._left_out.pop(name, None)
+        self._suspended.discard(name)
         self._wake()
 
     async def remove(self, name: str, grace_s: float = 0.0) -> GenerationEngine:
@@ -134,6 +165,41 @@ class Router:
             await member.idle.wait()  # a cancelled call ends at once
         self._retire(member)
         return member.engine
+
+    async def suspend(self, name: str, *, cut: bool = True) -> Suspension:
+        """Stop sending requests to an engine until `readmit`, and wait until none of its requests is in flight.
+
+        cut: whether these are aborted. Their callers get the tokens so far and continue from there
+        (`continuation.generate_whole`). Otherwise, they are left to end. Idempotent. An engine that has been left out
+        counts as suspended, too: another one will be added under its name. Cancelling the call leaves the engine
+        suspended.
+        """
+        self._suspended.add(name)
+        member = self._members.get(name)
+        if member is None:
+            return Suspension(0, 0, 0, 0)
+        member.accepting = False
+        tally = member.tally = _Tally()
+        while not member.idle.is_set():
+            for request in list(member.requests) if cut else ():
+                try:  # again and again: an abort may reach the engine before its request
+                    await member.engine.abort(request.request_id)
+                except (EngineDied, EngineBroken) as error:
+                    self._leave_out(member, error)
+            try:
+                async with asyncio.timeout(ABORT_EVERY_S):
+                    await member.idle.wait()
+            except TimeoutError:
+                continue
+        member.tally = None
+        return Suspension(tally.ended, tally.moved, tally.kept_tokens, tally.lost_tokens)
+
+    def readmit(self, name: str) -> None:
+        """Send requests to a suspended engine again, beginning with requests that wait. Raises KeyError if there is no
+        engine of this name."""
+        self._members[name].accepting = True
+        self._suspended.discard(name)
+        self._wake()
 
     def _leave_out(self, member: _Member, error: Exception) -> None:
         if self._members.get(member.name) is not member:
@@ -187,7 +253,8 @@ class Router:
             del self._requests[request_id]
 
     async def _choose(self, request: _Routed) -> _Member | None:
-        """Wait for an available engine and return it; return None if the request is aborted during the wait."""
+        """Wait for an available engine and return it; return None if the request is aborted during the wait. The wait
+        has no limit while an engine is suspended."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not request.aborted:
             if self._closed:
@@ -200,6 +267,9 @@ class Router:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
+                if self._suspended:
+                    deadline += self._timeout_s
+                    continue
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
                 raise NoEngineAvailable(
                     f"request {request.request_id!r}: no engine for {self._timeout_s:g} s "
@@ -360,6 +430,8 @@ class _Member:
     name: str
     engine: GenerationEngine
     accepting: bool = True
+    tally: _Tally | None = None
+    """Counts what becomes of the requests in flight while the engine is being suspended; None at other times."""
     outstanding: int = 0
     """Number of samples that the engine is generating now."""
     assigned: int = 0
@@ -370,6 +442,24 @@ class _Member:
 
     def __post_init__(self) -> None:
         self.idle.set()
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts what becomes of the requests of an engine that is being suspended; see `Suspension`."""
+
+    ended: int = 0
+    moved: int = 0
+    kept_tokens: int = 0
+    lost_tokens: int = 0
+
+    def answered(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            if completion.finish_reason == "abort":
+                self.moved += 1
+                self.kept_tokens += len(completion.token_ids)
+            else:
+                self.ended += 1
 
 
 class _Routed:
@@ -423,6 +513,11 @@ async def _attempt(
         await asyncio.wait({task})
         raise
     finally:
+        if member.tally is not None and not task.cancelled():
+            if task.exception() is None:
+                member.tally.answered(task.result())
+            else:
+                member.tally.lost_tokens += params.n * params.max_new_tokens
         request.end()
     if task.cancelled():
         raise _Moved

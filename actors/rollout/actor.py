@@ -22,7 +22,7 @@ from ..engines.chat import ChatFormat, build_chat_format
 from ..engines.config import ModelConfig, RolloutConfig
 from ..engines.factory import EngineConfig, build_engine
 from ..engines.protocol import EngineDied, GenerationEngine
-from ..engines.router import Router
+from ..engines.router import Router, Suspension
 from ..engines.tokenizer import load_tokenizer
 from ..environments.config import EnvironmentConfig
 from ..environments.factory import build_endpoint, build_environment
@@ -217,10 +217,10 @@ class RolloutActor(EngineHost):
         answer.
         """
         wanted = dict(zip(names, handles, strict=True))
-        for name in set(self._router.names) - set(wanted):
+        for name in set(self._router.members) - set(wanted):
             await self.remove_engine(name)
         await asyncio.gather(
-            *(self.add_engine(name, handle) for name, handle in wanted.items() if name not in self._router.names)
+            *(self.add_engine(name, handle) for name, handle in wanted.items() if name not in self._router.members)
         )
 
     async def add_engine(self, name: str, handle: Any) -> None:
@@ -243,8 +243,21 @@ class RolloutActor(EngineHost):
 
         Unknown names are ignored, because the engine may have been removed from routing in the meantime.
         """
-        if name in self._router.names:
+        if name in self._router.members:
             await (await self._router.remove(name, grace_s)).close()
+
+    async def suspend_engine(self, name: str, cut: bool) -> Suspension:
+        """Stop sending requests to an engine until `readmit_engine`, and wait until none of its requests is in flight;
+        see `Router.suspend`."""
+        return await self._router.suspend(name, cut=cut)
+
+    async def readmit_engine(self, name: str, handle: Any) -> None:
+        """Send requests to a suspended engine again, or to another one that has taken its place. handle: its Ray
+        handle. Raises EngineDied if a new engine does not answer."""
+        if name in self._router.members:
+            self._router.readmit(name)
+        else:
+            await self.add_engine(name, handle)
 
     @property
     def _router(self) -> Router:

@@ -92,6 +92,8 @@ class WorkerSetup:
     """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
+    keep_versions: bool = False
+    """Whether rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
     samples: SampleFile | None = None
     """File of episodes for people to read, which gets a line for each picked row; None when none is written."""
     one_host: bool = True
@@ -185,7 +187,9 @@ class TrainWorker:
         """Publisher of weight updates; None on all ranks except 0."""
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
-            self._publisher = WeightPublisher(setup.sender(address), setup.sync, setup.bucket_bytes)
+            self._publisher = WeightPublisher(
+                setup.sender(address), setup.sync, setup.bucket_bytes, keep_versions=setup.keep_versions
+            )
             self._parts.callback(self._publisher.close)
             self._publisher.reserve(self._specs)
         self._work: _Work | None = None

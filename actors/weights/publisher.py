@@ -34,16 +34,20 @@ class WeightPublisher:
     Opening an update aborts the one that is still open.
     """
 
-    def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
+    def __init__(
+        self, sender: WeightSender, config: SyncConfig, bucket_bytes: int, *, keep_versions: bool = False
+    ) -> None:
         """Create a publisher that owns `sender` and closes it in `close`.
 
         bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are in transit at a time.
+        keep_versions: whether the last versions are kept in host memory whatever `sync` says, because some are sent to
+        nobody at first.
         """
         self._sender = sender
         self._config = config
         self._bucket_bytes = bucket_bytes
         self._cache: BucketCache | None = None
-        if config.delta or (config.cache and not sender.lasting):
+        if keep_versions or config.delta or (config.cache and not sender.lasting):
             self._cache = BucketCache(config.timeout_s)
         self._lock = threading.Lock()
         self._task = ""

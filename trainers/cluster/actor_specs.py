@@ -62,8 +62,11 @@ def transport(config: Config, placement: Placement) -> str:
 def is_lasting(config: Config, placement: Placement) -> bool:
     """Return whether engines can read a version of the weights long after it was sent, without the trainer.
 
-    They cannot with `ipc` between GPUs, where the next version overwrites the memory.
+    They cannot with `ipc` between GPUs, where the next version overwrites the memory. In a run that shares a pool's
+    GPUs, train rank 0 keeps the versions instead, because some are sent to no engine at first.
     """
+    if config.pool.address is not None:
+        return False
     kind = transport(config, placement)
     return kind in LASTING_KINDS and not (placement.layout != "cpu" and kind == "ipc")
 
@@ -71,7 +74,7 @@ def is_lasting(config: Config, placement: Placement) -> bool:
 def keeps_in_host(config: Config, placement: Placement) -> bool:
     """Return whether train rank 0 keeps the last versions of the weights in its host memory."""
     sync = config.sync
-    return sync.delta or (sync.cache and not is_lasting(config, placement))
+    return sync.delta or config.pool.address is not None or (sync.cache and not is_lasting(config, placement))
 
 
 TASK = "train"
@@ -149,7 +152,8 @@ def engine_config(
         # What else is in a batch rounds log-probs in the last bit: alone, a group comes out alike whenever it is made.
         changes["max_batch"] = config.algorithm.group_size
     sync = config.sync
-    if config.resources.switch_roles == "always" and device != "cpu" and sync.staging == "auto":
+    in_turns = config.resources.switch_roles == "always" or config.pool.address is not None
+    if in_turns and device != "cpu" and sync.staging == "auto":
         # A sleeping engine finds much memory free, but a second copy of the weights would stand in the trainer's place.
         sync = sync.model_copy(update={"staging": "none"})
     return EngineConfig(
@@ -345,6 +349,7 @@ def worker_setup(
         sender=partial(_sender_at, kind, sender),
         sync=sync,
         bucket_bytes=bucket_mib(config, kind, device) << 20,
+        keep_versions=config.pool.address is not None,
         samples=sample_file(config),
         one_host=one_host,
         single_rank_groups=config.trainer.backend == "megatron",

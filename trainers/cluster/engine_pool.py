@@ -36,6 +36,9 @@ class Engine:
     broken: bool = False
     """True if the engine holds no complete version, because a weight update failed, whose requests then wait for the
     next one, or because it has dropped its weights to sleep."""
+    asleep: bool = False
+    """True while the engine gets no requests because a pool of GPUs has lent its GPUs to others; it is also `broken`
+    then. Its requests wait, and it takes part in no weight sync."""
     joins: bool | None = None
     """True if the engine received its last update straight into its parameters, without staging it first; None before
     the first update."""
@@ -77,12 +80,19 @@ class EnginePool:
 
     @property
     def active(self) -> list[Engine]:
-        """The engines that get requests. Raises NoEngineLeft when there is none."""
+        """The engines that get requests, or will get them again when they are woken. Raises NoEngineLeft when there is
+        none."""
         found = [engine for engine in self.engines if not engine.left_out]
         if not found:
             reasons = "; ".join(f"{engine.name}: {engine.left_out}" for engine in self.engines)
             raise NoEngineLeft(f"no engine is left of {len(self.engines)}: {reasons}")
         return found
+
+    @property
+    def all_asleep(self) -> bool:
+        """True if no engine gets requests now, because a pool of GPUs has lent the GPUs of all to others."""
+        asleep = [engine.asleep for engine in self.engines if not engine.left_out]
+        return bool(asleep) and all(asleep)
 
     def ahead_of(self, version: int) -> bool:
         """Return whether an engine serves a later version than `version`. That happens after the train workers went

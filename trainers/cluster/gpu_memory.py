@@ -83,6 +83,8 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
 
     On a machine without GPUs, only `always` makes the roles take turns, in host memory.
     """
+    if config.pool.address is not None:
+        return RolesDecision(False, "the run shares the GPUs of a pool with other runs")
     asked = config.resources.switch_roles
     shared = placement.shared or (placement.layout == "cpu" and asked == "always")
     if asked == "never" or (asked == "auto" and not shared):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
 from ...actors.engines.protocol import CommitReport, KeysAndValues, PauseMode, Prepared, SamplingParams
+from ...actors.engines.router import Suspension
 from ...actors.memory import ProcessMemory
 from ...actors.protocols import ActorInfo, OffloadReport
 from ...actors.remote_methods import encode_arguments
@@ -169,6 +170,12 @@ class RolloutHandle(EngineHandle):
 
     def remove_engine(self, engine: EngineHandle) -> Call[None]:
         return self._call(RolloutActor.remove_engine, engine.info.name, 0.0)
+
+    def suspend_engine(self, engine: EngineHandle, cut: bool) -> Call[Suspension]:
+        return self._call(RolloutActor.suspend_engine, engine.info.name, cut)
+
+    def readmit_engine(self, engine: EngineHandle) -> Call[None]:
+        return self.send(RolloutActor.readmit_engine, encode_arguments([engine.info.name]), [engine.ray_actor])
 
     def rollout(
         self, positions: list[int], partition: str, params: SamplingParams, fresh: bool, traced: bool

@@ -122,10 +122,15 @@ def plan_placement(config: Config, hosts: Sequence[Host]) -> Placement:
     hosts = tuple(hosts)
     resources, mapped = config.resources, config.resources.trainer_gpus is not None
     num_gpus = sum(host.num_gpus for host in hosts)
-    if not num_gpus and mapped:
+    if not num_gpus and mapped and config.pool.address is None:  # a pool's GPUs may be numbers only
         raise UserError(
             f"resources.trainer_gpus: got {list(resources.trainer_gpus or ())}, expected it unset, because there is "
             f"no GPU on {_names(hosts)}"
+        )
+    if num_gpus and uses_gpus(config) and config.pool.address is not None:
+        raise UserError(
+            f"pool.address: got {config.pool.address!r} with {num_gpus} GPU(s) in the Ray cluster, expected a cluster "
+            "without GPUs, because each run still reserves its GPUs for itself"
         )
     if not num_gpus or not uses_gpus(config):
         why = "there is no GPU" if not num_gpus else "the engine and the backend are scripted"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -107,8 +107,10 @@ class RunActors:
         _identify([handle], "replace", self.start_timeout_s, self.placement)
         _started([handle.build()], "replace", self.start_timeout_s)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
-            engines = [engine.handle for engine in self.engines.active]
+            engines = [engine.handle for engine in self.engines.active if not engine.dead]
             _started([handle.set_engines(engines)], "replace", self.start_timeout_s)
+            asleep = [engine.handle for engine in self.engines.engines if engine.asleep]
+            _started([handle.suspend_engine(engine, True) for engine in asleep], "replace", self.start_timeout_s)
         self._tell()
 
     def find_dead(self, wait_s: float, *, insist: bool) -> list[ActorInfo]:
@@ -155,6 +157,19 @@ class RunActors:
             call()
 
 
+class Loan(Protocol):
+    """The means to borrow a run's GPUs from a pool while its actors are built on them."""
+
+    @property
+    def sleep_level(self) -> int:
+        """Level at which engines sleep when they have been built; see `Sleeper.sleep`."""
+        ...
+
+    def holding(self, role: Literal["train", "rollout"]) -> AbstractContextManager[None]:
+        """Context manager that waits for all GPUs of a role, and gives them back at the end of its block."""
+        ...
+
+
 class StartingActors:
     """The actors of a run from the start of their processes until they are built. Their processes start, and import
     what they need, while the data plane starts and the model is prepared."""
@@ -171,10 +186,12 @@ class StartingActors:
             self.rollouts = [starter.rollout(index) for index in range(config.rollout.num_actors)]
         self.workers = [starter.worker(rank) for rank in range(config.trainer.topology.world)]
 
-    def build(self, model: str, plane: DataPlane, times: StartTimes) -> RunActors:
-        """Build all actors, side by side. model: a local folder or hub id. times: told when each actor is built.
+    def build(self, model: str, plane: DataPlane, times: StartTimes, loan: Loan | None = None) -> RunActors:
+        """Build all actors, side by side. model: a local folder or hub id. times: told when each actor is built. loan:
+        the means to borrow the GPUs from a pool; None if they are the run's own.
 
         With `resources.switch_roles=always`, the train workers come first, and are offloaded when the call returns.
+        With a loan, the engines sleep then, too.
 
         Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and
         ActorFailed when an actor does not start.
@@ -185,19 +202,25 @@ class StartingActors:
         placement = self._starter.placement
         _identify([*generators, *self.workers], "start", timeout_s, placement)
         times.mark("processes")
-        if config.resources.switch_roles == "always":  # the engines could not take the memory that the workers hold
-            _build([], self.workers, timeout_s, times)
-            if self._starter.keeps_in_host:
-                _started([worker.cache_weights(0) for worker in self.workers], "start", timeout_s)
-            _started([worker.offload() for worker in self.workers], "start", timeout_s)
-            _build(generators, [], timeout_s, times)
+        if loan is not None or config.resources.switch_roles == "always":
+            # The engines could not take the memory that the workers hold.
+            with nullcontext() if loan is None else loan.holding("train"):
+                _build([], self.workers, timeout_s, times)
+                if self._starter.keeps_in_host:
+                    _started([worker.cache_weights(0) for worker in self.workers], "start", timeout_s)
+                _started([worker.offload() for worker in self.workers], "start", timeout_s)
+            with nullcontext() if loan is None else loan.holding("rollout"):
+                _build(generators, [], timeout_s, times)
+                if loan is not None:
+                    _started([host.sleep(loan.sleep_level) for host in self.hosts], "start", timeout_s)
         else:
             _build(generators, self.workers, timeout_s, times)
         counts = [host.num_workers() for host in self.hosts]
         asked = self.rollouts[0].data_notes()
         embedded = config.rollout.num_actors is None
         pairs = zip(self.hosts, _started(counts, "start", timeout_s), strict=True)
-        engines = EnginePool([Engine(host, count) for host, count in pairs], embedded)
+        slept, dropped = loan is not None, loan is not None and loan.sleep_level == 2
+        engines = EnginePool([Engine(host, count, asleep=slept, broken=dropped) for host, count in pairs], embedded)
         if not embedded:
             _introduce(engines, self.rollouts, timeout_s)
         [data_notes] = _started([asked], "start", timeout_s)
@@ -335,6 +358,8 @@ def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s
     are left out or taken back."""
     handles = [engine.handle for engine in engines.engines]
     _started([rollout.set_engines(handles) for rollout in rollouts], "start", timeout_s)
+    asleep = [engine.handle for engine in engines.engines if engine.asleep]
+    _started([rollout.suspend_engine(one, True) for rollout in rollouts for one in asleep], "start", timeout_s)
 
     def tell(engine: Engine) -> None:
         if engine.left_out:

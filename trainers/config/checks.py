@@ -9,6 +9,7 @@ from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..backends.model_split import mesh_problems
 from .config import Config
+from .pool_checks import pool_problems
 
 ROLLOUT_TOKEN_BYTES = 9
 """Number of bytes that a rollout writes for each token: input_ids int32, response_mask uint8, rollout_logprobs
@@ -28,6 +29,7 @@ def contradictions(config: Config) -> list[str]:
         size_problems(config)
         + mesh_problems(config.trainer)
         + gpu_map_problems(config)
+        + pool_problems(config)
         + capacity_problems(config)
         + meaning_problems(config)
     )

@@ -23,6 +23,7 @@ from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
 from .evaluation import EvaluationConfig, ValidationConfig, evaluation_data
 from .overlap import Mode, Overlap, StaleGroups, overlap_of
+from .pool import PoolConfig
 from .trackers import TrackerConfig
 
 SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"
@@ -271,6 +272,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     evaluation: dict[Annotated[str, Field(pattern=SET_NAME)], EvaluationConfig] = {}
     resources: ResourcesConfig = ResourcesConfig()
+    pool: PoolConfig = PoolConfig()
     logging: LoggingConfig = LoggingConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     simulation: dict[str, Any] = {}
@@ -347,15 +349,21 @@ class Config(Section):
 
 
 def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
-    """Return `config` with `run.dir` filled in and with absolute paths in `run.dir` and `run.replay`. now: time in the
-    default folder's name; None: the current local time."""
+    """Return `config` with `run.dir` filled in, with absolute paths in `run.dir` and `run.replay`, and with the Ray
+    cluster of its pool, if it has one. now: time in the default folder's name; None: the current local time."""
     folder = config.run.dir
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
         folder = os.path.join("runs", f"{config.run.name}-{stamp}")
     folder = os.path.abspath(os.path.expanduser(folder))
     replay = config.run.replay and os.path.abspath(os.path.expanduser(config.run.replay))
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder, "replay": replay})})
+    address = config.resources.ray_address or config.pool.address
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": folder, "replay": replay}),
+            "resources": config.resources.model_copy(update={"ray_address": address}),
+        }
+    )
 
 
 def resolved_yaml(config: Config) -> str:

@@ -23,7 +23,8 @@ bytes of a chunk go back to the data plane once its gradients are there, while i
 store that holds less than a step then suffices.
 
 With `resources.switch_roles`, a step that is trained on as a whole with a window of 0 has the engines sleep from the
-claim to the sync, and the train workers offloaded at all other times (see roles.py).
+claim to the sync, and the train workers offloaded at all other times (see roles.py). In a run that borrows its GPUs
+from a pool, the train workers have theirs from the last claim to the sync (see borrowing/).
 
 A wait for rollouts or a validation lasts for as long as actors make progress. Other waits are bounded by
 resources.stage_timeout_s, sync.timeout_s or dataplane.timeout_s. An actor that fails ends a wait at once, unless it can
@@ -32,6 +33,9 @@ be replaced.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ...dataplane.meta import KVBatchMeta
 from . import steps as grpo
 from .feed import Feed
 from .loop import AfterStep, Steps, StepTally
@@ -51,6 +55,8 @@ def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
         else:
             rows = feed.claim(overlap.groups)
             _end_rollouts(run, feed)
+            if run.roles.lends:
+                _borrow_gpus(run, feed)
             run.roles.to_training()
             tally.rows.append(rows)
             tally.passes += train_on_step(run, state, rows)
@@ -61,7 +67,28 @@ def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
 
 def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> None:
     """Train on the groups of the next step as they become ready, in as many updates as it has mini-batches. Each update
-    takes the groups that are ready first."""
+    takes the groups that are ready first. Train workers with borrowed GPUs begin when all groups are ready, because
+    they cannot give their GPUs back in the midst of a step."""
+    last_update = run.config.algorithm.minibatches - 1
+    chunks = _chunks(run, feed)
+    if run.roles.lends:
+        chunks = iter(list(chunks))
+        _borrow_gpus(run, feed)
+    for update, left, rows in chunks:
+        last = not left and update == last_update
+        tally.rows.append(rows)
+        if last:
+            _end_rollouts(run, feed)
+        tally.passes += grpo.train_on(run, rows, state.step + 1)
+        if not last:
+            grpo.give_back(run, rows)  # the last chunk's is cleared with the step
+        if not left and not last:
+            tally.passes += finish_update(run, state)
+
+
+def _chunks(run: Run, feed: Feed) -> Iterator[tuple[int, int, KVBatchMeta]]:
+    """Claim the chunks of a step one after the other. Yields the number of the update, the number of groups that the
+    update still lacks after the chunk, and the receipt for the chunk's rows."""
     overlap, minibatches = run.config.overlap, run.config.algorithm.minibatches
     for update in range(minibatches):
         left = overlap.groups // minibatches
@@ -70,14 +97,14 @@ def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> Non
             # Any number of groups would do, but how many are ready when is a matter of timing.
             rows = feed.claim(least if run.config.run.deterministic else left, least)
             left -= len(rows) // run.config.rows_per_group
-            tally.rows.append(rows)
-            if not left and update == minibatches - 1:
-                _end_rollouts(run, feed)
-            tally.passes += grpo.train_on(run, rows, state.step + 1)
-            if left or update < minibatches - 1:
-                grpo.give_back(run, rows)  # the last chunk's is cleared with the step
-        if update < minibatches - 1:
-            tally.passes += finish_update(run, state)
+            yield update, left, rows
+
+
+def _borrow_gpus(run: Run, feed: Feed) -> None:
+    """Have the pool grant the train workers their GPUs, once nothing more of this step is waited for with them."""
+    if run.config.run.deterministic:
+        feed.drain()
+    run.roles.to_training()
 
 
 def _end_rollouts(run: Run, feed: Feed) -> None:

@@ -42,6 +42,7 @@ from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
+from ..timeshare.demand import Demand
 from .episodes import episodes_of
 from .stages import Stages
 from .steps import State
@@ -275,6 +276,12 @@ class Feed:
         self._client.clear(self._partition)  # puts may be waiting for room
         self.drain()
         self._client.clear(self._partition)
+
+    def demand(self, client: DataPlaneClient) -> Demand:
+        """Return how many groups the run wants now, of its current step and those that follow within the window, and
+        how many of these are finished. Another thread than the feed's may call it. client: client of that thread."""
+        status = client.task_status(self._partition, TASK, self._fields)
+        return Demand(self._admitted, len(self._claimed) + status.ready // self._group_size)
 
     # ---------------------------------------------------------------- in
 

@@ -20,20 +20,20 @@ wake        all engines that hold the version             the last answer; one t
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from ...actors.memory import ProcessMemory
-from ..cluster.calls import ActorFailed, gather, gather_each
+from ...dataplane.client.client import DataPlaneClient
+from ..cluster.calls import ActorFailed, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
-from ..cluster.handles import EngineHandle, TrainHandle
+from ..cluster.handles import EngineHandle
 from ..cluster.run_actors import RunActors
+from ..timeshare.demand import Demand
+from .freed_memory import TrainerMemory, fallen, measured
 from .stages import Stages
 from .weight_sync import HEALTH_S, SyncReport, WeightSync
-
-H = TypeVar("H", EngineHandle, TrainHandle)
 
 _log = logging.getLogger(__name__)
 LEVEL = 2
@@ -41,10 +41,18 @@ LEVEL = 2
 comes from the train workers in any case, and faster than from a copy in the host."""
 FALL_S = 10.0
 """Seconds within which the memory of an engine that sleeps, or of a worker that has offloaded, must have fallen."""
-LOOK_S = 0.05
-"""Seconds between two measurements of memory that has not fallen yet."""
+KEY = "resources.residual_mib"
+"""Config key of the memory that may be kept."""
 SWITCH_STAGES = ("sleep", "wake", "offload", "onload")
 """Stages in which a run passes the memory of its GPUs from one side to the other."""
+
+
+class HasDemand(Protocol):
+    """The operation of a feed that a pool of GPUs needs."""
+
+    def demand(self, client: DataPlaneClient) -> Demand:
+        """Return how many groups the run wants now, and how many of them are finished; see `Feed.demand`."""
+        ...
 
 
 class Roles(Protocol):
@@ -75,12 +83,47 @@ class Roles(Protocol):
         to wait for the next `sync`. Raises as `WeightSync.sync` does."""
         ...
 
+    @property
+    def lends(self) -> bool:
+        """Whether train workers give their GPUs to other runs whenever they do not compute. They must then not wait for
+        rollouts, which may need the GPUs of a run that waits for theirs, in the same way."""
+        ...
+
+    def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
+        """Begin to obey orders from outside the run, once rollouts can be issued. feed: function that returns the feed
+        in use."""
+        ...
+
+    def engines_kept(self) -> AbstractContextManager[object]:
+        """Context manager in whose block no engine falls asleep or wakes by an order from outside the run."""
+        ...
+
+    def check(self) -> None:
+        """Raise the error, if any, with which a thread that serves orders from outside the run has ended."""
+        ...
+
     def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step's switches. seconds: name of each stage of the step -> its seconds."""
         ...
 
 
-class BothResident:
+class _OwnGpus:
+    """What holds for a run whose GPUs are its own."""
+
+    lends = False
+
+    def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
+        """Do nothing: there are no such orders."""
+
+    def engines_kept(self) -> AbstractContextManager[object]:
+        """Return an empty context: nobody outside the run puts engines to sleep."""
+        return nullcontext()
+
+    def check(self) -> None:
+        """Do nothing: there is no such thread."""
+
+
+class BothResident(_OwnGpus):
     """Both sides keep their memory: nothing is switched."""
 
     training = True
@@ -106,7 +149,7 @@ class BothResident:
         return {}
 
 
-class TakeTurns:
+class TakeTurns(_OwnGpus):
     """One side at a time holds the GPUs' memory. Begins with engines awake and train workers offloaded."""
 
     def __init__(
@@ -127,7 +170,7 @@ class TakeTurns:
         self._stages = stages
         self._timeout_s = timeout_s
         self._residual_bytes = residual_bytes
-        self._bucket_bytes = bucket_bytes
+        self._trainer = TrainerMemory(actors, timeout_s=timeout_s, most_bytes=residual_bytes + bucket_bytes, key=KEY)
         self._turn: str | None = "generating"
         """Side that holds the memory, `generating` or `training`; None while it is passed on, or if that failed."""
         self._held: dict[str, int] = {}
@@ -145,11 +188,8 @@ class TakeTurns:
         self._turn = None
         with self._timed("sleep"):
             self._sleep()
-        workers = self._actors.workers
         with self._timed("onload"):
-            gather([worker.onload() for worker in workers], "onload", self._timeout_s)
-            held = gather([worker.memory() for worker in workers], "onload", self._timeout_s)
-            self._note("trainer_gib_onloaded", held)
+            self._note("trainer_gib_onloaded", self._trainer.onload())
         self._turn = "training"
 
     def make_room(self) -> None:
@@ -167,10 +207,8 @@ class TakeTurns:
             report = self._weights.sync(version, engines)
         except NoEngineLeft as error:  # the workers must make room before others can be started
             none_left = error
-        workers = self._actors.workers
         with self._timed("offload"):
-            gather([worker.offload() for worker in workers], "offload", self._timeout_s)
-            self._expect_offloaded()
+            self._note("trainer_gib_offloaded", self._trainer.offload(FALL_S))
         with self._timed("wake"):
             self._wake()
         self._turn = "generating"
@@ -214,7 +252,9 @@ class TakeTurns:
             else:
                 engine.broken = True  # it has dropped its weights
                 asleep[engine.handle] = engine
-        held, wrong = self._fallen(list(asleep), lambda handle, held: self._limit(asleep[handle], held))
+        held, wrong = fallen(
+            list(asleep), lambda handle, held: self._limit(asleep[handle], held), FALL_S, self._timeout_s, KEY
+        )
         for handle, why in wrong.items():
             self._end(asleep[handle], f"sleep: {handle.info} {why}")
         self._note("engine_gib_asleep", held)
@@ -227,7 +267,7 @@ class TakeTurns:
             if isinstance(outcome, ActorFailed):
                 self._end(engine, str(outcome))
         handles = [engine.handle for engine in engines if not engine.dead]
-        held = zip(handles, _measured(handles, self._timeout_s), strict=True)
+        held = zip(handles, measured(handles, self._timeout_s), strict=True)
         found = {handle.info.name: answer for handle, answer in held if not isinstance(answer, ActorFailed)}
         self._awake = {name: one.device_bytes for name, one in found.items()}
         self._note("engine_gib_awake", list(found.values()))
@@ -252,15 +292,6 @@ class TakeTurns:
 
     # ------------------------------------------------------------ memory
 
-    def _expect_offloaded(self) -> None:
-        """Wait until the GPU memory of the train workers has fallen. Raises ActorFailed, naming the worker, if it does
-        not within FALL_S seconds."""
-        workers = self._actors.workers
-        held, wrong = self._fallen(workers, lambda worker, held: self._residual_bytes + self._bucket_bytes)
-        for worker, why in wrong.items():
-            raise ActorFailed(f"offload: {worker.info} {why}")
-        self._note("trainer_gib_offloaded", held)
-
     def _limit(self, engine: Engine, held: ProcessMemory) -> int | None:
         """Return the largest number of bytes that a sleeping engine may hold on its GPUs, as `held` counts them. What
         other processes hold there is counted, too, where nobody can tell them apart: it must then be less than when the
@@ -270,42 +301,9 @@ class TakeTurns:
         awake = self._awake.get(engine.name)
         return None if awake is None else awake - 1
 
-    def _fallen(
-        self, handles: Sequence[H], limit: Callable[[H, ProcessMemory], int | None]
-    ) -> tuple[list[ProcessMemory], dict[H, str]]:
-        """Measure actors until each is within its limit, for FALL_S seconds at most. Returns what was measured last,
-        and for each actor that is above its limit or could not be measured: handle -> what is wrong, as a clause."""
-        deadline = time.monotonic() + FALL_S
-        found, failed, above = dict[H, ProcessMemory](), dict[H, str](), dict[H, str]()
-        left = list(handles)
-        while left:
-            above = {}
-            for handle, answer in zip(left, _measured(left, self._timeout_s), strict=True):
-                if isinstance(answer, ActorFailed):
-                    failed[handle] = f"could not be measured: {answer}"
-                    continue
-                found[handle] = answer
-                most = limit(handle, answer)
-                if most is not None and answer.device_bytes > most:
-                    above[handle] = (
-                        f"still holds {answer.device_bytes / 2**20:.0f} MiB of GPU memory after {FALL_S:g} s, expected "
-                        f"at most {most / 2**20:.0f} (resources.residual_mib)"
-                    )
-            left = list(above)
-            if time.monotonic() >= deadline:
-                break
-            if left:
-                time.sleep(LOOK_S)
-        return list(found.values()), failed | above
-
     def _note(self, name: str, held: Sequence[ProcessMemory]) -> None:
         self._held[name] = max((one.held_bytes for one in held), default=0)
 
     def _timed(self, stage: str) -> AbstractContextManager[None]:
         """Time a stage of a switch, which consists of a call to all actors and of measurements."""
         return self._stages.timed(stage, 2 * self._timeout_s + FALL_S, apart=True)
-
-
-def _measured(handles: Sequence[EngineHandle | TrainHandle], timeout_s: float) -> list[ProcessMemory | ActorFailed]:
-    """Return, in order, the memory that each actor holds now, or its failure."""
-    return gather_each([handle.memory() for handle in handles], "memory", timeout_s)

@@ -58,20 +58,29 @@ class RolloutPool:
         `version`, as often as run.max_restarts allows. The failure of a rollout actor shows in its calls and is not
         handled here. Raises NoEngineLeft if no engine can get requests any more.
         """
+        self._roles.check()
+        if self._actors.engines.all_asleep:  # nobody can make progress until the pool gives GPUs back
+            self.begin_watch()
+            return True
         moved, failed = self._watch.look()
         gone = dict[str, str]()
         for engine in self._separate:
             failure = failed.get(engine.handle)
+            if engine.asleep:
+                engine.dead |= failure is not None and failure.died  # it is replaced when it is to wake
+                continue
             if failure is not None and failure.died:
                 gone[engine.name] = str(failure)
             elif self._watch.silent_s(engine.handle) >= self._timeout_s:
                 gone[engine.name] = self._stuck(engine)
                 engine.handle.kill()
-        for engine in [engine for engine in self._separate if engine.name in gone]:
-            engine.dead = True
-            self._actors.engines.leave_out(engine, gone[engine.name])
-        if gone and self.replace_dead(version):
-            return True
+        if gone:
+            with self._roles.engines_kept():
+                for engine in [one for one in self._separate if one.name in gone and not one.asleep]:
+                    engine.dead = True
+                    self._actors.engines.leave_out(engine, gone[engine.name])
+                if self.replace_dead(version):
+                    return True
         assert self._actors.engines.active
         return moved
 
@@ -96,9 +105,10 @@ class RolloutPool:
         reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
         An engine whose process was replaced since then stays in use, because the call may have met the old process.
         """
-        found = self._actors.engines.named(engine)
-        if found.renewed_s < called_s:
-            self._actors.engines.leave_out(found, reason)
+        with self._roles.engines_kept():
+            found = self._actors.engines.named(engine)
+            if found.renewed_s < called_s and not found.asleep:
+                self._actors.engines.leave_out(found, reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """Replace a rollout actor or engine whose process `pid` died by another that serves `version`, and wait until
@@ -109,7 +119,10 @@ class RolloutPool:
         if actor.info.pid != pid:
             return
         engines = self._actors.engines
-        with self._stages.timed("replace", 3 * self._actors.start_timeout_s):  # for build, ping and set_engines
+        with (
+            self._roles.engines_kept(),
+            self._stages.timed("replace", 3 * self._actors.start_timeout_s),  # for build, ping and set_engines
+        ):
             engine = next((engine for engine in engines.engines if engine.handle is actor), None)
             if engine is not None:
                 engines.leave_out(engine, str(failure))
@@ -128,7 +141,7 @@ class RolloutPool:
         rollouts are ended first, so that no row continues with an older policy.
         """
         broken = [engine for engine in self._actors.engines.engines if engine.broken and not engine.dead]
-        if not broken:
+        if not broken and not self._roles.lends:
             return
         if any(engine.version > version for engine in broken):
             self.end_rollouts(self._actors.rollouts)
@@ -140,7 +153,9 @@ class RolloutPool:
         resources.stage_timeout_s is killed and replaced, too. Returns whether at least one engine had to be replaced
         and all of them were."""
         engines = self._actors.engines.engines
-        gone = [engine for engine in engines if engine.dead or engine.silent_s >= self._timeout_s]
+        gone = [
+            engine for engine in engines if (engine.dead or engine.silent_s >= self._timeout_s) and not engine.asleep
+        ]
         for engine in gone:
             if not self._actors.may_replace:
                 return False

@@ -23,6 +23,12 @@ class Stages:
         self._current: tuple[str, float | None] | None = None
         """Name of the stage in progress and the seconds that it may take (see `timed`); None between stages."""
 
+    @property
+    def current(self) -> str:
+        """Name of the stage in progress; "" between stages. Any thread may read it."""
+        current = self._current
+        return "" if current is None else current[0]
+
     def begin_step(self, step: int) -> None:
         """Start timing and tracing `step`."""
         self.seconds = {}

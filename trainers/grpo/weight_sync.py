@@ -69,7 +69,7 @@ class SyncReport:
     engines: int
     """Number of engines that now serve the version or a later one."""
     left_out: int
-    """Number of engines that serve neither the version nor a later one."""
+    """Number of engines that serve neither the version nor a later one, without those that a pool has put to sleep."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
     """Spans of each engine's pause and load for the trace, as (engine name, spans). Their times assume that every
     engine began at the same moment."""
@@ -108,13 +108,13 @@ class WeightSync:
         """Bring `engines` (None: all engines of the run) to `version`, the version of the train workers' current
         weights.
 
-        Engines that were left out earlier are tried again if they answer. An engine that already serves the version, or
-        a later one, keeps it: an engine only goes back to an older version if it has no complete one. Raises
-        NoEngineLeft if all engines of the run are left out afterwards, and ActorFailed if a train worker died, or
-        failed for a reason other than the transfer to an engine; engines without a complete version are then marked
-        `broken`.
+        Engines that were left out earlier are tried again if they answer; those that a pool has put to sleep are not.
+        An engine that already serves the version, or a later one, keeps it: an engine only goes back to an older
+        version if it has no complete one. Raises NoEngineLeft if all engines of the run are left out afterwards, and
+        ActorFailed if a train worker died, or failed for a reason other than the transfer to an engine; engines without
+        a complete version are then marked `broken`.
         """
-        asked = self._engines.engines if engines is None else engines
+        asked = [engine for engine in (self._engines.engines if engines is None else engines) if not engine.asleep]
         waiting = self._answering([engine for engine in asked if engine.version < version or engine.broken])
         tally, tries = _Tally(), Counter[str]()
         while waiting:
@@ -145,9 +145,16 @@ class WeightSync:
             kept=sum(report.kept for report in tally.commits),
             aborted=sum(report.aborted for report in tally.commits),
             engines=len(serving),
-            left_out=len(self._engines.engines) - len(serving),
+            left_out=sum(not engine.asleep for engine in self._engines.engines) - len(serving),
             spans=tuple(tally.spans),
         )
+
+    def keep(self, version: int) -> None:
+        """Have the train workers gather `version` into train rank 0's host memory, without sending it. A no-op if it is
+        there already. Raises ActorFailed if a worker fails."""
+        if self.kept != version:
+            gather([worker.cache_weights(version) for worker in self._workers], "cache weights", self._bound_s)
+            self._last, self._in_cache = None, version
 
     def forget(self) -> None:
         """Forget the version that was sent last, because the train workers that sent it were replaced and can no longer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -51,6 +52,7 @@ from ..observe.trust import distrust
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
+from .pool_membership import PoolMembership
 from .preflight import check_prompts, check_quickly
 from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
@@ -283,6 +285,7 @@ class _Training:
                 folder.metrics.event("data", state.step, note=note)
         self._begun = True
         feed = open_feed(run, state, PARTITION)
+        run.roles.open_rollouts(lambda: feed)
         while True:
             try:
                 run_steps(run, state, feed, after_step)
@@ -407,6 +410,10 @@ def launched(
         cluster = cluster or open_cluster(config)
         stack.callback(cluster.close)
         meter = DriverMeter()
+        membership, pids = None, list[int]()
+        if config.pool.address is not None:
+            membership = PoolMembership(config, folder, heartbeat)
+            stack.callback(membership.leave, lambda: pids)
         ending_actors = ExitStack()
         stack.callback(ending_actors.close)
         heartbeat.enter("placing the actors", start_s)
@@ -428,10 +435,11 @@ def launched(
         model = prepare()
         times.mark("model")
         heartbeat.enter("starting the actors", 4 * start_s)  # its waits in a row
-        actors = starting.build(model, plane, times)
+        actors = starting.build(model, plane, times, membership)
 
         def tell() -> None:
             write_actors(folder, run_id, everyone(plane, actors))
+            pids[:] = [actor.info.pid for actor in actors.handles if actor.info.host == socket.gethostname()]
             if watch is not None:
                 watch.started(actors)
 
@@ -439,9 +447,9 @@ def launched(
         actors.on_replaced.append(tell)
         meter.take()
         stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
-        cached = decision.take_turns and actor_specs.keeps_in_host(config, placement)
+        cached = (decision.take_turns or membership is not None) and actor_specs.keeps_in_host(config, placement)
         weights = WeightSync(
-            config.sync,
+            config.sync if membership is None else config.sync.model_copy(update={"cache": True}),
             actors.workers,
             actors.engines,
             lasting=actor_specs.is_lasting(config, placement),
@@ -459,6 +467,11 @@ def launched(
                 residual_bytes=config.resources.residual_mib << 20,
                 bucket_bytes=send_buffer_bytes(config, kind),
             )
+        if membership is not None:
+            progress = connect(plane.handle, name="pool")
+            stack.callback(progress.close)
+            roles = membership.roles(actors, weights, stages, progress, send_buffer_bytes(config, kind))
+            stack.callback(membership.tenant.stop)
         yield grpo.Run(
             config=config,
             client=client,

@@ -14,10 +14,29 @@ from .plan import Priority, Role, TenantMap
 
 
 @dataclass(frozen=True, slots=True)
+class Processes:
+    """Where the processes of a tenant are found, so that they can be ended, and be seen dead."""
+
+    host: str
+    """Name of the driver's host."""
+    driver: int
+    """Process id of the driver."""
+    start: int
+    """Start time of the driver in clock ticks, which tells it from a later process with the same id."""
+    folder: str
+    """Run folder, in which actors.json lists the tenant's other processes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Register:
-    """A run becomes a tenant. It is refused under a name that is taken, or with GPUs that the pool has not."""
+    """A run becomes a tenant. It is refused under a name that is taken, or with GPUs that the pool has not. Repeating
+    the call changes nothing."""
 
     map: TenantMap
+    processes: Processes | None = None
+    """The tenant's processes; None for a tenant that has none, as in a simulation."""
+    order_timeout_s: float | None = None
+    """Seconds that the tenant has to carry out an order; None for the pool's own bound."""
 
 
 @dataclass(frozen=True, slots=True)

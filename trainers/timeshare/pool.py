@@ -23,6 +23,7 @@ from .commands import (
     Order,
     OrderKind,
     Outcome,
+    Processes,
     Register,
     Release,
     Report,
@@ -72,6 +73,10 @@ class Tenant:
     """Number of groups that the waiting generation request expects; None if none waits."""
     generates: bool = False
     ending: bool = False
+    processes: Processes | None = None
+    """The tenant's processes; None for a tenant that has none."""
+    order_timeout_s: float = 180.0
+    """Seconds that the tenant has to carry out an order."""
     suspect: str = ""
     """Reason for which the tenant is not trusted any more; "" for one that is."""
 
@@ -168,7 +173,7 @@ class Pool:
         if isinstance(command, Tick):
             return
         if isinstance(command, Register):
-            self._register(now_s, command.map)
+            self._register(now_s, command)
             return
         tenant = self._tenant(command.tenant)
         match command:
@@ -194,14 +199,20 @@ class Pool:
                 assert_never(command)
         tenant.heard_s = now_s
 
-    def _register(self, now_s: float, own: TenantMap) -> None:
-        if own.name in self.tenants:
+    def _register(self, now_s: float, command: Register) -> None:
+        own, there = command.map, self.tenants.get(command.map.name)
+        if there is not None:
+            if command.processes is not None and (there.map, there.processes) == (own, command.processes):
+                return  # the same run, which has missed the answer
             raise UserError(f"pool: a tenant named {own.name!r} is registered already; a run's name must be its own")
         beyond = sorted(gpu for gpu in {*own.train_gpus, *own.rollout_gpus} if not 0 <= gpu < self.num_gpus)
         if beyond:
             last = self.num_gpus - 1
             raise UserError(f"pool: tenant {own.name!r} names GPU {beyond[0]}, but the pool has 0 to {last}")
         self.tenants[own.name] = Tenant(own, self.next_tenant, now_s, admitted=False)
+        tenant = self.tenants[own.name]
+        tenant.processes = command.processes
+        tenant.order_timeout_s = command.order_timeout_s or self.bounds.order_timeout_s
         self.next_tenant += 1
         self._admit()
 
@@ -307,7 +318,7 @@ class Pool:
         num_before = len(self.suspects)
         for order in list(self.orders.values()):
             if now_s > order.due_s:
-                late_s = now_s - order.due_s + self.bounds.order_timeout_s
+                late_s = now_s - order.due_s + self.tenants[order.tenant].order_timeout_s
                 shards = list(order.shards)
                 self._suspect(order.tenant, f"{order.kind} of shards {shards} not answered for {late_s:.0f} s")
         for name, tenant in self.tenants.items():
@@ -379,7 +390,7 @@ class Pool:
         """Send each tenant one order for all of its shards among `shards`."""
         for name in sorted({shard.tenant for shard in shards}):
             own = tuple(sorted(shard.shard for shard in shards if shard.tenant == name))
-            due_s = now_s + self.bounds.order_timeout_s
+            due_s = now_s + self.tenants[name].order_timeout_s
             self.orders[self.next_order] = Order(self.next_order, name, kind, own, due_s)
             self.next_order += 1
 

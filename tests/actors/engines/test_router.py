@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.actors.engines.continuation import generate_whole
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import (
     CommitReport,
@@ -105,6 +106,60 @@ def expect_answer(request_id: str, completions: list[Completion], params: Sampli
         assert len(got) == len(whole) or (aborted and completion.finish_reason == "abort")
 
 
+def counting(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+    """What comes next depends on where it is: 1, 2, 3, ... up to 40, from wherever the prompt of one token ends."""
+    return list(range(len(prompt_ids), 41))
+
+
+def test_suspended_engines_hand_their_requests_on_with_all_their_tokens() -> None:
+    async def main() -> None:
+        engines = [ScriptedEngine(counting, latency_s=0.4, version=version) for version in (3, 4)]
+        router = await routed(*engines, timeout_s=0.2)
+        params = SamplingParams(n=2, max_new_tokens=50)
+        asked = [asyncio.create_task(generate_whole(router, None, f"r{i}", [9], params)) for i in range(6)]
+        await asyncio.sleep(0.2)
+        first = await router.suspend("e0")
+        assert router.names == ("e1",) and first.moved == 6 and first.kept_tokens > 0 and not first.lost_tokens
+        second = await router.suspend("e1")
+        assert router.names == () and second.moved >= 6
+        await asyncio.sleep(0.3)  # longer than a request waits where no engine will come
+        assert not any(task.done() for task in asked)
+        router.readmit("e0")
+        versions = set()
+        for completions in await asyncio.gather(*asked):
+            for completion in completions:
+                assert completion.token_ids.tolist() == list(range(1, 41)) and completion.finish_reason == "stop"
+                versions |= set(completion.versions.tolist())
+        assert versions == {3, 4}
+        assert sum(engine.stats.tokens for engine in engines) == 6 * 2 * 40, "no token was generated twice"
+        router.readmit("e1")
+        assert router.names == ("e0", "e1")
+        await router.close()
+
+    run(main)
+
+
+def test_a_suspended_engine_that_dies_is_waited_for() -> None:
+    async def main() -> None:
+        engine = MortalEngine(latency_s=0.1)
+        router = await routed(engine, timeout_s=0.1)
+        params = SamplingParams(n=2, max_new_tokens=10)
+        task = asyncio.create_task(router.generate("r", [1], params))
+        await asyncio.sleep(0.02)
+        suspending = asyncio.create_task(router.suspend("e0", cut=False))
+        await asyncio.sleep(0.02)
+        engine.die(EngineDied("it was hit"))
+        suspension = await suspending
+        assert suspension.lost_tokens == 2 * 10, "as many as it may have had"
+        await asyncio.sleep(0.3)
+        assert not task.done() and router.names == ()
+        await router.add("e0", MortalEngine())
+        expect_answer("r", await task, params, False)
+        await router.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
@@ -125,11 +180,20 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
             expect_answer(request_id, completions, params, request_id in aborted)
             answers[request_id] += 1
 
+        async def suspend_for_a_while(name: str, seconds: float) -> None:
+            await router.suspend(name, cut=False)
+            assert name not in router.names
+            await asyncio.sleep(seconds)
+            if name in router.members and name not in leaving:
+                router.readmit(name)
+
         tasks: dict[str, asyncio.Task] = {}
+        suspended: list[asyncio.Task] = []
         removals: list[asyncio.Task] = []
         leaving: set[str] = set()
         for event in range(120):
-            kind = rng.choices(["ask", "die", "break", "join", "leave", "abort", "pause"], [80, 4, 3, 8, 3, 8, 2])[0]
+            kinds = ["ask", "die", "break", "join", "leave", "abort", "pause", "suspend"]
+            kind = rng.choices(kinds, [80, 4, 3, 8, 3, 8, 2, 6])[0]
             names = list(router.names)
             if kind == "ask":
                 request_id = f"s{event % 7}/{event}" if event % 2 else f"r{event}"
@@ -155,10 +219,14 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
             elif kind == "pause":
                 await router.pause(rng.choice(["keep", "wait"]))
                 await router.resume()
+            elif kind == "suspend" and names:
+                name = rng.choice(names)
+                if name not in leaving:
+                    suspended.append(asyncio.create_task(suspend_for_a_while(name, rng.random() * 0.01)))
             if rng.random() < 0.3:
                 await asyncio.sleep(rng.random() * 0.004)
         await router.add("last", MortalEngine(latency_s=0.001))
-        await asyncio.gather(*tasks.values(), *removals)
+        await asyncio.gather(*tasks.values(), *removals, *suspended)
         assert answers == Counter(dict.fromkeys(tasks, 1))
         assert not router._requests and all(member.outstanding == 0 for member in router._members.values())
         assert len({left.name for left in left_out}) == len(left_out), "an engine was left out twice"

@@ -1,0 +1,127 @@
+"""The commands `headrace pool start|status|stop|report`, for a pool of GPUs that several runs share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from ..trainers.errors import UserError
+from .outcome import DONE, FAILED, stop_on_sigterm
+
+FOLDER = Path("runs/pool")
+TRACE = "pool_trace.jsonl"
+STOP_S = 60.0
+"""Seconds within which a pool that is told to stop must have ended."""
+LOOK_S = 0.5
+
+
+def add_pool_commands(commands: Any) -> None:
+    """Add the command `pool` with its own commands."""
+    summary = "share GPUs among several runs"
+    pool = commands.add_parser("pool", help=summary, description=f"{summary.capitalize()}: docs/time-sharing.md.")
+    pools = pool.add_subparsers(metavar="COMMAND", required=True)
+
+    start = pools.add_parser(
+        "start",
+        help="start a pool, and keep it until it is stopped",
+        description="Start a pool of GPUs, or start it again from its journal, and keep it until Ctrl-C or `headrace "
+        "pool stop`. Runs join it with pool.address=ADDRESS.",
+    )
+    start.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: those of the Ray cluster)")
+    start.add_argument("--name", default="pool", help="name of the pool in its Ray cluster (pool.name)")
+    start.add_argument("--address", help="Ray cluster to join (default: start one)")
+    start.add_argument("--cpus", type=int, metavar="N", help="logical CPUs of the Ray cluster that is started")
+    start.set_defaults(command=_start)
+
+    status = pools.add_parser(
+        "status",
+        help="tell who holds which GPU, and who waits for what",
+        description="Tell who holds which GPU, who waits for what and since when, and what frees it next.",
+    )
+    status.set_defaults(command=_status)
+
+    stop = pools.add_parser("stop", help="stop a pool", description="Stop a pool that has no tenants.")
+    stop.add_argument("--force", action="store_true", help="stop it although runs use it, which then end")
+    stop.set_defaults(command=_stop)
+
+    report = pools.add_parser(
+        "report",
+        help="draw who held which GPU when",
+        description="Write report.html into the pool's folder: one lane for each GPU, and what switches took.",
+    )
+    report.set_defaults(command=_report)
+    for parser in (start, status, stop, report):
+        parser.add_argument(
+            "--dir", type=Path, default=FOLDER, metavar="DIR", help="folder of the pool's journal and trace"
+        )
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    from ..trainers.run.pool_server import served_pool
+
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise UserError(f"--gpus: got {arguments.gpus}, expected a number from 1")
+    stop_on_sigterm()
+    with served_pool(
+        arguments.dir,
+        name=arguments.name,
+        num_gpus=arguments.gpus,
+        address=arguments.address,
+        num_cpus=arguments.cpus,
+    ) as served:
+        print(
+            f"pool {served.name} of {served.num_gpus} GPU(s); a run joins it with\n"
+            f"  RAY_AUTH_MODE={served.auth_mode} headrace train CONFIG pool.address={served.address}",
+            flush=True,
+        )
+        while True:
+            time.sleep(LOOK_S)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from ..trainers.run.pool_folder import find_pool
+
+    served = find_pool(arguments.dir)
+    from ..trainers.run.pool_server import joined, status_lines  # imports Ray, which reads the environment then
+
+    with joined(served) as client:
+        print("\n".join(status_lines(client.status())))
+    return DONE
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from ..trainers.run.pool_folder import find_pool
+    from ..trainers.supervision.cleanup import is_running
+
+    served = find_pool(arguments.dir)
+    if not arguments.force:
+        from ..trainers.run.pool_server import joined  # imports Ray, which reads the environment then
+
+        with joined(served) as client:
+            tenants = [tenant.name for tenant in client.status().tenants]
+        if tenants:
+            raise UserError(f"pool: {', '.join(tenants)} use(s) it, expected no tenant; --force stops it anyway")
+    os.kill(served.pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
+    while is_running(served.pid) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    return FAILED if is_running(served.pid) else DONE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ..trainers.timeshare.picture import pool_report
+
+    path = arguments.dir / TRACE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--dir: {path} cannot be read ({error.strerror}), expected the trace of a pool") from None
+    report = arguments.dir / "report.html"
+    report.write_text(pool_report([json.loads(line) for line in lines]), encoding="utf-8")
+    print(f"report: {report}")
+    return DONE

@@ -1,0 +1,153 @@
+"""Tests shards: the order in which engines fall asleep and wake, and that what fails sleeps on with its GPU free."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.memory import ProcessMemory
+from headrace.actors.weights.transports.ipc import IpcSender
+from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
+from headrace.trainers.grpo.borrowing import shards as shards_module
+from headrace.trainers.grpo.borrowing.shards import Shards
+from headrace.trainers.grpo.weight_sync import WeightSync
+from headrace.trainers.timeshare.commands import Order, Outcome
+from headrace.trainers.timeshare.plan import TenantMap
+from headrace.trainers.timeshare.pool_calls import StageNote
+
+RESIDUAL = 1 << 20
+
+
+class Lent:
+    """A world whose engines are the shards of a pool; `events` are the calls of engines, in their order."""
+
+    def __init__(self, it: World, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+        self.it, self.events, self.notes = it, list[str](), list[StageNote]()
+        self.engine_bytes = [0] * len(it.hosted)
+        for number, hosted in enumerate(it.hosted):
+            self._spy(monkeypatch, hosted, number)
+        monkeypatch.setattr(shards_module, "is_running", lambda pid: False)  # all engines live in this process
+        self.sync = WeightSync(it.config, [it._worker], it.pool, lasting=False, in_cache=None)
+        actors: Any = SimpleNamespace(engines=it.pool, workers=[it._worker], rollouts=[])
+        own = TenantMap("a", 1.0, (0,), tuple((gpu,) for gpu in range(len(it.hosted))))
+        for engine in it.pool.engines:
+            engine.asleep = engine.broken = True
+        self.shards = Shards(
+            actors, self.sync, own, self.notes.extend, sleep_level=2, residual_bytes=RESIDUAL, timeout_s=timeout_s,
+            cut=True,
+        )  # fmt: skip
+        self._orders = 0
+
+    def _spy(self, monkeypatch: pytest.MonkeyPatch, hosted: Any, number: int) -> None:
+        async def memory() -> ProcessMemory:
+            return ProcessMemory(self.engine_bytes[number], 1)
+
+        monkeypatch.setattr(hosted, "memory", memory)
+        for name in ("pause", "sleep", "commit_weights", "wake", "resume"):
+            monkeypatch.setattr(hosted, name, self._noted(f"{name} {number}", getattr(hosted, name)))
+
+    def _noted(self, event: str, method: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            self.events.append(event)
+            return method(*args)
+
+        return noted
+
+    def order(self, kind: Any, *numbers: int) -> Outcome:
+        """Carry out an order; returns its outcome."""
+        self.events.clear()
+        self._orders += 1
+        return self.shards.carry_out(Order(self._orders, "a", kind, numbers, 0.0))
+
+
+@contextmanager
+def lent(
+    monkeypatch: pytest.MonkeyPatch, kinds: Sequence[type[ScriptedEngine]], timeout_s: float = 5.0
+) -> Iterator[Lent]:
+    monkeypatch.setattr(IpcSender, "lasting", False)  # as in a run with a pool, the publisher keeps the versions
+    with world(monkeypatch, kinds, cache=True) as it:
+        yield Lent(it, monkeypatch, timeout_s)
+
+
+@pytest.mark.parametrize("kind", [ScriptedEngine, DirectEngine])
+def test_an_engine_gets_the_newest_version_before_it_wakes(
+    monkeypatch: pytest.MonkeyPatch, kind: type[ScriptedEngine]
+) -> None:
+    with lent(monkeypatch, [kind, kind]) as it:
+        it.it.trainer.scale = 3.0
+        it.sync.keep(3)
+        assert it.order("expand", 0, 1) == Outcome("a", 1, (0, 1), {})
+        told = [event for event in it.events if event.startswith(("commit", "wake"))]
+        assert told == ["commit_weights 0", "commit_weights 1", "wake 0", "wake 1"]
+        it.it.expect(3, 3.0)
+        assert it.order("shrink", 1) == Outcome("a", 2, (1,), {})
+        assert it.events == ["pause 1", "sleep 1"]
+        it.it.trainer.scale = 4.0
+        report = it.sync.sync(4)
+        assert (report.engines, report.left_out) == (1, 0), "the other one sleeps by order"
+        assert it.order("expand", 1).done == (1,)
+        it.it.expect(4, 4.0)
+        assert it.it.trainer.gathers == 2, "the host's memory serves those that wake"
+        assert it.order("expand", 1).done == (1,), "an order that is repeated is done already"
+        assert it.events == []
+        kinds = [note.event for note in it.notes]
+        assert kinds[:2] == ["sync", "wake"] and kinds[2:5] == ["drain", "sleep", "memory"]
+        assert it.notes[2].gpus == (1,) and it.shards.count.resizes == 5
+
+
+def test_a_version_that_does_not_come_whole_leaves_the_shard_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lent(monkeypatch, [ScriptedEngine]) as it:
+        it.sync.keep(1)
+        it.it._worker.kill()
+        outcome = it.order("expand", 0)
+        [engine] = it.it.pool.engines
+        assert outcome.done == () and list(outcome.failed) == [0]
+        assert engine.asleep and engine.dead and "wake 0" not in it.events
+
+
+def test_a_shard_that_keeps_its_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "FALL_S", 0.1)
+    with lent(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
+        it.sync.keep(1)
+        it.order("expand", 0, 1)
+        it.engine_bytes = [0, RESIDUAL + 1]
+        outcome = it.order("shrink", 0, 1)
+        assert outcome.done == (0,) and "pool.residual_mib" in outcome.failed[1]
+        first, second = it.it.pool.engines
+        assert not first.dead and second.dead and second.asleep and it.it.pool.all_asleep
+
+
+def test_a_shard_waits_for_a_version_while_the_train_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lent(monkeypatch, [ScriptedEngine]) as it:
+
+        def restart() -> None:
+            with it.shards.kept():
+                it.sync.keep(5)
+
+        thread = threading.Timer(0.3, restart)
+        thread.start()
+        assert it.sync.kept is None
+        assert it.order("expand", 0).done == (0,)
+        thread.join()
+        assert it.it.pool.engines[0].version == 5
+
+
+def test_a_shard_without_any_version_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lent(monkeypatch, [ScriptedEngine], timeout_s=0.2) as it:
+        assert "no version is kept" in it.order("expand", 0).failed[0]
+
+
+def test_seconds_asleep_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lent(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
+        it.sync.keep(1)
+        it.order("expand", 0, 1)
+        assert it.shards.take_asleep_s() > 0
+        assert it.shards.take_asleep_s() == 0, "both are awake"
+        it.order("shrink", 0)
+        assert 0 < it.shards.take_asleep_s() < 5

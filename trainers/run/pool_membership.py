@@ -1,0 +1,107 @@
+"""Makes a run a tenant of a pool of GPUs: registers it, builds its actors on borrowed GPUs, and serves the pool."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+from ...codecs.host.owned_folder import process_start
+from ...dataplane.client.client import DataPlaneClient
+from ..cluster.run_actors import RunActors
+from ..config.config import Config
+from ..grpo.borrowing.borrowed_gpus import BorrowsGpus
+from ..grpo.borrowing.shards import Shards
+from ..grpo.freed_memory import TrainerMemory
+from ..grpo.stages import Stages
+from ..grpo.weight_sync import WeightSync
+from ..supervision.cleanup import is_running
+from ..supervision.heartbeat import Heartbeat
+from ..timeshare.commands import Processes
+from ..timeshare.plan import TenantMap
+from ..timeshare.pool_client import PoolClient
+from ..timeshare.tenant import Tenant
+
+STAGES_OF_AN_ORDER = 4
+"""Largest number of stages in which an order waits for actors: each may take this part of `pool.order_timeout_s`."""
+END_S = 30.0
+"""Seconds within which the processes of a run that ends must be gone."""
+LOOK_S = 0.05
+"""Seconds between two looks at processes that are ending."""
+
+
+def tenant_map(config: Config) -> TenantMap:
+    """Return the GPUs that the run may be granted, by the numbers of `resources.trainer_gpus` and `rollout_gpus`."""
+    train, rollout, tp = config.resources.trainer_gpus, config.resources.rollout_gpus, config.rollout.tp
+    assert train is not None and rollout is not None, "pool_problems demands both"
+    shards = tuple(rollout[first : first + tp] for first in range(0, len(rollout), tp))
+    return TenantMap(config.run.name, config.pool.weight, train, shards)
+
+
+class PoolMembership:
+    """A run's part in a pool, from its start to its end; implements `Loan`."""
+
+    def __init__(self, config: Config, folder: Path, heartbeat: Heartbeat) -> None:
+        """Register the run in its pool. Ray must be initialized. Raises UserError if the pool is not there or refuses
+        the run, such as for a name that is taken."""
+        self._config = config
+        self._heartbeat = heartbeat
+        start = process_start(os.getpid())
+        assert start is not None, "this process runs"
+        processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()))
+        client = PoolClient(config.pool.name)
+        self.tenant = Tenant(client, tenant_map(config), processes, config.pool.order_timeout_s)
+        self.tenant.join()
+
+    @property
+    def sleep_level(self) -> int:
+        return self._config.pool.sleep_level
+
+    def holding(self, role: Literal["train", "rollout"]) -> AbstractContextManager[None]:
+        self._wait()
+        return self.tenant.holding(role, self._wait)
+
+    def _wait(self) -> None:
+        self._heartbeat.enter("waiting for the pool's GPUs", math.inf)
+
+    def roles(
+        self, actors: RunActors, weights: WeightSync, stages: Stages, client: DataPlaneClient, bucket_bytes: int
+    ) -> BorrowsGpus:
+        """Return the operations on the memory of the borrowed GPUs. client: data-plane client that nobody else uses.
+        bucket_bytes: GPU memory that a train worker may keep in addition, for the buffers from which it sends
+        weights."""
+        config, residual_bytes = self._config, self._config.pool.residual_mib << 20
+        shards = Shards(
+            actors,
+            weights,
+            self.tenant.map,
+            self.tenant.note,
+            sleep_level=config.pool.sleep_level,
+            residual_bytes=residual_bytes,
+            timeout_s=config.pool.order_timeout_s / STAGES_OF_AN_ORDER,
+            cut=not config.run.deterministic,
+        )
+        memory = TrainerMemory(
+            actors,
+            timeout_s=config.resources.stage_timeout_s,
+            most_bytes=residual_bytes + bucket_bytes,
+            key="pool.residual_mib",
+        )
+        groups = config.algorithm.prompts_per_step
+        return BorrowsGpus(actors, weights, stages, self.tenant, shards, memory, client, step_groups=groups)
+
+    def leave(self, pids: Callable[[], list[int]]) -> None:
+        """Leave the pool, once the processes of the run's actors on this host, whose ids `pids` returns, have ended.
+        Idempotent."""
+        deadline = time.monotonic() + END_S
+        while any(map(is_running, pids())) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        if not any(map(is_running, pids())):
+            self.tenant.leave()
+        else:
+            self.tenant.stop()  # the pool ends them when it misses the signs of life

@@ -1,0 +1,84 @@
+"""Defines what a pool tells: its status, and the stages of a switch that tenants report to it. All are plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .plan import Role
+
+Event = Literal[
+    "grant", "release", "shrink", "drain", "sleep", "memory", "wake", "sync", "offload", "onload"
+]  # fmt: skip
+"""Kind of a line of pool_trace.jsonl. `grant` and `release` say who holds a GPU; the others are stages of a switch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageNote:
+    """One stage of a switch, as the tenant that went through it measured it."""
+
+    event: Event
+    role: Role
+    gpus: tuple[int, ...]
+    """Numbers of the GPUs in the pool."""
+    ended: float
+    """Time (`time.time()`) at which the stage ended."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLine:
+    """What `headrace pool status` shows of one tenant."""
+
+    name: str
+    train_gpus: tuple[int, ...]
+    shards: tuple[tuple[int, ...], ...]
+    """GPUs of each engine."""
+    awake: tuple[int, ...]
+    """Numbers of the shards that hold their GPUs."""
+    trains: bool
+    """True while the tenant's train workers hold their GPUs."""
+    remaining: int | None
+    """Number of groups that are still to be generated; None while that is unknown."""
+    work_share: float
+    """Share of this tenant in the work that is left in the pool, from 0 to 1."""
+    admitted: bool
+    suspect: str
+    """Reason for which the tenant's processes are being ended; "" for a tenant that is trusted."""
+    silent_s: float
+    """Seconds since the last sign of life."""
+    driver: int | None
+    """Process id of the tenant's driver on its host; None for a tenant without processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLine:
+    """One request that waits for GPUs, or an order that waits for its tenant."""
+
+    who: str
+    what: str
+    """What is waited for, in words."""
+    since_s: float
+    """Seconds since the wait began."""
+    freed_by: str
+    """What frees the GPUs next, in words; "" if nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """Snapshot of a pool."""
+
+    name: str
+    age_s: float
+    """Seconds since the pool was first started."""
+    gpus: tuple[str, ...]
+    """Holder of each GPU in words; "idle" for one that nobody holds."""
+    tenants: tuple[TenantLine, ...]
+    waits: tuple[WaitLine, ...]
+    rejected: tuple[str, ...]
+    """What was wrong with the last plan that broke a check; empty if none did."""
+    num_rejected: int
+    num_plans: int
+    """Number of plans since the pool's process was started."""
+    pid: int
+    """Id of the process that keeps the pool; another one after a restart."""
