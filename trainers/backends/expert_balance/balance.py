@@ -67,23 +67,24 @@ class ExpertBalance:
         biases: Sequence[torch.Tensor],
         *,
         kind: ScoreKind,
-        group: dist.ProcessGroup | None,
-        row_group: dist.ProcessGroup | None = None,
+        groups: Sequence[dist.ProcessGroup],
+        row_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         """Begin with all counts at zero.
 
         spec: shape of the routes of the whole model. stage: positions in `spec.layers` of the layers that this rank
         computes. biases: bias of each of these layers' routers, float32 `[num_experts]`; they are changed in place.
-        kind: how the routers turn logits into scores. group: ranks that together have each token of a step in each
-        layer once; None for this rank alone. row_group: ranks that share the tokens of a row; None if each row is whole
-        on this rank.
+        kind: how the routers turn logits into scores. groups: process groups; summed over one after the other, each
+        token of a step counts once in each layer. row_groups: the same for the tokens of a row that this rank has a
+        part of.
         """
         assert not biases or len(biases) == len(stage), (len(biases), stage)
         self._config: MoeConfig = config.trainer.moe
         self._aggregation = Aggregation(config.loss.aggregation, config.loss.length_norm)
-        self._spec, self._stage, self._kind = spec, stage, kind
+        self._spec, self._stage = spec, stage
+        self._kind: ScoreKind = kind
         self._device, self._biases = device, list(biases)
-        self._group, self._row_group = group, row_group
+        self._groups, self._row_groups = tuple(groups), tuple(row_groups)
         self._rows: RowShares | None = None
         self._losses: dict[int, LayerLoss] = {}
         """Losses of the layers that have run in the current forward pass."""
@@ -135,8 +136,8 @@ class ExpertBalance:
         over the ranks that share rows, if there is an auxiliary loss."""
         counts = row_counts(used, rows.owners, len(rows.tokens))
         self._loads[self._stage[layer]] += counts.sum(0)
-        if self._config.aux_loss_coef and self._row_group is not None:
-            dist.all_reduce(counts, group=self._row_group)
+        if self._config.aux_loss_coef:
+            _reduce(counts, self._row_groups)
         slopes = loss_slopes(counts, rows.tokens, self._spec.top_k) * rows.weights[:, None]
         return LayerLoss(torch.cat([slopes, slopes.new_zeros(1, slopes.shape[1])]), rows.owners)
 
@@ -164,8 +165,7 @@ class ExpertBalance:
         is the largest absolute bias of an expert. See `load_metrics` for the others.
         """
         both = torch.cat([self._loads.flatten(), self._totals])
-        if self._group is not None:
-            dist.all_reduce(both, group=self._group)
+        _reduce(both, self._groups)
         layers = len(self._spec.layers)
         loads, losses = both[:-layers].view(layers, -1), both[-layers:]
         figures = load_metrics(loads.cpu())
@@ -182,9 +182,16 @@ class ExpertBalance:
     def _largest_bias(self) -> float:
         parts = [bias.abs().max().double() for bias in self._biases]
         largest = torch.stack(parts).max().to(self._device) if parts else torch.zeros((), device=self._device).double()
-        if self._group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        _reduce(largest, self._groups, dist.ReduceOp.MAX)
         return float(largest)
+
+
+def _reduce(
+    tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce `tensor` in place over one group after the other. Collective over each of them."""
+    for group in groups:
+        dist.all_reduce(tensor, operation, group)
 
 
 class _Attach(torch.autograd.Function):

@@ -79,7 +79,7 @@ def balance_experts(
     balance = ExpertBalance(
         config, spec, range(len(spec.layers)), device,
         [getattr(router, BIAS) for _, router in routers] if config.trainer.moe.bias_update_rate else [],
-        kind=ROUTERS[type(routers[0][1]).__name__], group=group,
+        kind=ROUTERS[type(routers[0][1]).__name__], groups=() if group is None else (group,),
     )  # fmt: skip
     for index, (_, router) in enumerate(routers):
         router.register_forward_hook(partial(_balance, balance, index))

@@ -134,7 +134,9 @@ def test_metrics_of_a_step(model: str) -> None:
     assert counted == pytest.approx({**quiet, **loads}, rel=1e-6), "counting changes nothing else"
     step = run_step(build(model, {"aux_loss_coef": 1e-9}, recompute="full"), chunks)
     weights, layers = row_weights(rows, "token"), 3
-    losses = [weight * float(reference.row_loss(row).detach()) for row, weight in zip(rows, weights, strict=True) if weight]
+    losses = [
+        weight * float(reference.row_loss(row).detach()) for row, weight in zip(rows, weights, strict=True) if weight
+    ]
     assert step["moe/aux_loss"] == pytest.approx(sum(losses) / sum(weights) / layers, rel=1e-5)
     assert step["moe/aux_loss"] > 1 and {name: step[name] for name in loads} == pytest.approx(loads)
     assert not any(name.startswith("moe/") for name in quiet)
@@ -232,5 +234,3 @@ def test_nothing_is_hooked_without_a_choice(model: str, biased: str) -> None:
     for folder in (model, biased):
         for module in build(folder, {})._policy.model.modules():
             assert not module._forward_hooks and not module._forward_pre_hooks, module
-
-
