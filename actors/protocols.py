@@ -342,7 +342,7 @@ class MicroBatch:
     unless `loss.aggregation` is `prompt`, the only setting that needs it."""
     row_tokens: np.ndarray | None = None
     """Number of response tokens of each whole row that this step trains on, int64 `[N]`, which a pipeline stage without
-    the column `response_mask` cannot count. None unless `trainer.moe` balances experts, which needs it."""
+    the column `response_mask` cannot count. None unless `trainer.moe.aux_loss_coef` is above 0, which needs it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class RowShares:
     tokens: torch.Tensor
     """Number of tokens of each whole row that count, float32 `[N]`."""
     weights: torch.Tensor
-    """Weight of each row, float32 `[N]`. The weights of a step add up to the denominator of its loss."""
+    """Weight of each row in the auxiliary loss, float32 `[N]`. The weights of a step add up to the denominator of its
+    loss; they are 0 without an auxiliary loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,12 @@ class ExpertBalance:
 
     def shares(self, micro: MicroBatch, owners: torch.Tensor) -> RowShares:
         """Return the shares of a microbatch's rows in the auxiliary loss. owners: row of each input token on this rank,
-        as in `RowShares`. Raises ValueError when the microbatch has no `row_tokens`, which the weights need."""
-        if micro.row_tokens is None:
-            raise ValueError("microbatch: has no row_tokens, which trainer.moe needs")
-        weights = self._aggregation.row_weights(micro.row_tokens, micro.group_tokens)
+        as in `RowShares`. Raises ValueError when there is an auxiliary loss and the microbatch has no `row_tokens`."""
+        weights = torch.zeros(len(micro.lengths))
+        if self._config.aux_loss_coef:
+            if micro.row_tokens is None:
+                raise ValueError("microbatch: has no row_tokens, which trainer.moe.aux_loss_coef needs")
+            weights = self._aggregation.row_weights(micro.row_tokens, micro.group_tokens)
         tokens = torch.from_numpy(micro.lengths - 1).float()
         return RowShares(owners, to_device(tokens, self._device), to_device(weights, self._device))
 

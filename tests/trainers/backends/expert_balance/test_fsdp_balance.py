@@ -224,9 +224,9 @@ def test_what_cannot_be_balanced_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trainer.moe.bias_update_rate: got 0.01, expected 0 for a model of type "
                        "'qwen3_moe', because of the types"):  # fmt: skip
         build(model, {"bias_update_rate": 0.01})
-    backend = build(model, {"load_metrics": True})
+    backend = build(model, {"aux_loss_coef": 0.01})
     backend.begin_step()
-    with pytest.raises(ValueError, match="has no row_tokens, which trainer.moe needs"):
+    with pytest.raises(ValueError, match="has no row_tokens, which trainer.moe.aux_loss_coef needs"):
         backend.accumulate([dataclasses.replace(micro_batch(random_rows(1, 2)), row_tokens=None)], 1)
 
 
