@@ -53,8 +53,9 @@ class TrainShard:
     """Number of the step."""
     meta: bytes | None
     """Receipt of the replica's rows (their keys and locations, without content) as `KVBatchMeta.to_bytes()`, in the
-    order of the microbatches. It carries values per row: `advantage`, with `loss.aggregation=prompt`
-    `group_tokens`, and with `trainer.moe.aux_loss_coef` above 0 `row_tokens` (float32). None for a rank that neither reads nor writes rows."""
+    order of the microbatches. It carries values per row (float32): `advantage`, with `loss.aggregation=prompt`
+    `group_tokens`, and with `trainer.moe.aux_loss_coef` above 0 `row_tokens`. None for a rank that neither reads nor
+    writes rows."""
     sizes: np.ndarray
     """Number of rows of each microbatch, int64 `[M]`."""
     digest: str

@@ -171,7 +171,7 @@ class ExpertBalance:
         _reduce(both, self._groups)
         layers = len(self._spec.layers)
         loads, losses = both[:-layers].view(layers, -1), both[-layers:]
-        figures = load_metrics(loads.cpu())
+        figures = load_metrics(loads.cpu(), self._spec.layers)
         if self._config.aux_loss_coef and totals.denominator:
             figures["moe/aux_loss"] = float(losses.mean()) / totals.denominator
         if self._config.bias_update_rate:

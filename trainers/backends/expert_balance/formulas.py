@@ -15,6 +15,7 @@ biases is that of Wang et al. 2024 (arXiv:2408.15664, algorithm 1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -65,13 +66,13 @@ def bias_steps(loads: torch.Tensor, rate: float) -> torch.Tensor:
     return (rate * torch.sign(loads.mean(-1, keepdim=True) - loads)).float()
 
 
-def load_metrics(loads: torch.Tensor) -> dict[str, float]:
+def load_metrics(loads: torch.Tensor, layers: Sequence[int]) -> dict[str, float]:
     """Return the metrics of the experts' load. loads: number of tokens of each expert in a whole step, float64
-    `[layers, E]`.
+    `[layers, E]`. layers: the numbers of the decoder layers.
 
     `moe/load_imbalance` is the load of the fullest expert divided by the mean load, 1.0 at best, as a mean over layers,
-    and `moe/load_imbalance_max` that of the worst layer. `moe/idle_experts` is the number of experts of all layers that
-    got no token. {} for a step without tokens.
+    `moe/load_imbalance_max` that of the worst layer, and `moe/load_imbalance_layer_N` that of decoder layer N.
+    `moe/idle_experts` is the number of experts of all layers that got no token. {} for a step without tokens.
     """
     means = loads.mean(-1)
     if not bool((means > 0).all()):
@@ -81,4 +82,5 @@ def load_metrics(loads: torch.Tensor) -> dict[str, float]:
         "moe/load_imbalance": float(imbalance.mean()),
         "moe/load_imbalance_max": float(imbalance.max()),
         "moe/idle_experts": float((loads == 0).sum()),
+        **{f"moe/load_imbalance_layer_{layer}": float(one) for layer, one in zip(layers, imbalance, strict=True)},
     }

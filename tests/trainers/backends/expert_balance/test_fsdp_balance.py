@@ -1,4 +1,4 @@
-"""The fsdp backend balances experts as the formulas say, in every layout, and leaves models alone that it should not."""
+"""The fsdp backend balances experts as the formulas say, in every layout, and leaves other models alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.tests.trainers.backends.backend_ranks import (
-    Row,
     backend_config,
     micro_batch,
     random_rows,
@@ -116,9 +115,10 @@ def test_rows_weigh_as_in_the_policy_loss(model: str, aggregation: Any) -> None:
     assert difference(with_loss, without, BalanceReference(model).gradient(rows, weights)) < 2e-4
 
 
-def metrics_of(loads: np.ndarray) -> dict[str, float]:
+def metrics_of(loads: np.ndarray, layers: Sequence[int]) -> dict[str, float]:
     imbalance = loads.max(1) / loads.mean(1)
     return {
+        **{f"moe/load_imbalance_layer_{layer}": one for layer, one in zip(layers, imbalance, strict=True)},
         "moe/load_imbalance": imbalance.mean(),
         "moe/load_imbalance_max": imbalance.max(),
         "moe/idle_experts": float((loads == 0).sum()),
@@ -128,7 +128,7 @@ def metrics_of(loads: np.ndarray) -> dict[str, float]:
 def test_metrics_of_a_step(model: str) -> None:
     rows, reference = random_rows(3, 8), BalanceReference(model)
     chunks = [rows[:2], rows[2:]]
-    loads = metrics_of(reference.loads(rows))
+    loads = metrics_of(reference.loads(rows), spec_of(model).layers)
     quiet = run_step(build(model, {}), chunks)
     counted = run_step(build(model, {"load_metrics": True}), chunks)
     assert counted == pytest.approx({**quiet, **loads}, rel=1e-6), "counting changes nothing else"
@@ -186,9 +186,9 @@ def test_replayed_experts_are_those_that_count(model: str, biased: str, kind: st
     step = backend.finish_step()
     reference = BalanceReference(folder, sigmoid=kind == "sigmoid")
     loads = reference.loads(rows, routes)
-    wanted = metrics_of(loads)
+    wanted = metrics_of(loads, spec.layers)
     assert {name: step[name] for name in wanted} == pytest.approx(wanted), "the measured native pass counts nothing"
-    own = metrics_of(reference.loads(rows))
+    own = metrics_of(reference.loads(rows), spec.layers)
     assert own != pytest.approx(wanted)
     if kind == "sigmoid":
         before = biases_in(AutoModelForCausalLM.from_pretrained(folder).state_dict())

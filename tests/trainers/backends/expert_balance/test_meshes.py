@@ -69,7 +69,7 @@ def expected(model: str) -> dict[str, Any]:
 def assert_alike(case: ReplayCase, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     names = ["train/loss", "train/grad_norm", "logprob/mismatch_mean"]
     names += [name for name in expected["steps"][0] if name.startswith("moe/")]
-    assert len(names) == 7
+    assert len(names) == 10
     for rank in ranks:
         for got, wanted in zip(rank["steps"], expected["steps"], strict=True):
             assert {name: got[name] for name in names} == pytest.approx({n: wanted[n] for n in names}, rel=1e-4), case
