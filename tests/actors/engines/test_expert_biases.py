@@ -23,12 +23,13 @@ PARAMS = SamplingParams(n=2, max_new_tokens=20, seed=1)
 
 def save_glm(folder: Path) -> Any:
     """Write a random GLM-4.5 of three layers, two of them with experts whose biases are 0, and return the model."""
-    config = Glm4MoeConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=len(VOCAB), hidden_size=64, intermediate_size=64, moe_intermediate_size=32, n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.2, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, n_group=1, topk_group=1, norm_topk_prob=True,
     )  # fmt: skip
+    config = Glm4MoeConfig(**sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Glm4MoeForCausalLM(config).eval()

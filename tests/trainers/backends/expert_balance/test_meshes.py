@@ -45,6 +45,7 @@ PRODUCT = (
     ReplayCase("megatron cp2 pp2", "megatron", Topology(1, cp=2, pp=2), MOE, OFF),
     ReplayCase("megatron dp2 pp2 ep2", "megatron", Topology(2, pp=2, ep=2), SELECTIVE, OFF),
     ReplayCase("fsdp dp2 tp2", "fsdp", Topology(2, tp=2), MOE, OFF),
+    ReplayCase("megatron tp2 cp2 pp2 ep2", "megatron", Topology(1, tp=2, cp=2, pp=2, ep=2), {**SP, **FULL}, OFF),
 )
 REPLAYED = (
     ReplayCase("fsdp dp2 replayed", "fsdp", Topology(2), FULL),
@@ -94,7 +95,8 @@ def test_each_mesh_balances_as_one_rank_does(model: str, expected: dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_full_product(model: str, expected: dict[str, Any], tmp_path: Path, world: int) -> None:
     cases = [case for case in PRODUCT if case.topology.world == world]
     ranks = run_on_ranks(run_cases, world, tmp_path / "run", cases, model)
