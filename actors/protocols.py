@@ -340,6 +340,9 @@ class MicroBatch:
     group_tokens: np.ndarray | None
     """For each row, the number of response tokens in its entire group that this step trains on, int64 `[N]`. None
     unless `loss.aggregation` is `prompt`, the only setting that needs it."""
+    row_tokens: np.ndarray | None = None
+    """Number of response tokens of each whole row that this step trains on, int64 `[N]`, which a pipeline stage without
+    the column `response_mask` cannot count. None unless `trainer.moe.aux_loss_coef` is above 0, which needs it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The commands that show what runs left in their folders: report, samples and compare."""
+"""The commands that show what runs left in their folders: report, samples, routes and compare."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def add_result_commands(commands: Any) -> None:
     samples.add_argument("--json", action="store_true", help="one JSON object a line, with all there is")
     samples.set_defaults(command=_samples)
 
+    summary = "print what a run measured of its routes and of the load of its experts, by step and by layer"
+    routes = commands.add_parser("routes", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    routes.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    routes.add_argument("--last", type=int, metavar="N", help="only of the last N steps that measured any")
+    routes.set_defaults(command=_routes)
+
     summary = "compare runs: curves over each other, figures, time and memory, and settings that differ"
     compare = commands.add_parser("compare", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     compare.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders")
@@ -58,6 +64,15 @@ def _samples(arguments: argparse.Namespace) -> int:
     [show] = known("--show", (arguments.show,), list(SHOWS))
     choice = Choice(show, arguments.set, arguments.step, arguments.search, arguments.limit)
     show_samples(arguments.run_dir, choice, Console(), as_json=arguments.json)
+    return DONE
+
+
+def _routes(arguments: argparse.Namespace) -> int:
+    from ..trainers.observe.route_tables import route_tables
+
+    console = Console()
+    for table in route_tables(arguments.run_dir, last=arguments.last):
+        print_table(console, table)
     return DONE
 
 

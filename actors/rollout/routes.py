@@ -31,6 +31,10 @@ class RouteCounts:
     them were then computed again, with routes of the newer version that no row carries."""
     seconds: float = 0.0
     """Time in seconds that joining and checking the routes took."""
+    num_tokens: int = 0
+    """Number of tokens of the rows."""
+    num_bytes: int = 0
+    """Number of bytes of the routes of these tokens, before rows share those of their prompt."""
 
     def __add__(self, other: RouteCounts) -> RouteCounts:
         return RouteCounts(
@@ -40,6 +44,8 @@ class RouteCounts:
             self.sampled + other.sampled,
             self.mixed_context + other.mixed_context,
             self.seconds + other.seconds,
+            self.num_tokens + other.num_tokens,
+            self.num_bytes + other.num_bytes,
         )
 
 
@@ -112,4 +118,6 @@ def _count(sample: Sample, routes: np.ndarray, spec: RouteSpec) -> RouteCounts:
         rows_missing=int(missing > 0),
         sampled=len(chosen),
         mixed_context=int(np.count_nonzero(chosen > chosen[0])) if len(chosen) else 0,
+        num_tokens=len(routes),
+        num_bytes=routes.nbytes,
     )

@@ -151,7 +151,7 @@ class RankView:
 
 
 def _micro(batch: Batch, facts: RowFacts) -> MicroBatch:
-    return MicroBatch(batch, facts.lengths, facts.advantages, facts.group_ids, facts.group_tokens)
+    return MicroBatch(batch, facts.lengths, facts.advantages, facts.group_ids, facts.group_tokens, facts.row_tokens)
 
 
 class Independent:

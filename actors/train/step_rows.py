@@ -53,8 +53,9 @@ class TrainShard:
     """Number of the step."""
     meta: bytes | None
     """Receipt of the replica's rows (their keys and locations, without content) as `KVBatchMeta.to_bytes()`, in the
-    order of the microbatches. It carries two values per row: `advantage` (float32) and, with `loss.aggregation=prompt`,
-    `group_tokens` (float32). None for a rank that neither reads nor writes rows."""
+    order of the microbatches. It carries values per row (float32): `advantage`, with `loss.aggregation=prompt`
+    `group_tokens`, and with `trainer.moe.aux_loss_coef` above 0 `row_tokens`. None for a rank that neither reads nor
+    writes rows."""
     sizes: np.ndarray
     """Number of rows of each microbatch, int64 `[M]`."""
     digest: str
@@ -121,9 +122,11 @@ class StepRows:
     def facts(self, numbers: range) -> RowFacts:
         """Return the per-row values (lengths, advantages and groups) of the given microbatches, concatenated."""
         rows, tags = np.concatenate([self._ranges[number] for number in numbers]), self._meta.tags
-        tokens = tags["group_tokens"][rows].astype(np.int64) if "group_tokens" in tags else None
+        counts = [
+            tags[name][rows].astype(np.int64) if name in tags else None for name in ("group_tokens", "row_tokens")
+        ]
         advantages = tags["advantage"][rows].astype(np.float32)
-        return RowFacts(self._meta.lengths[rows], advantages, self._meta.groups[rows], tokens)
+        return RowFacts(self._meta.lengths[rows], advantages, self._meta.groups[rows], *counts)
 
     def missing(self, index: int, fields: Sequence[str]) -> list[str]:
         """Return those of `fields` that this process has neither read nor written in this step for microbatch

@@ -93,18 +93,20 @@ class RowFacts:
     """Id of each row's group (the samples of one prompt), int64 `[N]`."""
     group_tokens: np.ndarray | None
     """Number of tokens in each row's group, int64 `[N]`; None when the loss does not use it."""
+    row_tokens: np.ndarray | None
+    """Number of response tokens of each row that are trained on, int64 `[N]`; None when no loss needs it."""
 
     def cut(self, sizes: Sequence[int]) -> list[RowFacts]:
         """Split into consecutive RowFacts that have the numbers of rows in `sizes`."""
         ends = np.cumsum(sizes)
         parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        tokens = self.group_tokens
+        counts = (self.group_tokens, self.row_tokens)
         return [
             RowFacts(
                 self.lengths[part],
                 self.advantages[part],
                 self.group_ids[part],
-                None if tokens is None else tokens[part],
+                *(None if count is None else count[part] for count in counts),
             )
             for part in parts
         ]
@@ -126,7 +128,7 @@ class Header:
     """Row shapes of the RAGGED columns: column name -> int64 `[N, ndim]`."""
 
 
-_Facts = tuple[bytes, np.ndarray, bytes, bytes | None]
+_Facts = tuple[bytes, np.ndarray, bytes, bytes | None, bytes | None]
 _HeaderMessage = tuple[_Facts | None, tuple[str, ...], tuple[int, ...], dict[str, np.ndarray]]
 
 
@@ -134,8 +136,8 @@ def encode_header(header: Header) -> bytes:
     """Encode `header` as a message of 7 to 9 bytes a row."""
     facts, packed = header.facts, None
     if facts is not None:
-        tokens = None if facts.group_tokens is None else pack_ints(facts.group_tokens)
-        packed = (pack_ints(facts.lengths), facts.advantages, pack_ints(facts.group_ids), tokens)
+        counts = [None if count is None else pack_ints(count) for count in (facts.group_tokens, facts.row_tokens)]
+        packed = (pack_ints(facts.lengths), facts.advantages, pack_ints(facts.group_ids), *counts)
     return messages.encode((packed, header.fields, header.part_bytes, header.shapes))
 
 
@@ -144,9 +146,9 @@ def decode_header(data: bytes) -> Header:
     packed, fields, part_bytes, shapes = messages.decode(data, _HeaderMessage)
     if packed is None:
         return Header(None, fields, part_bytes, shapes)
-    lengths, advantages, groups, tokens = packed
-    group_tokens = None if tokens is None else unpack_ints(tokens)
-    facts = RowFacts(unpack_ints(lengths), advantages, unpack_ints(groups), group_tokens)
+    lengths, advantages, groups, *counts = packed
+    unpacked = [None if count is None else unpack_ints(count) for count in counts]
+    facts = RowFacts(unpack_ints(lengths), advantages, unpack_ints(groups), *unpacked)
     return Header(facts, fields, part_bytes, shapes)
 
 

@@ -37,12 +37,23 @@ def missing_mark(num_experts: int) -> int:
     return 255 if routes_dtype(num_experts) is torch.uint8 else -1
 
 
+def num_experts(model: Any) -> int:
+    """Return the number of experts that a router of a model chooses from; 0 for a dense model.
+
+    model: a HF config, or an object with the content of a config.json as attributes. Models like DeepSeek-V3 count
+    shared experts separately and call the others routed.
+    """
+    return getattr(model, "num_experts", None) or getattr(model, "n_routed_experts", None) or 0
+
+
 def is_expert_layer(model: Any, layer: int) -> bool:
     """Return whether decoder layer `layer` (from 0) of a model has experts in place of an MLP.
 
     model: a HF config, or an object with the content of a config.json as attributes.
     """
-    if not getattr(model, "num_experts", 0) or layer in (getattr(model, "mlp_only_layers", None) or ()):
+    if not num_experts(model) or layer in (getattr(model, "mlp_only_layers", None) or ()):
+        return False
+    if layer < (getattr(model, "first_k_dense_replace", None) or 0):
         return False
     return (layer + 1) % (getattr(model, "decoder_sparse_step", None) or 1) == 0
 
@@ -79,7 +90,7 @@ class RouteSpec:
         layers = expert_layers(model)
         if not layers:
             return None
-        return RouteSpec(layers, int(model.num_experts_per_tok), int(model.num_experts), int(model.num_hidden_layers))
+        return RouteSpec(layers, int(model.num_experts_per_tok), num_experts(model), int(model.num_hidden_layers))
 
     @property
     def trailing(self) -> tuple[int, int]:

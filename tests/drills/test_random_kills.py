@@ -51,6 +51,20 @@ def kill(run_dir: Path, process: subprocess.Popen[str], victim: str) -> bool:
     return bool(found)
 
 
+def wait_for_a_moment(run_dir: Path, process: subprocess.Popen[str], dice: random.Random, number: int) -> None:
+    """Until the run is 1 to 6 steps further, wherever it stands then (a kill of everything may have sent it back), and
+    up to half a second into the next. number: of the kills so far."""
+    done = num_steps(run_dir)
+    wanted, deadline = done + dice.randint(1, 6), time.monotonic() + 240
+    while done < wanted and process.poll() is None:
+        assert time.monotonic() < deadline, f"no step for 240 s after kill {number}"
+        time.sleep(0.05)
+        if (now := num_steps(run_dir)) > done:
+            done, deadline = now, time.monotonic() + 240
+    time.sleep(dice.uniform(0.0, 0.5))
+    assert process.poll() is None, f"the run ended after {number} kills: {process.communicate()[0]}"
+
+
 @pytest.mark.timeout(2400)
 def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None:
     code, output = runs.run(tmp_path / "whole", *DRILL, timeout_s=600)
@@ -61,14 +75,7 @@ def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None
     dice, run_dir = random.Random(20), tmp_path / "run"
     process = runs.start(run_dir, *DRILL)
     for number in range(KILLS):
-        # A few steps on, wherever it stands then: a kill of everything may have sent it back.
-        wanted = num_steps(run_dir) + dice.randint(1, 6)
-        deadline = time.monotonic() + 240
-        while num_steps(run_dir) < wanted and process.poll() is None:
-            assert time.monotonic() < deadline, f"no step for 240 s after kill {number}"
-            time.sleep(0.05)
-        time.sleep(dice.uniform(0.0, 0.5))
-        assert process.poll() is None, f"the run ended after {number} kills: {process.communicate()[0]}"
+        wait_for_a_moment(run_dir, process, dice, number)
         victim = VICTIMS[number % len(VICTIMS)]
         if victim == "everything":
             kill_all(process, run_dir)

@@ -17,6 +17,28 @@ Recompute = Literal["none", "selective", "full"]
 PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
 
+class MoeConfig(Section):
+    """Even use of the experts of a mixture-of-experts model, which training would otherwise leave to the policy's loss
+    alone."""
+
+    aux_loss_coef: NonNegative = 0.0
+    """Coefficient of the auxiliary loss, which is 1 for each layer when all experts get the same number of tokens of a
+    row and more when they do not (Switch Transformer, arXiv:2101.03961). It is averaged over rows as the policy's loss
+    is, and summed over layers. 0.001 is a usual value."""
+    bias_update_rate: NonNegative = 0.0
+    """Step by which each optimizer update moves the biases of routers that have them: up for experts with fewer tokens
+    than the mean of their layer in that update, down for those with more (arXiv:2408.15664). Biases change which
+    experts are chosen, not their weights, and get no gradient. 0.001 is a usual value."""
+    load_metrics: bool = False
+    """If true, `moe/load_imbalance`, `moe/load_imbalance_max` and `moe/idle_experts` are reported. With
+    `trainer.moe.aux_loss_coef` or `trainer.moe.bias_update_rate` above 0 they always are."""
+
+    @property
+    def active(self) -> bool:
+        """True if the backends must observe the routers at all."""
+        return self.load_metrics or self.aux_loss_coef > 0 or self.bias_update_rate > 0
+
+
 class TrainerConfig(Section):
     """The train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
 
@@ -87,6 +109,7 @@ class TrainerConfig(Section):
     """If true, forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
     float32."""
 
+    moe: MoeConfig = MoeConfig()
     head: Head = "selected"
     """Use of the output layer. `selected` applies it only to the positions whose log-probs are wanted. `full` has the
     model compute all logits, for models that change their logits after the output layer; such a model is refused with

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.hub import cached_file
 
+from ...codecs.tokens.routes import num_experts
+
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
@@ -61,7 +63,7 @@ class HfSource:
         match = _EXPERTS.fullmatch(name)
         if name in self._files or match is None:
             return self._read(name, () if start is None and stop is None else (slice(start, stop),))
-        experts = range(self.config.num_experts)[start:stop]
+        experts = range(num_experts(self.config))[start:stop]
         parts = [torch.cat([self._read(part) for part in self._expert(match, expert)]) for expert in experts]
         return torch.stack(parts)
 

@@ -14,6 +14,9 @@ MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 """Values of `model_type` in a config.json whose models can be split over tensor-parallel ranks. The backend `megatron`
 trains only models of these types."""
 
+BIASED_TYPES = ("deepseek_v3", "glm4_moe", "dots1")
+"""Values of `model_type` whose routers have a bias for each expert that `trainer.moe.bias_update_rate` can move."""
+
 
 def mesh_problems(trainer: TrainerConfig) -> list[str]:
     """Return one sentence for each reason why the train mesh that `trainer` describes cannot be built with any
@@ -72,8 +75,28 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
             f"trainer.tp: got {trainer.tp}, expected fewer ranks, because one of them would hold no token of the "
             f"model's vocab_size = {vocabulary}"
         )
+    _check_balance(trainer, model)
     if trainer.backend == "megatron":
         _check_experts(trainer, model)
+
+
+def _check_balance(trainer: TrainerConfig, model: Any) -> None:
+    """Raise ValueError when `trainer.moe` balances what the model does not have: experts, or biases of experts."""
+    moe, kind = trainer.moe, getattr(model, "model_type", None)
+    if not moe.active or kind is None:
+        return
+    keys = [key for key in ("aux_loss_coef", "bias_update_rate", "load_metrics") if getattr(moe, key)]
+    if not has_experts(model):
+        got = str(getattr(moe, keys[0])).lower()
+        expected = "false" if keys[0] == "load_metrics" else "0"
+        raise ValueError(
+            f"trainer.moe.{keys[0]}: got {got}, expected {expected} for a model of type {kind!r} without experts"
+        )
+    if moe.bias_update_rate and kind not in BIASED_TYPES:
+        raise ValueError(
+            f"trainer.moe.bias_update_rate: got {moe.bias_update_rate}, expected 0 for a model of type {kind!r}, "
+            f"because of the types that can be trained only {', '.join(BIASED_TYPES)} have biases of experts"
+        )
 
 
 def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, str]]:

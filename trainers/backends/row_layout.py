@@ -44,6 +44,9 @@ class RowLayout:
     routes: torch.Tensor | None = None
     """Routes of the tokens in the order of `input_ids`, flattened, `[N * L or S, layers, k]`; missing at padding. None
     unless the pass replays routes."""
+    owners: torch.Tensor | None = None
+    """Row of each token in the order of `input_ids`, flattened, int64 `[N * L or S]`; -1 at padding. None unless it is
+    asked for."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -61,11 +64,12 @@ def lay_out(
     packed: bool = False,
     routes: torch.Tensor | None = None,
     missing_route: int = 0,
+    with_owners: bool = False,
 ) -> RowLayout:
     """Lay out the rows of a batch, which must have the column `input_ids`, as tensors on `device`.
 
     routes: routes of all tokens of the batch, `[tokens, layers, k]`, or None. missing_route: value of every entry of a
-    missing route.
+    missing route. with_owners: true to fill `owners`.
 
     The wanted tokens, whose log-probs are computed, are those with a nonzero `response_mask`. Without that column they
     are all tokens but the first of each row. Raises ValueError when the mask marks a row's first token, because nothing
@@ -96,6 +100,10 @@ def lay_out(
     if routes is not None:
         placed = routes.new_full((tokens.numel(), *routes.shape[1:]), missing_route)
         placed[flat[inside]] = routes[inside]
+    owners = None
+    if with_owners:
+        owners = rows.new_full((tokens.numel(),), -1)
+        owners[flat[inside]] = rows[inside]
     index = wanted.nonzero().flatten()
     return RowLayout(
         input_ids=to_device(tokens, device),
@@ -108,6 +116,7 @@ def lay_out(
         row_tokens=torch.bincount(rows[index], minlength=len(lengths)),
         index=index,
         routes=None if placed is None else to_device(placed, device),
+        owners=None if owners is None else to_device(owners, device),
     )
 
 

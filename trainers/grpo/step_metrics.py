@@ -143,6 +143,7 @@ def route_metrics(routes: RouteCounts) -> dict[str, float]:
     return {
         "routes/missing_share": routes.missing / routes.possible,
         "routes/rows_missing": float(routes.rows_missing),
+        "routes/bytes_per_token": routes.num_bytes / max(routes.num_tokens, 1),
         "routes/mixed_context_share": routes.mixed_context / max(routes.sampled, 1),
         "time/routes_s": routes.seconds,
     }

@@ -172,6 +172,8 @@ def plan_step(
     tags = {"advantage": meta.tags["advantage"]}
     if config.loss.aggregation == "prompt":
         tags["group_tokens"] = group_tokens(meta)
+    if config.trainer.moe.aux_loss_coef:
+        tags["row_tokens"] = trained_tokens(meta)
     lean = replace(meta, tags=tags)
     parts = [plan.shard(dp) for dp in range(topology.dp)]
     receipts = [lean.select(rows).to_bytes() for rows, _ in parts]
@@ -196,10 +198,14 @@ def group_tokens(meta: KVBatchMeta) -> np.ndarray:
     """Return, for each row, the number of response tokens that its whole group trains on, float32 `[N]`. Failed and
     masked rows contribute no tokens."""
     _, group = np.unique(meta.groups, return_inverse=True)
+    return np.bincount(group, weights=trained_tokens(meta))[group].astype(np.float32)
+
+
+def trained_tokens(meta: KVBatchMeta) -> np.ndarray:
+    """Return the number of response tokens of each row that are trained on, float32 `[N]`: 0 for failed and masked
+    rows."""
     trained = meta.tags.get(TRAINED_TOKENS)
-    if trained is None:
-        trained = meta.tags["response_length"] * (meta.tags["valid"] > 0)
-    return np.bincount(group, weights=trained)[group].astype(np.float32)
+    return meta.tags["response_length"] * (meta.tags["valid"] > 0) if trained is None else trained
 
 
 def reference_columns(config: Config) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from .terms import Denominator, LossInputs
@@ -60,3 +61,18 @@ class Aggregation:
         if inputs.group_tokens is None:
             raise ValueError("loss.aggregation: got 'prompt', but the microbatch has no group_tokens to divide by")
         return (values / inputs.group_tokens[inputs.row_ids]).sum()
+
+    def row_weights(self, row_tokens: np.ndarray, group_tokens: np.ndarray | None) -> torch.Tensor:
+        """Return the weight of each row in the mean over a step of a value per row, float32 `[N]`. The weights of all
+        rows of a step add up to its denominator.
+
+        row_tokens: number of response tokens of each row, int64 `[N]`. group_tokens: that of each row's whole group.
+        Raises ValueError when the kind is `prompt` and there are no `group_tokens`.
+        """
+        if self.kind == "token":
+            return torch.from_numpy(row_tokens).float()
+        if self.kind in ("sequence", "sequence_sum"):
+            return torch.from_numpy(row_tokens > 0).float()
+        if group_tokens is None:
+            raise ValueError("loss.aggregation: got 'prompt', but the microbatch has no group_tokens to divide by")
+        return torch.from_numpy(row_tokens / np.maximum(group_tokens, 1)).float()

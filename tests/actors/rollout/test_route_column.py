@@ -64,7 +64,8 @@ def test_pieces_fill_a_row_but_its_last_token() -> None:
     [column], [score], [counts] = found.columns, found.scores, found.counts
     assert (column[:11] == whole).all() and missing_tokens(column, SPEC).tolist() == [False] * 11 + [True]
     assert score is GOOD
-    assert replace(counts, seconds=0.0) == RouteCounts(possible=11, sampled=7)
+    size = 12 * SPEC.token_bytes
+    assert replace(counts, seconds=0.0) == RouteCounts(possible=11, sampled=7, num_tokens=12, num_bytes=size)
     assert counts.seconds > 0
 
 
@@ -73,8 +74,9 @@ def test_missing_tokens_and_contexts_of_two_versions_are_counted() -> None:
     found = checked_routes([sample(((0, whole[:4]), (6, whole[6:])), newer_from=8)], [GOOD], RULES)
     assert missing_tokens(found.columns[0], SPEC).sum() == 3
     assert replace(found.counts[0], seconds=0.0) == RouteCounts(
-        possible=11, missing=2, rows_missing=1, sampled=7, mixed_context=4
-    )
+        possible=11, missing=2, rows_missing=1, sampled=7, mixed_context=4, num_tokens=12,
+        num_bytes=12 * SPEC.token_bytes,
+    )  # fmt: skip
     assert found.scores == [GOOD]
 
 

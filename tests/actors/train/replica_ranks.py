@@ -98,7 +98,11 @@ def put_rows(client: DataPlaneClient, lengths: Sequence[int], prefix: str = "r")
     keys = [f"{prefix}{index // 4}.{index % 4}" for index in range(len(lengths))]
     meta = client.put(PARTITION, keys, row_columns(lengths))
     rows = np.arange(len(lengths))
-    return meta.with_tags(advantage=(rows / 7).astype(np.float32), group_tokens=(100 + rows // 4).astype(np.float32))
+    return meta.with_tags(
+        advantage=(rows / 7).astype(np.float32),
+        group_tokens=(100 + rows // 4).astype(np.float32),
+        row_tokens=(3 * rows).astype(np.float32),
+    )
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,14 @@ def reader_of(rank: int, step: Step) -> Iterator[tuple[ReplicaReader, DataPlaneC
 def content(micro: MicroBatch) -> dict[str, Any]:
     """A microbatch as plain data."""
     columns = {name: micro.batch.jagged(name).values.tolist() for name in micro.batch}
-    tokens = None if micro.group_tokens is None else micro.group_tokens.tolist()
+    assert micro.group_tokens is not None and micro.row_tokens is not None
     return {
         "columns": columns,
         "lengths": micro.lengths.tolist(),
         "advantages": micro.advantages.tolist(),
         "groups": micro.group_ids.tolist(),
-        "group_tokens": tokens,
+        "group_tokens": micro.group_tokens.tolist(),
+        "row_tokens": micro.row_tokens.tolist(),
     }
 
 

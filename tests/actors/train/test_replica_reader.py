@@ -113,6 +113,7 @@ def expected(step: Step, rank: int, values: dict[str, np.ndarray], fields: tuple
                 "advantages": [float(np.float32(number / 7)) for number in numbers],
                 "groups": meta.groups[rows].tolist(),
                 "group_tokens": [100 + number // 4 for number in numbers],
+                "row_tokens": [3 * number for number in numbers],
             }
         )
     return wanted

@@ -130,6 +130,7 @@ def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroB
         np.array([row.advantage for row in rows], np.float32),
         groups,
         np.array([tokens[groups == group].sum() for group in groups], np.int64),
+        tokens,
     )
 
 

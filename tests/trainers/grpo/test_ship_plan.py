@@ -70,6 +70,14 @@ def test_writers_of_a_pipeline_get_the_receipt_too(meta: KVBatchMeta) -> None:
     assert [shard.meta is not None for shard in shards] == [True, False, True, False]
 
 
+def test_tokens_of_rows_are_shipped_with_an_auxiliary_loss(meta: KVBatchMeta) -> None:
+    [shard], _ = ship(meta, trainer={"moe": {"aux_loss_coef": 0.01}})
+    receipt = KVBatchMeta.from_bytes(shard.meta or b"")
+    trained = dict(zip(meta.keys, meta.tags["response_length"] * (meta.tags["valid"] > 0), strict=True))
+    assert receipt.tags["row_tokens"].tolist() == [trained[key] for key in receipt.keys]
+    assert 0 < (receipt.tags["row_tokens"] == 0).sum() < len(receipt)
+
+
 def test_tokens_of_groups_are_shipped_when_the_loss_asks(meta: KVBatchMeta) -> None:
     [shard], _ = ship(meta, loss={"aggregation": "prompt"})
     receipt = KVBatchMeta.from_bytes(shard.meta or b"")

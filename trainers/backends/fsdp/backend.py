@@ -16,6 +16,7 @@ from ...losses.factory import build_loss
 from ..checkpoints.checkpoint import training_state
 from ..checkpoints.checkpointer import Checkpointer
 from ..config import BackendConfig
+from ..expert_balance.balance import ExpertBalance
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
 from ..layers import compile_layers, recompute_layers
@@ -33,7 +34,7 @@ from .causal_lm import CausalLM
 from .half_parameters import half_parameters
 from .loading import WeightSource, fill, open_source
 from .output_checks import check_head, check_packing
-from .routers import replay_routers
+from .routers import balance_experts, replay_routers, router_biases
 from .sharding import build_mesh, own_piece, spread, spread_weights
 from .tensor_parallel import split_dim, sum_per_head_gradients
 
@@ -78,6 +79,10 @@ class FsdpBackend:
             self._reference = self._spread(reference, source, offload=host)
         layers = policy.layers()  # FSDP gives them other class names
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
+        group = None if self._mesh is None else self._mesh["dp"].get_group()
+        self._balance: ExpertBalance | None = None
+        if config.trainer.moe.active:
+            self._balance = balance_experts(self._policy.model, config, self._device, group)
         if self._packed:
             check_packing(self._policy, self._device, self._precision(self._policy), half=self._half)
         if config.trainer.compile:
@@ -89,7 +94,6 @@ class FsdpBackend:
         self._steps = torch.zeros((), dtype=torch.int64)
         self._checkpointer = Checkpointer(rank, world)
         self._residence = Residence(self._device)
-        group = None if self._mesh is None else self._mesh["dp"].get_group()
         self._entropy: Entropy = (
             "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
         )
@@ -115,6 +119,8 @@ class FsdpBackend:
         self._meter.begin()
         if self._replay is not None:
             self._replay.begin_step(int(self._steps) // self._config.updates_per_step)
+        if self._balance is not None:
+            self._balance.begin_step()
         self._optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
@@ -201,7 +207,7 @@ class FsdpBackend:
         self._residence.require_onloaded("weights")
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()  # a forward without backward leaves the root's parameters gathered
-        params = dict(self._policy.model.named_parameters())
+        params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
         return stream_weights(self._weights, lambda weight: own_piece(params[weight.name]), self._rank, self._device)
 
     def save(self, path: str, *, wait: bool = True) -> None:
@@ -300,7 +306,11 @@ class FsdpBackend:
             layout = self._lay_out(micro.batch, self._replay)
             if self._replay is not None and self._replay.take_measurement():
                 self._measure(self._replay, micro, layout, temperature)
-            with self._precision(self._policy), _replaying(self._replay, layout):
+            with (
+                self._precision(self._policy),
+                _replaying(self._replay, layout),
+                self._balancing(micro, layout),
+            ):
                 logprobs, entropy = self._policy(layout, temperature, self._entropy)
                 inputs = loss_inputs(
                     self._config,
@@ -332,15 +342,19 @@ class FsdpBackend:
                 group["lr"] = rate
             self._optimizer.step()
 
-        metrics = self._step.finish(square).apply(self._config, self._steps, update)
+        totals = self._step.finish(square)
+        metrics = totals.apply(self._config, self._steps, update)
+        if self._balance is not None:
+            metrics |= self._balance.finish(totals)
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
 
     def _lay_out(self, batch: Batch, replay: RouterReplay | None) -> RowLayout:
-        if replay is None:
-            return lay_out(batch, self._device, packed=self._packed)
-        routes, mark = replay.read(batch), replay.spec.mark
-        return lay_out(batch, self._device, packed=self._packed, routes=routes, missing_route=mark)
+        routes, mark = (None, 0) if replay is None else (replay.read(batch), replay.spec.mark)
+        with_owners = self._balance is not None
+        return lay_out(
+            batch, self._device, packed=self._packed, routes=routes, missing_route=mark, with_owners=with_owners
+        )
 
     def _logprobs(self, model: CausalLM, replay: RouterReplay | None, batch: Batch, temperature: float) -> torch.Tensor:
         layout = self._lay_out(batch, replay)
@@ -365,6 +379,14 @@ class FsdpBackend:
             values = self._predict(self._policy, layout, temperature)
         rollout = micro.batch.jagged("rollout_logprobs").values[layout.index]
         replay.native.add_logprobs(values, rollout.to(self._device))
+
+    def _balancing(self, micro: MicroBatch, layout: RowLayout) -> AbstractContextManager[object]:
+        """Return the context in which the passes over `layout` that train must run: with the balance of experts if the
+        step has one."""
+        if self._balance is None:
+            return nullcontext()
+        assert layout.owners is not None
+        return self._balance.training(micro, layout.owners)
 
     def _precision(self, module: CausalLM) -> AbstractContextManager[object]:
         """Return the context in which forward and backward passes of `module` must run.

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from ....dataplane.topology import Place, Topology
 from ..weight_stream import Cut, Piece, SpreadWeight
 from .causal_lm import CausalLM
+from .routers import router_biases
 from .tensor_parallel import split_dim, split_over
 
 
@@ -57,11 +58,15 @@ def _sum_gradients(module: FSDPModule) -> None:
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the parameters of a HF model that `spread` has sharded, each with the ranks that have its pieces.
+    """List the parameters of a HF model that `spread` has sharded, each with the ranks that have its pieces, and the
+    biases of its experts, of which every rank has all.
 
-    Tied parameters are listed once. `dtype` is the dtype in which floating-point parameters are streamed.
+    Tied parameters are listed once. `dtype` is the dtype in which floating-point parameters are streamed; biases keep
+    their own.
     """
-    found = []
+    found = [
+        SpreadWeight(name, bias.dtype, tuple(bias.shape), (Piece(0),)) for name, bias in router_biases(model).items()
+    ]
     for name, param in model.named_parameters():
         places = [
             Place(dp, tp) for tp in range(1 if split_dim(param) is None else topology.tp) for dp in range(topology.dp)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ....actors.protocols import MicroBatch, OffloadReport
+from ....codecs.tokens.routes import RouteSpec
 from ...losses.factory import build_loss
 from ..checkpoints.checkpointer import Checkpointer
 from ..config import BackendConfig
@@ -28,6 +29,7 @@ from ..train_step import TrainStep
 from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .architecture import check_fits
+from .balance import PipelineBalance
 from .calls import megatron_calls
 from .gathering import OwnPieces, spread_weights
 from .library import get_forward_backward_func
@@ -98,6 +100,11 @@ class MegatronBackend:
                 config.router_replay, spec, self._policy, topology, self._mesh, self._device,
                 kept_graph=config.trainer.recompute == "selective",
             )  # fmt: skip
+        self._balance: PipelineBalance | None = None
+        if config.trainer.moe.active:
+            spec = RouteSpec.of(model)
+            assert spec is not None, "check_fits refuses models without experts"
+            self._balance = PipelineBalance(config, spec, self._policy, self._mesh, self._device)
         layers = list(self._policy.decoder.layers)
         if config.trainer.compile:
             compile_layers(layers)
@@ -135,6 +142,8 @@ class MegatronBackend:
         self._meter.begin()
         if self._replay is not None:
             self._replay.begin_step(int(self._steps) // self._config.updates_per_step)
+        if self._balance is not None:
+            self._balance.begin_step()
         self._clear()
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
@@ -175,8 +184,8 @@ class MegatronBackend:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
         self._pipeline.drop()
-        if self._replay is not None:
-            self._replay.drop()
+        for queues in filter(None, (self._replay, self._balance)):
+            queues.drop()
         if not self._residence.offloaded:  # the gradient buffers have no memory then, and are zero afterwards
             self._clear()
 
@@ -339,15 +348,25 @@ class MegatronBackend:
         routes, mark = (None, 0) if replay is None else (replay.read(micro.batch), replay.spec.mark)
         place = self._mesh.place
         rows = pack_rows(
-            micro, self._topology, place, self._device, packed=self._packed, routes=routes, missing_route=mark
-        )
+            micro, self._topology, place, self._device, packed=self._packed, routes=routes, missing_route=mark,
+            with_owners=self._balance is not None,
+        )  # fmt: skip
         return micro, rows
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro, rows = self._next(micros, self._replay)
-        with nullcontext() if self._replay is None else self._replay.training(rows.routes):
+        replaying = nullcontext() if self._replay is None else self._replay.training(rows.routes)
+        with replaying, self._balancing(micro, rows):
             output = model(rows, temperature, self._entropy)
         return output, partial(self._loss, micro, rows)
+
+    def _balancing(self, micro: MicroBatch, rows: PackedRows) -> AbstractContextManager[None]:
+        """Return the context of the forward pass of a microbatch that will have a backward pass: with the balance of
+        experts if the step has one."""
+        if self._balance is None:
+            return nullcontext()
+        assert rows.owners is not None
+        return self._balance.training(micro, rows.owners)
 
     def _loss(
         self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
@@ -427,13 +446,15 @@ class MegatronBackend:
 
     def _finish(self) -> dict[str, float]:
         self._pipeline.drain()
-        if self._replay is not None:
-            self._replay.check_drained()
+        for queues in filter(None, (self._replay, self._balance)):
+            queues.check_drained()
         norm = sum_gradients(self._model, self._optimizer)
         # The norm already covers all ranks, so only the first rank contributes it to the sum.
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
         totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
         update = partial(apply, self._optimizer, self._config.trainer.weight_decay)
         metrics = totals.apply(self._config, self._steps, update)
+        if self._balance is not None:
+            metrics |= self._balance.finish(totals)
         self._clear()
         return metrics

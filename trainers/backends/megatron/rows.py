@@ -51,6 +51,9 @@ class PackedRows:
     routes: torch.Tensor | None = None
     """Routes of the S tokens in the layers of this stage, `[S, layers, k]`; missing at padding. None unless the pass
     replays routes."""
+    owners: torch.Tensor | None = None
+    """Row of each of the S tokens, int64 `[S]`; -1 at padding and at the last token of each row, which predicts
+    nothing. None unless it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,12 @@ def pack_rows(
     packed: bool,
     routes: torch.Tensor | None = None,
     missing_route: int = 0,
+    with_owners: bool = False,
 ) -> PackedRows:
     """Pack this rank's part of a microbatch into one sequence, the input of a Megatron model.
 
     routes: routes of the tokens of the batch, `[tokens, layers, k]`, or None. missing_route: value of every entry of a
-    missing route.
+    missing route. with_owners: true to fill `owners`.
 
     Columns may be on any device; positions are computed on the CPU. A microbatch without tokens gets one padding token,
     so that the rank takes part in the collectives. Raises ValueError when a row's first token is to be trained on, or
@@ -115,6 +119,7 @@ def pack_rows(
         routes=None
         if routes is None
         else to_device(sent.place("routes", routes, len(positions), missing_route), device),
+        owners=to_device(sent.owners(micro.lengths, len(positions)), device) if with_owners else None,
     )
 
 
@@ -177,6 +182,12 @@ class _Sent:
             place_of=torch.from_numpy(pieces.offsets)[piece] + within,
             own=within < torch.from_numpy(pieces.sizes)[piece],
         )
+
+    def owners(self, lengths: np.ndarray, size: int) -> torch.Tensor:
+        """Return the row of each of the rank's `size` input tokens, int64 `[size]` on the CPU; -1 at padding and at the
+        last token of each row. lengths: number of tokens of each whole row, int64 `[N]`."""
+        last = torch.from_numpy(lengths)[self.rows] - 1
+        return self.place("rows", self.rows.where(self.position < last, -1), size, -1)
 
     def place(self, what: str, column: torch.Tensor, size: int, padding: int) -> torch.Tensor:
         """Return the values of a column, `[tokens, ...]`, at the rank's `size` input tokens, `[size, ...]` on the CPU;

@@ -38,26 +38,24 @@ class WeightNames:
         with torch.device("meta"):
             meta: Any = AutoModelForCausalLM.from_config(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shape of each weight; a tied weight is listed under each of its names."""
+        """Shape of each weight; a tied weight is listed under each of its names. Buffers that a checkpoint has, such as
+        the biases of experts, are weights too."""
         self._group: dict[str, tuple[str, ...]] = {}
         """All names of each weight (a tied weight has several): any of its names -> tuple of all of them."""
         by_tensor: dict[int, list[str]] = {}
         parameters = {id(parameter) for parameter in meta.parameters()}
         for name, tensor in meta.state_dict(keep_vars=True).items():
-            if id(tensor) in parameters:
+            if id(tensor) in parameters or tensor.is_floating_point():
                 by_tensor.setdefault(id(tensor), []).append(name)
                 self._shapes[name] = tuple(tensor.shape)
         for names in by_tensor.values():
             self._group.update(dict.fromkeys(names, tuple(names)))
+        self.required = tuple(names[0] for identity, names in by_tensor.items() if identity in parameters)
+        """One name of each weight that an update must contain, in the model's order: the first name of a tied weight,
+        the only name of any other. An update may leave out buffers."""
         self._first_names = frozenset(self.required)
         self._style = ""
         self._style = self._matching_style(meta, config.model_type)
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """One name of each weight, in the model's order: the first name of a tied weight, the only name of any
-        other."""
-        return tuple(dict.fromkeys(names[0] for names in self._group.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of the weight `name`, before tensor parallelism splits it."""

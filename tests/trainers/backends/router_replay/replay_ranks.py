@@ -34,11 +34,12 @@ class ReplayCase:
     backend: str
     topology: Topology
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    replay: RouterReplayConfig = ON
 
-    def build(self, rank: int, model: str, replay: RouterReplayConfig = ON) -> Any:
+    def build(self, rank: int, model: str) -> Any:
         """Build this rank's backend."""
         settings = {"packing": "packed", "backend": self.backend, "topology": self.topology, **self.changes}
-        config = backend_config(model, router_replay=replay, **settings)
+        config = backend_config(model, router_replay=self.replay, **settings)
         if self.backend == "megatron":
             from headrace.trainers.backends.megatron.backend import MegatronBackend
 

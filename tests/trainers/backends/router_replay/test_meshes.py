@@ -39,6 +39,10 @@ PRODUCT = (
     ReplayCase("megatron dp2 pp2 ep2", "megatron", Topology(2, pp=2, ep=2), AGAIN),
     ReplayCase("megatron tp2 cp2 ep2", "megatron", Topology(1, tp=2, cp=2, ep=2), SP),
     ReplayCase("fsdp dp2 tp2", "fsdp", Topology(2, tp=2)),
+    ReplayCase("megatron tp2 cp2 pp2 ep2", "megatron", Topology(1, tp=2, cp=2, pp=2, ep=2), {**SP, **AGAIN}),
+    ReplayCase("megatron dp2 tp2 pp2 ep4", "megatron", Topology(2, tp=2, pp=2, ep=4), SP),
+    ReplayCase("megatron dp2 cp2 pp2 ep2", "megatron", Topology(2, cp=2, pp=2, ep=2), AGAIN),
+    ReplayCase("megatron dp2 tp2 cp2 ep4", "megatron", Topology(2, tp=2, cp=2, ep=4), {**SP, **AGAIN}),
 )
 
 
@@ -82,7 +86,8 @@ def test_each_mesh_replays_as_one_rank_does(model: str, expected: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_full_product(model: str, expected: dict[str, Any], tmp_path: Path, world: int) -> None:
     cases = [case for case in PRODUCT if case.topology.world == world]
     ranks = run_on_ranks(run_cases, world, tmp_path / "run", cases, model)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -41,8 +42,9 @@ EXPERTS: dict[str, Any] = dict(num_experts=3, num_experts_per_tok=2, moe_interme
         Qwen3MoeConfig(**SMALL, **EXPERTS, mlp_only_layers=[0]),
         Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=16),
         MixtralConfig(**SMALL, num_local_experts=3),
+        Glm4MoeConfig(**SMALL, n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1),
     ],
-    ids=["dense", "tied", "llama", "moe", "mixed", "shared-expert", "mixtral"],
+    ids=["dense", "tied", "llama", "moe", "mixed", "shared-expert", "mixtral", "biased"],
 )
 def test_weights_get_the_names_and_bytes_of_a_saved_checkpoint(config: PretrainedConfig, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -51,6 +53,8 @@ def test_weights_get_the_names_and_bytes_of_a_saved_checkpoint(config: Pretraine
     names = WeightNames(str(tmp_path))
     names.check(named)
     assert set(names.required) == set(named)
+    named |= {name: value for name, value in model.named_buffers() if name in model.state_dict()}
+    names.check(named)
     views = dict(names.checkpoint(named.items()))
     saved = load_file(tmp_path / "model.safetensors")
     if config.tie_word_embeddings:
@@ -59,7 +63,7 @@ def test_weights_get_the_names_and_bytes_of_a_saved_checkpoint(config: Pretraine
     assert views.keys() == saved.keys()
     for name, tensor in saved.items():
         assert torch.equal(views[name], tensor), name
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in named.values()}
     assert all(view.untyped_storage().data_ptr() in storages for view in views.values()), "a weight was copied"
 
 
