@@ -217,8 +217,12 @@ class RowTokens:
     @property
     def version(self) -> int:
         """Lowest policy version among the tokens that the policy chose; -1 when it chose none."""
-        chosen = self.versions[self.versions >= 0]
-        return int(chosen.min()) if len(chosen) else -1
+        return _lowest_version(self.versions)
+
+
+def _lowest_version(versions: np.ndarray) -> int:
+    chosen = versions[versions >= 0]
+    return int(chosen.min()) if len(chosen) else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +268,8 @@ class Sample:
     @property
     def version(self) -> int:
         """Lowest policy version among the tokens that the policy chose; -1 when it chose none."""
-        return min((row.version for row in self.rows if row.version >= 0), default=-1)
+        lowest = [_lowest_version(self.versions), *(row.version for row in self.more_rows)]
+        return min((version for version in lowest if version >= 0), default=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,14 +51,14 @@ class Transcript:
         first token whose route the engine was asked for."""
         if completion.routes is not None:
             self._routes.append((routes_from, completion.routes))
-        ids = completion.token_ids.astype(np.int32)
+        ids = np.asarray(completion.token_ids, np.int32)
         self._append(ids, np.ones(len(ids), np.uint8), completion.logprobs, completion.versions)
 
     def _append(self, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self._ids.append(ids)
         self._masks.append(mask)
-        self._logprobs.append(logprobs.astype(np.float32))
-        self._versions.append(versions.astype(np.int32))
+        self._logprobs.append(np.asarray(logprobs, np.float32))
+        self._versions.append(np.asarray(versions, np.int32))
         self._length += len(ids)
 
     def row(self) -> RowTokens:

@@ -90,7 +90,7 @@ class Episode:
         limits the tokens of a row after its prompt."""
         self.prompt = prompt
         self.index = index
-        self.params = replace(params, n=1)
+        self.params = params if params.n == 1 else replace(params, n=1)
         """Sampling parameters of the policy's turns."""
         self.answer: str | None = None
         """Text that reward functions score; None is the text of the last turn."""

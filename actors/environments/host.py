@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ..engines.chat import ChatFormat
@@ -88,11 +89,12 @@ class EpisodeHost:
         unless their type is in EPISODE_ERRORS. Raises TooManyHang if too many episodes or blocking functions hang.
         """
         services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens)
+        own = replace(params, n=1)
         if together := hasattr(self._environment, "play_group"):
             clock = self._new_clock()
-            episodes = [Episode(prompt, index, params, services, clock) for index in range(params.n)]
+            episodes = [Episode(prompt, index, own, services, clock) for index in range(params.n)]
         else:
-            episodes = [Episode(prompt, index, params, services, self._new_clock()) for index in range(params.n)]
+            episodes = [Episode(prompt, index, own, services, self._new_clock()) for index in range(params.n)]
         parts = [episodes] if together else [[episode] for episode in episodes]
         tasks = [asyncio.create_task(self._play(part, engine)) for part in parts]
         try:

@@ -97,9 +97,10 @@ def rollout_rows(
     if mask_truncated:
         used = valid & np.repeat([sample.finish_reason != "length" for sample in samples], max_rows)
     trained = np.repeat(used, lengths)
+    response_mask = np.concatenate([row.response_mask for row in rows])
     columns = {
         "input_ids": np.concatenate([row.input_ids for row in rows]),
-        "response_mask": np.concatenate([row.response_mask for row in rows]) * trained,
+        "response_mask": response_mask * trained,
         "rollout_logprobs": np.concatenate([row.logprobs for row in rows]) * trained,
         **({} if spec is None else {ROUTES: np.concatenate(routes)}),
     }
@@ -116,7 +117,7 @@ def rollout_rows(
     tags = {
         "reward": rewards.astype(np.float32),
         "valid": valid.astype(np.float32),
-        "response_length": np.array([np.count_nonzero(row.response_mask) for row in rows], dtype=np.float32),
+        "response_length": _row_sums(response_mask != 0, lengths).astype(np.float32),
     }
     if max_rows > 1:
         tags[EPISODE] = np.repeat(np.array([sample.index for sample in samples], dtype=np.float32), max_rows)
@@ -141,12 +142,21 @@ def _rows_of(sample: Sample, max_rows: int) -> list[RowTokens]:
     """Return the sample's rows, and rows of one masked token for those that are missing to `max_rows`."""
     rows = list(sample.rows)
     assert len(rows) <= max_rows, (len(rows), max_rows)
+    if len(rows) == max_rows:
+        return rows
     first = rows[0]
     empty = RowTokens(
         first.input_ids[:1], np.zeros_like(first.response_mask[:1]), np.zeros_like(first.logprobs[:1]),
         np.full_like(first.versions[:1], -1),
     )  # fmt: skip
     return rows + [empty] * (max_rows - len(rows))
+
+
+def _row_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the sum of each row's part of `values`, bool `[sum(lengths)]`, as int64 `[N]`."""
+    ends = np.cumsum(lengths)
+    until = np.concatenate([[0], np.cumsum(values)])
+    return until[ends] - until[ends - lengths]
 
 
 def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
