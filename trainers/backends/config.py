@@ -51,8 +51,8 @@ class TrainerConfig(Section):
     offload: bool = False
     """If true, weights, gradients and optimizer state stay in host memory while they are not used. Needs more than one
     train worker; `megatron` does not support it."""
-    lr: Positive = 1e-6
-    """Peak learning rate."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate. With 0 the policy stays as it is: a control for runs that train."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
