@@ -66,8 +66,9 @@ def train(example: Example, folder: Path, *overrides: str) -> list[dict[str, flo
         subprocess.run([sys.executable, str(EXAMPLES / "agent" / "make_model.py"), str(model)], check=True)
         overrides = (*overrides, f"model.path={model}")
     command = [sys.executable, "-m", "headrace.cli", "train", "run.yaml", f"run.dir={folder / 'run'}"]
+    overrides = (f"algorithm.steps={2 * WINDOW}", *example.overrides, *overrides)
     done = subprocess.run(
-        [*command, *example.overrides, *overrides],
+        [*command, *overrides],
         cwd=EXAMPLES / example.folder, env=runs.environment(), capture_output=True, text=True, timeout=1700,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,5 +105,5 @@ def test_an_example_learns(name: str, seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LEARNS)
 def test_an_example_that_does_not_train_does_not_pass(name: str, tmp_path: Path) -> None:
     started = time.monotonic()
-    lines = train(LEARNS[name], tmp_path, "trainer.lr=0", f"algorithm.steps={2 * WINDOW}")
+    lines = train(LEARNS[name], tmp_path, "trainer.lr=0")
     assert risen(f"{name}, lr 0", lines, started) < 3.0
