@@ -5,6 +5,7 @@ prompt. The policy is rewarded for digits.
 """
 
 # pyright: reportMissingImports=false
+import openai  # noqa: F401  smolagents imports it in the agent's thread, which several threads must not do at once
 from digits import share_of_digits
 from smolagents import LogLevel, OpenAIModel, ToolCallingAgent
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
@@ -18,7 +19,7 @@ PROMPTS = {
 
 async def play(episode) -> float:
     """Let the agent run in a thread, as it blocks, and return the share of digits in all turns of the policy."""
-    await episode.run_blocking(run, episode.endpoint)
+    await episode.run_blocking(run, episode.endpoint, timeout_s=600)
     return share_of_digits(turn.text for turn in episode.turns)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ...actors.columns import ColumnConfig
 from ...actors.engines.config import RouterReplayConfig, ScriptedConfig
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 from ...dataplane.topology import Topology
@@ -120,6 +121,8 @@ class BackendConfig:
     `fixed`, for steps with several updates, takes the column `prev_logprobs` of microbatches that have it, and those of
     the forward pass of microbatches that do not: the driver leaves the column out only where the pass is that of the
     step's first update."""
+    columns: tuple[ColumnConfig, ...] = ()
+    """Columns of numbers that the user brings, which the loss reads."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
 
