@@ -10,13 +10,11 @@ import pytest
 from headrace.tests.runs import cli_runs as runs
 
 CODE = """
-import json, os
-import torch
-
-LOG = os.environ["BROUGHT_ROWS"]
+import json
+from pathlib import Path
 
 def note(who, values):
-    with open(LOG, "a") as file:
+    with Path(__file__).with_name("log").open("a") as file:
         file.write(json.dumps([who, values]) + "\\n")
 
 async def play(episode):
@@ -37,22 +35,21 @@ def loss(inputs, scale):
 
 
 @pytest.mark.processes
-def test_columns_reach_environment_reward_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_reach_environment_reward_and_loss(tmp_path: Path) -> None:
     (tmp_path / "brought.py").write_text(CODE)
     for name, level in (("low", 1), ("high", 5)):
         lines = [json.dumps({"prompt": f"r{number}=", "answer": "1", "level": level}) for number in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    monkeypatch.setenv("BROUGHT_ROWS", str(tmp_path / "log"))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{runs.environment().get('PYTHONPATH', '')}")
     columns = "[{name: level, dtype: int32}, {name: credit, kind: per_token}]"
+    mixture = f"[{{source: {tmp_path}/low.jsonl, weight: 3}}, {{source: {tmp_path}/high.jsonl}}]"
     overrides = (
-        "data.train=mixture", "data.mixture=[{source: low.jsonl, weight: 3}, {source: high.jsonl}]",
+        "data.train=mixture", f"data.mixture={mixture}",
         f"data.columns={columns}", "environment.kind=brought:play", "loss.kind=brought:loss",
         "loss.options={scale: 0.5}", "reward.functions=[{kind: environment}, {kind: 'brought:score'}]",
         "validation.every=0", "algorithm.steps=2", "algorithm.prompts_per_step=8", "algorithm.group_size=2",
     )  # fmt: skip
-    process = runs.start(tmp_path / "run", *overrides)
-    runs.succeed(process)
+    code, output = runs.run(tmp_path / "run", *overrides, timeout_s=280)
+    assert code == 0, output
     seen: dict[str, list] = {"environment": [], "reward": [], "loss": []}
     for line in (tmp_path / "log").read_text().splitlines():
         who, values = json.loads(line)
@@ -63,4 +60,4 @@ def test_columns_reach_environment_reward_and_loss(tmp_path: Path, monkeypatch: 
     assert 2 * rows.count(5) < rows.count(1)
     (tmp_path / "low.jsonl").write_text('{"prompt": "r1=", "answer": "1"}\n')
     code, output = runs.run(tmp_path / "other", *overrides, "environment.kind=null")
-    assert code == 2 and "row 0 of 'low.jsonl' has no column 'level', which has no default" in output, output
+    assert code == 2 and "low.jsonl' has no column 'level', which has no default" in output, output
