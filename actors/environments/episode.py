@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from ..columns import ColumnConfig, TokenValues, column_named
 from ..engines.chat import ChatFormat, Reply
 from ..engines.continuation import generate_whole
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
@@ -78,6 +79,8 @@ class EpisodeServices:
     """Threads in which blocking functions of environments run."""
     max_prompt_tokens: int
     """Largest number of tokens that an episode's prompt is meant to have (`data.max_prompt_tokens`)."""
+    columns: Sequence[ColumnConfig] = ()
+    """Columns of numbers that the user brings (`data.columns`)."""
 
 
 class Episode:
@@ -107,6 +110,8 @@ class Episode:
         self._rows: list[Transcript] = []
         self._turns: list[Turn] = []
         self._rewards: dict[str, float] = {}
+        self._columns: dict[str, float] = {}
+        self._token_values: list[TokenValues] = []
         self._num_requests = 0
         self._error = ""
 
@@ -203,6 +208,28 @@ class Episode:
         if isinstance(value, str) or not math.isfinite(value):
             raise ValueError(f"episode {self.name!r}: reward {name!r} is {value!r}, expected a finite number")
         self._rewards[name] = float(value)
+
+    def set_column(self, name: str, value: float | Sequence[float], turn: Turn | None = None) -> None:
+        """Set a column of `data.columns`, which a loss of your own reads.
+
+        value: number of the episode's rows, for a `per_sample` column; for a `per_token` column the number of the
+        tokens of `turn`, or a sequence of one number for each of them. Raises ValueError if the run has no such column
+        or the value does not fit it.
+        """
+        column = column_named(self._services.columns, name)
+        numbers = column.numbers(value)
+        if column.kind == "per_sample":
+            if turn is not None or numbers.ndim:
+                raise ValueError(f"data.columns: column {name!r} is per_sample, expected one number and no turn")
+            self._columns[name] = numbers.item()
+            return
+        if turn is None or numbers.shape not in ((), (turn.num_tokens,)):
+            raise ValueError(
+                f"data.columns: column {name!r} is per_token, expected a turn, and one number or one for each of its "
+                "tokens"
+            )
+        values = np.broadcast_to(numbers, turn.num_tokens)
+        self._token_values.append(TokenValues(name, turn.row, turn.start, values))
 
     async def run_blocking(self, function: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> T:
         """Run a function that blocks in a thread of its own, and return what it returns, or raise what it raises.
@@ -308,6 +335,8 @@ class Episode:
             error=self._error,
             turns=tuple(self._turns),
             rewards=dict(self._rewards),
+            columns=dict(self._columns),
+            token_values=tuple(self._token_values),
             more_rows=tuple(rows[1:max_rows]),
         )
 

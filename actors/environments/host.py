@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat
 from ..engines.protocol import Generator, SamplingParams
 from ..protocols import Prompt, Sample
@@ -58,11 +59,13 @@ class EpisodeHost:
         chat: Callable[[], ChatFormat] | None = None,
         max_prompt_tokens: int = 1 << 30,
         endpoint: EpisodeEndpoint | None = None,
+        columns: Sequence[ColumnConfig] = (),
     ) -> None:
         """environment: an object with a coroutine `play` or `play_group` (see `Environment`). chat: function that
         returns the model's chat format; None if there is none. max_prompt_tokens: see EpisodeServices.
         endpoint: endpoint through which agents speak to the policy; None if the run has none. It is closed with the
-        host."""
+        host. columns: columns that environments may set (`data.columns`)."""
+        self._columns = tuple(columns)
         self._environment = environment
         self._config = config
         self._chat = chat or _no_chat
@@ -88,7 +91,7 @@ class EpisodeHost:
         An episode whose environment raises an error or takes too long fails alone. Errors of the engine are raised,
         unless their type is in EPISODE_ERRORS. Raises TooManyHang if too many episodes or blocking functions hang.
         """
-        services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens)
+        services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens, self._columns)
         own = replace(params, n=1)
         if together := hasattr(self._environment, "play_group"):
             clock = self._new_clock()

@@ -23,7 +23,7 @@ from .episode import Episode
 
 TASK = "task"
 """Name of the prompt's field with the number of the task; see `data.train=environment`."""
-START_S = 120.0
+START_S = 600.0
 """Seconds within which the child process must have loaded the environment."""
 MAX_STARTS = 3
 """Number of times that the child process is started before the environment gives up."""
@@ -119,8 +119,11 @@ class _Child:
         try:
             await child._send({"env": dict(env)})
             assert process.stdout is not None
-            async with asyncio.timeout(START_S):
-                line = await process.stdout.readline()
+            try:
+                async with asyncio.timeout(START_S):
+                    line = await process.stdout.readline()
+            except TimeoutError:
+                raise RuntimeError(f"verifiers has not loaded the environment within {START_S:g} s") from None
             first = json.loads(line) if line else {"failed": f"it ended: {child.words}"}
             if "failed" in first:
                 raise RuntimeError(f"the verifiers environment cannot be loaded: {first['failed']}")

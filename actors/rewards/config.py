@@ -57,7 +57,20 @@ class RewardFunctionConfig(Section):
                 f"got kind={self.kind!r} with runs={self.runs!r} and per={self.per!r}, expected runs='thread' and "
                 "per='sample', because only functions of your own run otherwise"
             )
+        if self.kind in REWARD_KINDS:
+            self.refuse_limits()
         return self
+
+    def refuse_limits(self) -> None:
+        """Raise ValueError if `timeout_s` or `retries` is set, for a function to whose calls neither applies."""
+        if self.timeout_s is None and not self.retries:
+            return
+        given = f"retries={self.retries}" if self.timeout_s is None else f"timeout_s={self.timeout_s:g}"
+        raise ValueError(
+            f"got kind={self.kind!r} with {given}, which has no effect on a function that is called for one sample in "
+            "the rollout actor, expected an async def, per='group' or runs='process' (reward.timeout_s limits all "
+            "functions of a row)"
+        )
 
     @field_validator("kind")
     @classmethod

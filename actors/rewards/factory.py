@@ -68,6 +68,12 @@ def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
         else:
             target = _target(config.kind)
             _check_options(config.kind, target, dict(config.options), inspect.isclass(target))
+            called = target.__call__ if inspect.isclass(target) else target
+            if not is_apart(config, called):
+                try:
+                    config.refuse_limits()
+                except ValueError as error:
+                    raise ValueError(f"reward.functions: {error}") from None
 
 
 def build_reward(config: RewardFunctionConfig) -> Reward:

@@ -34,7 +34,8 @@ from ..samples import SampleFile
 from .config import DataConfig
 from .evaluation_figures import FigureScheme
 from .journal import GroupJournal, JournalConfig
-from .prompts import PromptStream, open_prompts
+from .opened_prompts import open_prompts
+from .prompts import PromptStream
 from .routes import RouteRules
 from .worker import HeldOut, RolloutWorker
 
@@ -160,6 +161,7 @@ class RolloutActor(EngineHost):
             routes=setup.routes,
             samples=setup.samples,
             max_rows=setup.environment.max_rows,
+            columns=setup.data.columns,
         )
         return engine
 
@@ -200,6 +202,7 @@ class RolloutActor(EngineHost):
             chat=chat,
             max_prompt_tokens=setup.data.max_prompt_tokens,
             endpoint=build_endpoint(setup.rollout.endpoint),
+            columns=setup.data.columns,
         )
 
     def data_notes(self) -> tuple[str, ...]:

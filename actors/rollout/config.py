@@ -3,16 +3,76 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
-from ...dataplane.section import Count, Section
+from ...dataplane.section import Count, Positive, Section
+from ..columns import ColumnConfig
+
+MIXTURE = "mixture"
+"""Value of `data.train` that reads the sources of `data.mixture`."""
 
 
 def is_generated(source: str) -> bool:
     """Return whether a source of prompts is no file or data set, but makes its prompts itself."""
     return source == "environment" or source.startswith(("task:", "reasoning-gym:"))
+
+
+class SourceConfig(Section):
+    """A source of prompts beside that of section `data`. A key that is unset, other than `split` and `subset`, has the
+    value that it has there."""
+
+    source: str
+    """Source of the prompts: a .jsonl file, the folder of a Hugging Face dataset, the id of a dataset on the hub, or a
+    generated task such as `task:reverse` or `reasoning-gym:NAME`."""
+    subset: str | None = None
+    """Name of the configuration of a Hugging Face dataset that has several."""
+    split: str | None = None
+    """Name of the split of a Hugging Face dataset. Unset: for an evaluation `validation`, or `test` if there is none,
+    or its only split; for training `train`."""
+    prompt_field: str | None = None
+    """Name of the column that holds the prompt; see `data.prompt_field`."""
+    answer_field: str | None = None
+    """Name of the column that holds the expected answer; see `data.answer_field`."""
+    answer_pattern: str | None = None
+    """Regular expression that finds the expected answer in its column; see `data.answer_pattern`. An empty one takes
+    the whole column, whatever section `data` says."""
+    template: str | None = None
+    """Format of the prompt's text; see `data.template`."""
+    chat_template: Literal["messages", "all"] | None = None
+    """Prompts to which the chat template is applied; see `data.chat_template`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template; see `data.chat_template_kwargs`."""
+    system_prompt: str | None = None
+    """System message in front of chat messages; see `data.system_prompt`. An empty one stands for none."""
+    options: dict[str, Any] | None = None
+    """Options of a generated task; see `data.options`."""
+
+
+def replaced(source: SourceConfig, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of the keys `names` of section `data` that a source replaces, with their values."""
+    given = {name: getattr(source, name) for name in names}
+    return {
+        name: None if value == "" and name in ("answer_pattern", "system_prompt") else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+REPLACED = (
+    "prompt_field", "answer_field", "answer_pattern", "template", "chat_template", "chat_template_kwargs",
+    "system_prompt", "options",
+)  # fmt: skip
+"""Keys of section `data` that a source of a mixture or an evaluation may replace."""
+
+
+class MixedSourceConfig(SourceConfig):
+    """One of the sources of a mixture."""
+
+    weight: Positive = 1.0
+    """Share of the prompts that come from this source, relative to the weights of the others."""
 
 
 class DataConfig(Section):
@@ -21,7 +81,8 @@ class DataConfig(Section):
     train: str = "task:reverse"
     """Source of training prompts. `task:reverse` and `task:arithmetic` generate prompts, and so does
     `reasoning-gym:NAME` for each data set of reasoning-gym. `environment` numbers the tasks that the environment itself
-    has. Other sources are a .jsonl file, the folder of a Hugging Face dataset, or the id of a dataset on the hub."""
+    has, and `mixture` reads the sources of `data.mixture`. Other sources are a .jsonl file, the folder of a Hugging
+    Face dataset, or the id of a dataset on the hub."""
     validation: str | None = None
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
     task, or the same dataset as `data.train` if `data.validation_split` is set."""
@@ -57,6 +118,11 @@ class DataConfig(Section):
     """System message that is put in front of chat messages that do not begin with one."""
     options: dict[str, Any] = {}
     """Options of a generated task, such as `min_digits` and `max_digits`, or of the data set of reasoning-gym."""
+    mixture: tuple[MixedSourceConfig, ...] = ()
+    """Sources of `data.train=mixture`, with weights. Each is read in epochs of its own, shuffled, and the field
+    `data_source` of a prompt names its source, unless its row has a column of that name."""
+    columns: tuple[ColumnConfig, ...] = ()
+    """Columns of numbers that reach a loss of your own. Environments and rewards get all columns of a row."""
     max_prompt_tokens: Count = 512
     """Largest number of tokens of a prompt, including those that the chat template adds."""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -79,7 +145,38 @@ class DataConfig(Section):
         """Return the source of the validation prompts if `validation` is True, else that of the training prompts."""
         return (self.validation if validation else None) or self.train
 
+    @model_validator(mode="after")
+    def _fits(self) -> DataConfig:
+        if self.train == MIXTURE and not self.mixture:
+            raise ValueError("mixture: got no sources, expected at least one, as data.train is mixture")
+        for part in self.mixture:
+            if part.source == MIXTURE:
+                raise ValueError("mixture: got the source 'mixture', expected a file, dataset or generated task")
+        names = [column.name for column in self.columns]
+        if len(set(names)) != len(names):
+            raise ValueError(f"columns: got {', '.join(names)}, expected each name once")
+        return self
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Sources that are trained on: one, or those of the mixture."""
+        return tuple(part.source for part in self.mixture) if self.train == MIXTURE else (self.train,)
+
+    def parts(self, *, validation: bool) -> list[DataConfig]:
+        """Return the section for each source of the training prompts, or of the validation prompts if `validation` is
+        True: the section itself, or with a mixture one for each of its sources."""
+        if self.source(validation=validation) != MIXTURE:
+            return [self]
+        return [
+            DataConfig.model_validate(
+                self.model_dump()
+                | {"mixture": (), "validation": None, "train": part.source, "subset": part.subset}
+                | {"split": part.split or self.split, **replaced(part, REPLACED)}
+            )
+            for part in self.mixture
+        ]
+
     @property
     def generated(self) -> bool:
         """True if the training prompts are generated, so that there are others to validate with."""
-        return is_generated(self.train)
+        return all(map(is_generated, self.trained))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .config import DataConfig
-from .prompt_files import PromptRows, load_rows, validation_note
+from .prompt_files import PromptRows, load_rows
 from .reasoning_gym_tasks import PREFIX, ReasoningGymTasks
 from .tasks import ENVIRONMENT, EnvironmentTasks, TaskSource
 
@@ -280,41 +279,3 @@ def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> t
             f"the shortest has {lengths.min()} tokens"
         )
     return (source if len(kept) == len(lengths) else KeptSource(source, kept)), len(lengths) - len(kept)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedSource:
-    """A source of prompts that is ready to be read."""
-
-    source: PromptSource
-    notes: tuple[str, ...]
-    """Sentences for the user about choices made when the source was opened, such as the split that validation reads or
-    how many prompts were left out."""
-
-
-def open_prompts(
-    config: DataConfig, tokenizer: Any, *, seed: int, check_lengths: bool, held_out: str | None = None
-) -> OpenedSource:
-    """Open the training prompts, or those of one evaluation. With `data.overlong_prompts=drop`, prompts of a finite
-    source that are too long are left out.
-
-    held_out: name of the evaluation whose prompts are opened, those that `config` describes as its validation; None
-    opens the training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out.
-    Raises ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
-    """
-    notes = list[str]()
-    source = open_source(config, tokenizer, seed=seed, validation=held_out is not None)
-    if held_out is not None and isinstance(source, TableSource):
-        note = validation_note(config, source.table, held_out)
-        notes += [note] if note else []
-    if config.overlong_prompts == "drop" and source.size is not None:
-        whole = source.size
-        source, dropped = without_overlong(source, tokenizer, config.max_prompt_tokens)
-        if dropped:
-            notes.append(
-                f"{dropped} of {whole} {held_out or 'training'} prompts of {source.name} are left out, as they have "
-                f"more than data.max_prompt_tokens={config.max_prompt_tokens} tokens"
-            )
-    elif check_lengths:
-        check_prompt_lengths(source, tokenizer, config.max_prompt_tokens)
-    return OpenedSource(source, tuple(notes))

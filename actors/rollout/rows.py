@@ -11,8 +11,10 @@ import torch
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...codecs.jagged import concat, slice_rows
 from ...codecs.tokens.routes import ROUTES, RouteSpec
+from ..columns import ColumnConfig
 from ..protocols import RowTokens, Sample, Score, row_schema, written_fields
 from ..rewards.rubric import reward_tag
+from .own_columns import own_columns
 from .prompts import row_key
 
 TRAINED_TOKENS = "trained_tokens"
@@ -74,6 +76,7 @@ def rollout_rows(
     routes: Sequence[np.ndarray] = (),
     spec: RouteSpec | None = None,
     max_rows: int = 1,
+    columns: Sequence[ColumnConfig] = (),
 ) -> tuple[Batch, dict[str, np.ndarray]]:
     """Convert samples and their scores to N rows with the fields of `written_fields`, and to tags, the metadata of the
     rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is trained on.
@@ -87,7 +90,8 @@ def rollout_rows(
     keep their rewards, so that the baselines of their groups contain them. The tag TRAINED_TOKENS then has the number
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
-    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay.
+    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: columns of numbers
+    that the user brings.
     """
     rows = [row for sample in samples for row in _rows_of(sample, max_rows)]
     filled = np.concatenate([np.arange(max_rows) < len(sample.rows) for sample in samples])
@@ -98,7 +102,7 @@ def rollout_rows(
         used = valid & np.repeat([sample.finish_reason != "length" for sample in samples], max_rows)
     trained = np.repeat(used, lengths)
     response_mask = np.concatenate([row.response_mask for row in rows])
-    columns = {
+    values = {
         "input_ids": np.concatenate([row.input_ids for row in rows]),
         "response_mask": response_mask * trained,
         "rollout_logprobs": np.concatenate([row.logprobs for row in rows]) * trained,
@@ -106,11 +110,12 @@ def rollout_rows(
     }
     versions = np.concatenate([row.versions for row in rows])
     batch = Batch(
-        row_schema(spec).subset(written_fields(spec)),
+        row_schema(spec, columns).subset(written_fields(spec, columns)),
         len(rows),
         {
-            **{name: Jagged(torch.from_numpy(column), lengths) for name, column in columns.items()},
+            **{name: Jagged(torch.from_numpy(column), lengths) for name, column in values.items()},
             "version_spans": version_spans(versions, lengths),
+            **own_columns(columns, samples, scores, lengths, max_rows),
         },
     )
     rewards = np.repeat([score.reward if score.valid else 0.0 for score in scores], max_rows)

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...dataplane.client.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
+from ..columns import ColumnConfig
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
@@ -32,6 +33,7 @@ from ..user_threads import UserThreads
 from .evaluation_figures import FigureScheme, FigureSums
 from .journal import GroupJournal
 from .journal_records import JournaledGroup
+from .own_columns import checked_scores
 from .prompts import PromptStream, row_key
 from .report import EvaluationReport, RolloutReport, RolloutTally, group_figures
 from .routes import RouteCounts, RouteRules, checked_routes
@@ -76,12 +78,13 @@ class RolloutWorker:
         routes: RouteRules | None = None,
         samples: SampleFile | None = None,
         max_rows: int = 1,
+        columns: Sequence[ColumnConfig] = (),
     ) -> None:
         """held_out: evaluations that `evaluate` can make, by name. journal: keeps finished groups (all rows of one
         prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one row.
-        mask_truncated, keeps_old_kv, max_rows: see `rollout_rows`. routes: the routes that the engine records and rows
-        carry, where an episode is one row; None without router replay. samples: file of episodes for people to read;
-        None writes none."""
+        mask_truncated, keeps_old_kv, max_rows, columns: see `rollout_rows`. routes: the routes that the engine records
+        and rows carry, where an episode is one row; None without router replay. samples: file of episodes for people to
+        read; None writes none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -103,6 +106,7 @@ class RolloutWorker:
         self._routes = routes
         self._samples = samples
         self._max_rows = max_rows
+        self._columns = tuple(columns)
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Record that the router removed `engine` from routing, so that the next report mentions it."""
@@ -254,21 +258,23 @@ class RolloutWorker:
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples, self._rubric, self._reward_timeout_s)
-        columns: list[np.ndarray] = []
+        routes: list[np.ndarray] = []
         counts: list[RouteCounts] = []
         if self._routes is not None:
             with _span(tally, "routes"):
                 checked = await asyncio.to_thread(checked_routes, samples, scores, self._routes)
-            columns, scores, counts = checked.columns, checked.scores, checked.counts
+            routes, scores, counts = checked.columns, checked.scores, checked.counts
+        scores = checked_scores(self._columns, samples, scores)
         batch, tags = rollout_rows(
             samples,
             scores,
             self._rubric.tagged,
             mask_truncated=self._mask_truncated,
             keeps_old_kv=self._keeps_old_kv,
-            routes=columns,
+            routes=routes,
             spec=None if self._routes is None else self._routes.spec,
             max_rows=self._max_rows,
+            columns=self._columns,
         )
         sizes = [self._max_rows * len(group) for group in groups.values()]
         tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), sizes)

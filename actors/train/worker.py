@@ -17,6 +17,7 @@ from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
+from ..columns import ColumnConfig
 from ..memory import ProcessMemory, measure
 from ..protocols import (
     TRAIN_FIELDS,
@@ -100,6 +101,8 @@ class WorkerSetup:
     """True if all processes of the run are on one host; the rank then listens on loopback only."""
     routes: RouteSpec | None = None
     """Shape of the routes that the policy's passes replay; None without router replay."""
+    columns: tuple[ColumnConfig, ...] = ()
+    """Columns of numbers that the user brings, which the loss reads."""
     single_rank_groups: bool = False
     """True if the backend needs process groups even when there is only one rank, as Megatron does."""
 
@@ -173,12 +176,13 @@ class TrainWorker:
             device=device,
             routes=setup.routes,
         )
-        schema = row_schema(setup.routes)
+        schema = row_schema(setup.routes, setup.columns)
         self._reader = ReplicaReader(
             self._client, schema, setup.topology, setup.rank, links, device=device, routes=setup.routes
         )
         self._replayed = () if setup.routes is None else (ROUTES,)
         """Fields that the policy's passes read for router replay. Those of the reference model have no use for them."""
+        self._own = tuple(column.name for column in setup.columns)
         self._parts.callback(self._reader.close)
         self._backend = setup.backend(setup.rank, setup.world)
         self._parts.callback(self._backend.close)
@@ -238,7 +242,7 @@ class TrainWorker:
             if not self._open:
                 self._backend.begin_step(self._setup.temperature)
                 self._open = True
-            fields = (*TRAIN_FIELDS, *self._replayed, *work.shard.columns, *work.written)
+            fields = (*TRAIN_FIELDS, *self._replayed, *self._own, *work.shard.columns, *work.written)
             with self._span("forward backward"), closing(self._reader.stream(fields)) as micros:
                 self._backend.accumulate(micros, len(work.shard.sizes))
         except BaseException:

@@ -5,6 +5,7 @@ The policy is rewarded for digits. A real agent would have tools, and a reward t
 
 # pyright: reportMissingImports=false, reportArgumentType=false
 import openai
+from digits import share_of_digits
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -21,11 +22,5 @@ async def play(episode) -> float:
             result = await agent.run(question, message_history=history, model_settings={"max_tokens": 8})
             history = result.all_messages()
             answers.append(result.output)
-            episode.reward(digits(answers))
-    return digits(answers)
-
-
-def digits(answers: list[str]) -> float:
-    """Return the share of digits among all characters."""
-    text = "".join(answers)
-    return sum(letter.isdigit() for letter in text) / max(1, len(text))
+            episode.reward(share_of_digits(answers))
+    return share_of_digits(answers)

@@ -36,7 +36,8 @@ class DirectHarness(vf.Harness[vf.HarnessConfig]):
             messages = [{"role": "user", "content": prompt}]
         else:
             messages = [message.model_dump(exclude_none=True) for message in prompt]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        # One time limit for all: by default a client gives up connecting after 5 s, even to a busy machine's own ports.
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages, max_tokens=8)
         return ProgramResult(exit_code=0, stdout="", stderr="")
 

@@ -8,6 +8,9 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,50 +20,90 @@ from headrace.tests.runs import cli_runs as runs
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 EXAMPLES = runs.ROOT / "examples"
 WINDOW = 20
-NEEDS = {
-    "own-environment": (),
-    "verifiers": ("verifiers", "renderers", "openai", "uvicorn"),
-    "agent": ("pydantic_ai", "renderers", "openai", "uvicorn"),
+EPISODES = 16
+"""Number of episodes of a step of examples/agent."""
+ENDPOINT = ("renderers", "openai", "uvicorn")
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example that trains, and what a test of it needs."""
+
+    folder: str
+    needs: tuple[str, ...] = ()
+    """Packages that it imports, besides those of the core."""
+    overrides: tuple[str, ...] = ()
+    makes_model: bool = True
+    """Whether it trains the tiny chat model that examples/agent makes."""
+    several_rows: bool = False
+    """Whether each of its episodes has more than one row."""
+
+
+LEARNS = {
+    "own": Example("own-environment", makes_model=False),
+    "verifiers": Example("verifiers", ("verifiers", *ENDPOINT)),
+    "pydantic-ai": Example("agent", ("pydantic_ai", *ENDPOINT)),
+    "smolagents": Example(
+        "agent",
+        ("smolagents", *ENDPOINT),
+        ("environment.kind=rewriting_agent:play", "rollout.max_new_tokens=1536"),
+        several_rows=True,
+    ),
 }
-"""Packages that an example needs. verifiers may be that of another Python, HEADRACE_VERIFIERS_PYTHON."""
 
 
-def rewards_of(example: str, folder: Path, *overrides: str) -> list[float]:
-    """The mean reward of each step of an example, which is started as its first line says."""
-    missing = [name for name in NEEDS[example] if importlib.util.find_spec(name) is None]
+def train(example: Example, folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """Train an example, which is started as its first line says, and return the metrics of each step."""
+    missing = [name for name in example.needs if importlib.util.find_spec(name) is None]
     other = os.environ.get("HEADRACE_VERIFIERS_PYTHON", "")
-    if other and "verifiers" in missing:
-        missing.remove("verifiers")
+    if other and "verifiers" in example.needs:
+        missing = [name for name in missing if name != "verifiers"]
         overrides = (*overrides, f"environment.options.python={other}")
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed")
-    if example != "own-environment":
+        pytest.skip(f"{', '.join(missing)} not installed; make test-all installs what these runs need")
+    if example.makes_model:
         model = folder / "tiny-chat-model"
         subprocess.run([sys.executable, str(EXAMPLES / "agent" / "make_model.py"), str(model)], check=True)
         overrides = (*overrides, f"model.path={model}")
-    command = [sys.executable, "-m", "headrace.cli", "train", "run.yaml", f"run.dir={folder / 'run'}", *overrides]
+    command = [sys.executable, "-m", "headrace.cli", "train", "run.yaml", f"run.dir={folder / 'run'}"]
+    overrides = (f"algorithm.steps={2 * WINDOW}", *example.overrides, *overrides)
     done = subprocess.run(
-        command, cwd=EXAMPLES / example, env=runs.environment(), capture_output=True, text=True, timeout=1700
-    )
+        [*command, *overrides],
+        cwd=EXAMPLES / example.folder, env=runs.environment(), capture_output=True, text=True, timeout=1700,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return [line["reward/mean"] for line in runs.metrics(folder / "run") if "reward/mean" in line]
+    return [line for line in runs.metrics(folder / "run") if "reward/mean" in line]
 
 
-def has_risen(rewards: list[float]) -> bool:
-    """Whether the mean of the last steps lies at least three standard errors over that of the first."""
+def rise(rewards: Sequence[float]) -> float:
+    """Return by how many standard errors the mean reward of the last steps lies over that of the first."""
+    assert len(rewards) >= 2 * WINDOW, rewards
     first, last = rewards[:WINDOW], rewards[-WINDOW:]
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WINDOW)
-    return statistics.mean(last) - statistics.mean(first) >= 3 * error
+    return (statistics.mean(last) - statistics.mean(first)) / error
+
+
+def risen(name: str, lines: Sequence[dict[str, float]], started: float) -> float:
+    """Return `rise` of the rewards of a run, and print it with the run's time."""
+    rewards = [line["reward/mean"] for line in lines]
+    errors = rise(rewards)
+    first, last = statistics.mean(rewards[:WINDOW]), statistics.mean(rewards[-WINDOW:])
+    print(f"{name}: {first:.3f} -> {last:.3f}, {errors:.1f} standard errors, {time.monotonic() - started:.0f} s")
+    return errors
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("example", NEEDS)
-def test_an_example_learns(example: str, seed: int, tmp_path: Path) -> None:
-    rewards = rewards_of(example, tmp_path, f"run.seed={seed}")
-    assert len(rewards) >= 2 * WINDOW and has_risen(rewards), rewards
+@pytest.mark.parametrize("name", LEARNS)
+def test_an_example_learns(name: str, seed: int, tmp_path: Path) -> None:
+    started = time.monotonic()
+    lines = train(LEARNS[name], tmp_path, f"run.seed={seed}")
+    assert risen(f"{name}, seed {seed}", lines, started) >= 3.0
+    if LEARNS[name].several_rows:
+        assert statistics.mean(line["train/sequences"] for line in lines) > 1.5 * EPISODES
 
 
-@pytest.mark.parametrize("example", NEEDS)
-def test_an_example_that_does_not_train_does_not_pass(example: str, tmp_path: Path) -> None:
-    rewards = rewards_of(example, tmp_path, "trainer.lr=1e-12", "algorithm.steps=40")
-    assert len(rewards) >= 2 * WINDOW and not has_risen(rewards), rewards
+@pytest.mark.parametrize("name", LEARNS)
+def test_an_example_that_does_not_train_does_not_pass(name: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    lines = train(LEARNS[name], tmp_path, "trainer.lr=0")
+    assert risen(f"{name}, lr 0", lines, started) < 3.0

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ...actors.columns import ColumnConfig
 from ...actors.engines.config import RouterReplayConfig, ScriptedConfig
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 from ...dataplane.topology import Topology
@@ -73,8 +74,8 @@ class TrainerConfig(Section):
     offload: bool = False
     """If true, weights, gradients and optimizer state stay in host memory while they are not used. Needs more than one
     train worker; `megatron` does not support it."""
-    lr: Positive = 1e-6
-    """Peak learning rate."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate. With 0 the policy stays as it is: a control for runs that train."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
@@ -143,6 +144,8 @@ class BackendConfig:
     `fixed`, for steps with several updates, takes the column `prev_logprobs` of microbatches that have it, and those of
     the forward pass of microbatches that do not: the driver leaves the column out only where the pass is that of the
     step's first update."""
+    columns: tuple[ColumnConfig, ...] = ()
+    """Columns of numbers that the user brings, which the loss reads."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
 

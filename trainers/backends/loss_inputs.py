@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...actors.columns import ColumnConfig
 from ...actors.protocols import MicroBatch
 from ..losses.terms import LossInputs
 from .config import BackendConfig
@@ -58,4 +59,11 @@ def loss_inputs(
         group_tokens=groups,
         entropy=entropy,
         reduce_rows=reduce_rows,
+        columns={own.name: _own_column(own, micro, index, device) for own in config.columns},
     )
+
+
+def _own_column(own: ColumnConfig, micro: MicroBatch, index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if own.kind == "per_sample":
+        return to_device(micro.batch.tensor(own.name), device)
+    return to_device(micro.batch.jagged(own.name).values[index], device)

@@ -292,6 +292,10 @@ def _fingerprint(config: Config) -> str:
             for term in config.reward.functions
         ],
     }
+    if data.mixture:  # came later, as did the columns
+        decisive["data"]["mixture"] = [part.model_dump() for part in data.mixture]
+    if data.columns:
+        decisive["data"]["columns"] = [column.model_dump() for column in data.columns]
     if config.reward.scale != 1.0 or config.reward.clip is not None:  # these came later
         decisive["reward"] = [config.reward.scale, config.reward.clip]
     if config.router_replay.enabled:
@@ -354,6 +358,7 @@ def worker_setup(
         one_host=one_host,
         single_rank_groups=config.trainer.backend == "megatron",
         routes=route_spec(config),
+        columns=config.data.columns,
     )
 
 
@@ -384,6 +389,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         total_steps=config.algorithm.steps,
         updates_per_step=config.algorithm.updates_per_step,
         prev=_prev_source(config),
+        columns=config.data.columns,
         with_reference=config.with_reference,
     )
 

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from ...actors.engines.config import ModelConfig, RolloutConfig, RouterReplayConfig, ScriptedConfig
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
-from ...actors.rollout.config import DataConfig
+from ...actors.rollout.config import MIXTURE, DataConfig
 from ...actors.rollout.evaluation_figures import figure_names, find_figure
 from ...actors.samples import SamplesConfig
 from ...actors.weights.config import SyncConfig
@@ -324,7 +324,9 @@ class Config(Section):
     def sources(self) -> list[tuple[str, str | None]]:
         """Keys and values of all settings that name a source of prompts."""
         sets = [(f"evaluation.{name}.data.source", one.data.source) for name, one in self.evaluation.items()]
-        return [("data.train", self.data.train), ("data.validation", self.data.validation), *sets]
+        mixed = [(f"data.mixture.{index}.source", part.source) for index, part in enumerate(self.data.mixture)]
+        trained = mixed if self.data.train == MIXTURE else [("data.train", self.data.train)]
+        return [*trained, ("data.validation", self.data.validation), *sets]
 
     @property
     def with_reference(self) -> bool:

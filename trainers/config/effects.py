@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...actors.rollout.config import is_generated
+from ...actors.rollout.config import MIXTURE, is_generated
 from ...actors.rollout.prompt_files import JSONL_SUFFIXES
 from .config import Config
 from .overlap import Mode
@@ -68,7 +68,7 @@ def _unset(key: str) -> Need:
 
 def _sources(config: Config) -> tuple[str, ...]:
     sets = (one.data.source for one in config.evaluation.values())
-    return tuple(source for source in (config.data.train, config.data.validation, *sets) if source)
+    return tuple(source for source in (*config.data.trained, config.data.validation, *sets) if source)
 
 
 def _overtakes(config: Config) -> bool:
@@ -84,6 +84,7 @@ TOOL_USE = _is("rollout.environment", "tool_use")
 MEGATRON = _is("trainer.backend", "megatron")
 MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
 CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
+OWN_LOSS = Need("loss.kind", "a loss of your own", lambda config: ":" in config.loss.kind)
 MOVING_RATIO = Need(
     "algorithm.prev_logprobs",
     "algorithm.prev_logprobs=rollout or several updates a step (algorithm.minibatches, algorithm.epochs)",
@@ -148,6 +149,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
             "system_prompt", "overlong_prompts",
         )
     },
+    "data.mixture": (_is("data.train", MIXTURE),),
+    "data.columns": (MODEL_BACKENDS, OWN_LOSS),
     "data.options": (TASK_PROMPTS,),
     **{
         f"rollout.{name}": (VLLM,)
@@ -185,6 +188,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "advantage.normalize_std": (_is("advantage.kind", "grpo"),),
     "advantage.baseline": (_is("advantage.kind", "reinforce_pp"),),
     "loss.kind": (MODEL_BACKENDS,),
+    "loss.options": (MODEL_BACKENDS, OWN_LOSS),
     "loss.clip_low": (MODEL_BACKENDS, CLIPPED, MOVING_RATIO),
     "loss.clip_high": (MODEL_BACKENDS, CLIPPED, MOVING_RATIO),
     "loss.clip_dual": (MODEL_BACKENDS, _is("loss.kind", "ppo_clip"), MOVING_RATIO),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 from ...actors.rewards.config import RewardConfig
-from ...actors.rollout.config import DataConfig
+from ...actors.rollout.config import REPLACED, DataConfig, SourceConfig, replaced
 from ...actors.rollout.evaluation_figures import REWARD
 from ...dataplane.section import Count, CountOrZero, NonNegative, Section, Share
 
@@ -39,35 +37,10 @@ class ValidationConfig(Section):
     Unset: the run ends after `algorithm.steps`."""
 
 
-class EvaluationDataConfig(Section):
+class EvaluationDataConfig(SourceConfig):
     """Source of the prompts of an evaluation set. A key that is unset, other than `split` and `subset`, has the value
-    that it has in section `data`."""
+    that it has in section `data`. A generated task gives its held-out part."""
 
-    source: str
-    """Source of the prompts: a .jsonl file, the folder of a Hugging Face dataset, the id of a dataset on the hub, or
-    `task:reverse` or `task:arithmetic` for the held-out part of a generated task."""
-    subset: str | None = None
-    """Name of the configuration of a Hugging Face dataset that has several."""
-    split: str | None = None
-    """Name of the split of a Hugging Face dataset. Unset: `validation`, or `test` if there is none, or its only
-    split."""
-    prompt_field: str | None = None
-    """Name of the column that holds the prompt; see `data.prompt_field`."""
-    answer_field: str | None = None
-    """Name of the column that holds the expected answer; see `data.answer_field`."""
-    answer_pattern: str | None = None
-    """Regular expression that finds the expected answer in its column; see `data.answer_pattern`. An empty one takes
-    the whole column, whatever section `data` says."""
-    template: str | None = None
-    """Format of the prompt's text; see `data.template`."""
-    chat_template: Literal["messages", "all"] | None = None
-    """Prompts to which the chat template is applied; see `data.chat_template`."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the chat template; see `data.chat_template_kwargs`."""
-    system_prompt: str | None = None
-    """System message in front of chat messages; see `data.system_prompt`. An empty one stands for none."""
-    options: dict[str, Any] | None = None
-    """Options of a generated task; see `data.options`."""
     max_prompt_tokens: Count | None = None
     """Largest number of tokens of a prompt; see `data.max_prompt_tokens`."""
 
@@ -112,9 +85,7 @@ class EvaluationConfig(Section):
 def evaluation_data(config: DataConfig, data: EvaluationDataConfig) -> DataConfig:
     """Return the section `data` as an evaluation set has it: with the set's source as that of validation. config: the
     section `data` of the run, whose values hold where the set has none."""
-    given = data.model_dump(exclude={"source", "subset", "split"}, exclude_none=True)
-    for name in ("answer_pattern", "system_prompt"):
-        if given.get(name) == "":
-            given[name] = None
     places = {"validation": data.source, "validation_subset": data.subset, "validation_split": data.split}
-    return DataConfig.model_validate({**config.model_dump(), **given, **places})
+    return DataConfig.model_validate(
+        {**config.model_dump(), **replaced(data, (*REPLACED, "max_prompt_tokens")), **places}
+    )

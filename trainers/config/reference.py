@@ -121,9 +121,13 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 @functools.cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
-    """Return the docstrings of a section's keys, each on one line: key -> docstring."""
+    """Return the docstrings of a section's keys, those of the sections that it extends first, each on one line: key ->
+    docstring."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]).body
-    found = {}
+    found: dict[str, str] = {}
+    for base in section.__bases__:
+        if base is not BaseModel and issubclass(base, BaseModel):
+            found |= descriptions(base)
     for declared, text in zip(body, body[1:], strict=False):
         match declared, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):

@@ -205,8 +205,9 @@ class Feed:
         self._partition = partition
         task = actor_specs.task(config, state.position, state.outstanding)
         routes = route_spec(config)
-        client.register(partition, row_schema(routes), [task], group_size=config.rows_per_group)
-        self._fields = TRAIN_FIELDS if routes is None else (*TRAIN_FIELDS, ROUTES)
+        client.register(partition, row_schema(routes, config.data.columns), [task], group_size=config.rows_per_group)
+        own = [column.name for column in config.data.columns]
+        self._fields = (*TRAIN_FIELDS, *([] if routes is None else [ROUTES]), *own)
         """Fields of the rows that are claimed."""
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ...dataplane.section import Count, NonNegative, Positive, Section
 
+LOSS_KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "tis": (None, 2.0),
     "icepop": (0.5, 5.0),
@@ -21,10 +23,13 @@ without a lower bound. The bounds of `icepop` are those of Ring-1T."""
 class LossConfig(Section):
     """The loss that the policy minimises."""
 
-    kind: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
-    """Objective of the policy. `ppo_clip` clips the probability ratio of each token (arXiv:1707.06347). `gspo` clips
-    one ratio for each answer (arXiv:2507.18071, with bounds around 4e-4). `cispo` uses the clipped ratio as a weight
-    (arXiv:2506.13585). `reinforce` uses no ratio."""
+    kind: str = "ppo_clip"
+    """Objective of the policy: `ppo_clip`, `gspo`, `cispo`, `reinforce`, or your own as `package.module:function`, a
+    function of a `LossInputs` that returns the loss at each token. `ppo_clip` clips the probability ratio of each token
+    (arXiv:1707.06347). `gspo` clips one ratio for each answer (arXiv:2507.18071, with bounds around 4e-4). `cispo` uses
+    the clipped ratio as a weight (arXiv:2506.13585). `reinforce` uses no ratio."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of a loss of your own."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Distance from 1 to the lower bound of the probability ratio, which is clipped below 1 - clip_low. 1 means no
     lower bound, as in the paper on CISPO."""
@@ -66,6 +71,16 @@ class LossConfig(Section):
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus; with 0 there is no bonus. The bonus needs a softmax over the vocabulary in both the
     forward and the backward pass."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        module, colon, name = kind.partition(":")
+        if kind not in LOSS_KINDS and not (colon and module and name.isidentifier()):
+            near = difflib.get_close_matches(kind, LOSS_KINDS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"got {kind!r}, expected one of {', '.join(LOSS_KINDS)}{hint} or package.module:function")
+        return kind
 
     @property
     def correction_bounds(self) -> tuple[float, float]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ...actors.columns import ColumnConfig
 from .aggregation import Aggregation
 from .config import LossConfig
 from .correction import Correction, IcePop, MaskedSequences, TruncatedSequences, TruncatedTokens
 from .entropy import EntropyBonus
 from .kl import ReferenceKl, RewardKl
 from .objective import Cispo, Gspo, Objective, PpoClip, Reinforce
+from .own_objective import build_own_objective
 from .policy_term import PolicyTerm
 from .terms import LossTerm, PolicyLoss
 
 
-def build_loss(config: LossConfig) -> PolicyLoss:
+def build_loss(config: LossConfig, columns: Sequence[ColumnConfig] = ()) -> PolicyLoss:
     """Build the step's loss from the policy term and, where `config` asks for them, a KL term and an entropy bonus.
 
-    Raises ValueError, naming the key, when `sequence_sum` has no `length_norm` or when a kind is unknown.
+    columns: columns that the user brings, which a loss of their own reads. Raises ValueError, naming the key, when
+    `sequence_sum` has no `length_norm`, when a kind is unknown, and when a loss of the user's own cannot be imported or
+    does not return a plain loss at each token.
     """
     aggregation = Aggregation(config.aggregation, config.length_norm)
     in_reward = config.kl_coef > 0 and config.kl_in == "reward"
@@ -27,7 +33,7 @@ def build_loss(config: LossConfig) -> PolicyLoss:
         terms.append((config.kl_coef, ReferenceKl(config.kl_kind, aggregation)))
     if config.entropy_coef > 0:
         terms.append((config.entropy_coef, EntropyBonus(aggregation)))
-    return PolicyLoss(terms)
+    return PolicyLoss(terms, columns)
 
 
 def _objective(config: LossConfig) -> Objective:
@@ -39,6 +45,8 @@ def _objective(config: LossConfig) -> Objective:
         return Cispo(config.clip_low, config.clip_high)
     if config.kind == "reinforce":
         return Reinforce()
+    if ":" in config.kind:
+        return build_own_objective(config.kind, config.options)
     raise ValueError(f"loss.kind: got {config.kind!r}, which no objective here has")
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
+
+from ...actors.columns import ColumnConfig, made_up
 
 Denominator = Literal["tokens", "sequences", "groups"]
 """What N, the denominator of a loss, counts over the whole step: response tokens, rows with a response token, or groups
@@ -54,6 +56,10 @@ class LossInputs:
     """Function that sums a tensor `[N]` over the context-parallel ranks, which share the rows' tokens. In backward it
     also sums the gradients over these ranks, because each rank's loss depends on the sum. Collective. None when every
     row is whole on this rank."""
+
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Columns that the user brings (`data.columns`), by name: `[N]` for a `per_sample` column, `[T]` for a `per_token`
+    one, of the column's dtype."""
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum per-token `values` `[T]` over whole rows. Returns `[N]`, differentiable, with 0 for a row without tokens.
@@ -102,8 +108,8 @@ class LossTerm(Protocol):
 class PolicyLoss:
     """The weighted sum of a step's loss terms, which share one denominator."""
 
-    def __init__(self, terms: Sequence[tuple[float, LossTerm]]) -> None:
-        """Combine `terms`, which are pairs of (coefficient, term).
+    def __init__(self, terms: Sequence[tuple[float, LossTerm]], columns: Sequence[ColumnConfig] = ()) -> None:
+        """Combine `terms`, which are pairs of (coefficient, term). columns: columns that the user brings.
 
         Raises ValueError when there is no term, when a term's denominator is unknown or differs from the first term's,
         when two terms report the same metric, or when a term's sums depend on how rows are divided into microbatches.
@@ -127,7 +133,7 @@ class PolicyLoss:
                 if metric in owners:
                     raise ValueError(f"loss: {owners[metric]} and {term.name} both report a metric {metric!r}")
                 owners[metric] = term.name
-            _check_linear(term)
+            _check_linear(term, columns)
         self._terms = tuple(terms)
         self.denominator: Denominator = first.denominator
         self.metrics: tuple[str, ...] = tuple(owners)
@@ -151,15 +157,15 @@ _PROBE_TOKENS = (3, 1, 0, 2)
 rows 2 and 3 another."""
 
 
-def _check_linear(term: LossTerm) -> None:
+def _check_linear(term: LossTerm, columns: Sequence[ColumnConfig]) -> None:
     """Check that the sums of `term` do not depend on how rows are divided into microbatches.
 
     The term is evaluated on four made-up rows, once in a single microbatch and once in one microbatch per row. A term
     that takes a mean over the microbatch, which the step would divide by N again, gives different sums. Raises
     ValueError naming such a term.
     """
-    whole = _probe(term, [[0, 1, 2, 3]])
-    parts = _probe(term, [[3], [0], [2], [1]])
+    whole = _probe(term, [[0, 1, 2, 3]], columns)
+    parts = _probe(term, [[3], [0], [2], [1]], columns)
     for what, value in whole.items():
         if not torch.allclose(value, parts[what], rtol=1e-9, atol=1e-12):
             raise ValueError(
@@ -169,7 +175,7 @@ def _check_linear(term: LossTerm) -> None:
 
 
 @torch.enable_grad()
-def _probe(term: LossTerm, micros: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+def _probe(term: LossTerm, micros: Sequence[Sequence[int]], columns: Sequence[ColumnConfig]) -> dict[str, torch.Tensor]:
     """Evaluate `term` on made-up rows. `micros` divides the rows into microbatches, each a list of row numbers.
 
     Returns the sums of the loss and of each metric over all microbatches, and as `gradient` the loss's gradient with
@@ -191,6 +197,7 @@ def _probe(term: LossTerm, micros: Sequence[Sequence[int]]) -> dict[str, torch.T
             row_tokens=row_tokens,
             group_tokens=torch.tensor([4, 4, 2, 2])[rows],
             entropy=entropy,
+            columns={column.name: _made_up(column, rows, index) for column in columns},
         )
         result = term(inputs)
         for name, value in {"loss": result.loss.detach(), **result.metrics}.items():
@@ -198,3 +205,10 @@ def _probe(term: LossTerm, micros: Sequence[Sequence[int]]) -> dict[str, torch.T
         if result.loss.requires_grad:
             gradient[:, index] = torch.stack(torch.autograd.grad(result.loss, leaves, materialize_grads=True))
     return {**sums, "gradient": gradient}
+
+
+def _made_up(column: ColumnConfig, rows: Sequence[int], index: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a column for the made-up rows `rows`, whose tokens are those at `index`."""
+    if column.kind == "per_sample":
+        return torch.from_numpy(made_up(column, len(_PROBE_TOKENS)))[rows]
+    return torch.from_numpy(made_up(column, sum(_PROBE_TOKENS)))[index]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...actors.engines.key_value_memory import check_cache, token_bytes
 from ...actors.engines.vllm.options import problems_in_child
-from ...actors.environments.factory import check_environment
+from ...actors.environments.factory import check_environment, kind_of
 from ...actors.memory import assumed_machine
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
@@ -81,6 +81,7 @@ def _quick_checks(resume: bool) -> list[Check]:
         _check_engine_arguments,
         _check_rewards,
         _check_environment,
+        _check_loss,
         _check_sampler,
         _check_ray_address,
         _check_store,
@@ -171,6 +172,17 @@ def _check_engine_arguments(config: Config) -> None:
         )
     if problems := problems_in_child(config.rollout.vllm):
         raise ConfigError(problems)
+
+
+def _check_loss(config: Config) -> None:
+    """Try a loss of the user's own on made-up rows, and check the names of the columns that it reads."""
+    if ":" in config.loss.kind:
+        from ...actors.protocols import row_schema  # imports torch; mistakes in a configuration are told without it
+        from ..cluster.actor_specs import backend_config
+        from ..losses.factory import build_loss
+
+        row_schema(None, config.data.columns)
+        build_loss(backend_config(config, config.model.path).loss, config.data.columns)
 
 
 def _check_environment(config: Config) -> None:
@@ -272,13 +284,15 @@ def _check_prompts(config: Config) -> list[str]:
     if not config.model.builtin and not _is_local(config.model.path) and not _model_is_cached(config.model.path):
         return [f"model.path: {config.model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
     from ...actors.engines.tokenizer import load_tokenizer
+    from ...actors.rollout.own_columns import check_columns
     from ...actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
 
     left = []
     with _one_tokenizer_thread():
         tokenizer = _builtin_tokenizer() if config.model.builtin else load_tokenizer(config.model.path)
         sets = [(plan.setup.data, True) for plan in evaluation_plans(config)]
-        for data, validation in [(config.data, False), *sets]:
+        read = [(config.data, False), *sets]
+        for data, validation in [(part, held) for whole, held in read for part in whole.parts(validation=held)]:
             name = data.source(validation=validation)
             if not _source_is_here(name):
                 left.append(f"data: {name} is not on this machine, so its prompts are read when the run starts")
@@ -287,6 +301,8 @@ def _check_prompts(config: Config) -> list[str]:
             if source.size is not None and source.size > READ_PROMPTS:
                 left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
                 source = _FirstPrompts(source, READ_PROMPTS)
+            if not validation and kind_of(config.environment, config.rollout) in ("single_turn", "tool_use"):
+                check_columns(source, data.columns)  # other environments may set them
             if data.overlong_prompts == "error" or source.size is None:
                 check_prompt_lengths(source, tokenizer, data.max_prompt_tokens)
             elif not isinstance(source, _FirstPrompts):

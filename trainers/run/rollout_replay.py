@@ -151,7 +151,9 @@ async def _replay(
     positions = sorted(recorded)
     local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
     with open_data_plane(local, in_process=True) as plane, connect(plane.handle, name="replay") as client:
-        client.register(_PARTITION, row_schema(route_spec(config)), group_size=config.rows_per_group)
+        client.register(
+            _PARTITION, row_schema(route_spec(config), config.data.columns), group_size=config.rows_per_group
+        )
         setup = actor_specs.rollout_setup(config, 0, model, plane.handle, device)
         assert setup.engine is not None
         actor = RolloutActor(replace(setup, engine=replace(setup.engine, version=version), journal=None))

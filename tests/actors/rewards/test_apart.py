@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from headrace.actors.protocols import Prompt, Sample
-from headrace.actors.rewards.config import RewardConfig
-from headrace.actors.rewards.factory import build_rubric
+from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
+from headrace.actors.rewards.factory import build_rubric, check_rewards
 from headrace.actors.user_processes import UserFunctionFailed, UserProcesses
 
+HERE = "headrace.tests.actors.rewards.test_apart"
 calls = 0
 
 
@@ -126,3 +127,21 @@ def test_a_cancelled_call_leaves_no_process_behind() -> None:
 def test_built_in_rewards_run_as_they_are() -> None:
     with pytest.raises(ValueError, match="only functions of your own run otherwise"):
         RewardConfig.model_validate({"functions": [{"kind": "exact_match", "runs": "process"}]})
+
+
+@pytest.mark.parametrize("key", [{"timeout_s": 5.0}, {"retries": 2}])
+def test_a_limit_that_no_call_obeys_is_refused(key: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="has no effect on a function that is called for one sample"):
+        RewardFunctionConfig(kind="exact_match", **key)
+    with pytest.raises(ValueError, match="has no effect on a function that is called for one sample"):
+        check_rewards([RewardFunctionConfig(kind=f"{HERE}:blocking", **key)])
+    check_rewards([RewardFunctionConfig(kind=f"{HERE}:blocking", runs="process", **key)])
+    check_rewards([RewardFunctionConfig(kind=f"{HERE}:ranks", per="group", **key)])
+    check_rewards(
+        [RewardFunctionConfig(kind=f"{HERE}:judge", **key), RewardFunctionConfig(kind=f"{HERE}:Judge", **key)]
+    )
+
+
+class Judge:
+    async def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        return 1.0

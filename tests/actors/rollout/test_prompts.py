@@ -11,11 +11,11 @@ import pytest
 
 from headrace.actors.engines.tokenizer import count_tokens, encode_prompts
 from headrace.actors.rollout.config import DataConfig
+from headrace.actors.rollout.opened_prompts import open_prompts
 from headrace.actors.rollout.prompts import (
     PromptStream,
     base36,
     check_prompt_lengths,
-    open_prompts,
     open_source,
     without_overlong,
 )

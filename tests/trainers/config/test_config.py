@@ -94,7 +94,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.recompute=some", "trainer.recompute: got 'some', expected one of none, selective, full"),
         ("algorithm.prev_logprobs=old", "algorithm.prev_logprobs: got 'old', expected one of rollout, recompute"),
         ("trainer.lr=.inf", "trainer.lr: got inf, expected a finite number"),
-        ("trainer.lr=0", "trainer.lr: got 0, expected a number > 0"),
+        ("trainer.lr=-1", "trainer.lr: got -1, expected a number >= 0"),
         ("trainer.dp=1.5", "trainer.dp: got 1.5, expected a whole number"),
         ("run.seed=true", "run.seed: got true, expected a number"),
         ("trainer.dp=", "trainer.dp: got nothing, expected a whole number"),

@@ -24,7 +24,14 @@ def package_sources() -> dict[str, str]:
 def section_classes(trees: Mapping[str, ast.Module]) -> dict[str, ast.ClassDef]:
     """Name -> declaration of every subclass of Section that has keys of its own."""
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return {node.name: node for node in classes if any(ast.unparse(base) == "Section" for base in node.bases)}
+    found: dict[str, ast.ClassDef] = {}
+    for _ in range(3):  # sections of sections
+        found |= {node.name: node for node in classes if bases_of(node) & {"Section", *found}}
+    return found
+
+
+def bases_of(node: ast.ClassDef) -> set[str]:
+    return {ast.unparse(base) for base in node.bases}
 
 
 def keys_of(section: ast.ClassDef) -> list[str]:
@@ -49,7 +56,10 @@ class Names:
         """Sections that an annotation mentions, bare or inside a container or a string."""
         if annotation is None:
             return set()
-        return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} & set(self.sections)
+        named = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} & set(self.sections)
+        for _ in range(2):  # a section's own keys are also those of the section that it extends
+            named |= {base for name in named for base in bases_of(self.sections[name])} & set(self.sections)
+        return named
 
     def of(self, node: ast.AST, local: Mapping[str, set[str]]) -> set[str]:
         """Sections that an expression may stand for."""

@@ -98,7 +98,7 @@ class FsdpBackend:
             "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
         )
         self._step = TrainStep(
-            build_loss(config.loss),
+            build_loss(config.loss, config.columns),
             self._device,
             group,
             recomputed=config.prev in ("recompute", "fixed"),

@@ -120,7 +120,7 @@ class MegatronBackend:
         first = self._mesh.place.cp == 0  # context-parallel ranks share their rows, which the first one counts
         group, reported = self._mesh.tokens, self._entropy != "off"
         self._step = TrainStep(
-            build_loss(config.loss),
+            build_loss(config.loss, config.columns),
             self._device,
             group,
             recomputed=config.prev in ("recompute", "fixed"),

@@ -1,0 +1,81 @@
+"""Columns of numbers that a user brings: they come with the prompts or from the environment, and reach the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import field_validator
+
+from ..dataplane.section import Section
+
+
+class ColumnConfig(Section):
+    """A column of numbers beside a row's tokens, which a loss of your own reads."""
+
+    name: str
+    """Name of the column."""
+    kind: Literal["per_sample", "per_token"] = "per_sample"
+    """Shape of the column. `per_sample`: one number a row, which is that of the data set's column of the same name, or
+    what the environment sets for its episode. `per_token`: one number a token, which the environment sets for turns of
+    the policy."""
+    dtype: Literal["float32", "int32", "int64"] = "float32"
+    """Type of the numbers."""
+    default: float | None = None
+    """Number of rows, or tokens, that are given none. Unset: a `per_sample` column must be given one, or its row is not
+    trained on and counts as failed; a `per_token` column is 0 there."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str) -> str:
+        if not name.isidentifier():
+            raise ValueError(f"got {name!r}, expected a name of letters, digits and _")
+        return name
+
+    def numbers(self, value: Any) -> np.ndarray:
+        """Return `value`, a number or a sequence of numbers, as an array of the column's dtype. Raises ValueError if it
+        is something else, is not finite, or does not fit the dtype."""
+        wrong = f"data.columns: column {self.name!r} got {value!r}, expected {self.dtype} numbers"
+        try:
+            given = np.asarray(value)
+            if given.dtype.kind not in "biuf" or not np.isfinite(given).all():
+                raise ValueError(wrong)
+            with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is refused below
+                numbers = given.astype(self.dtype)
+        except (TypeError, OverflowError):
+            raise ValueError(wrong) from None
+        if self.dtype != "float32" and not np.array_equal(numbers, given):
+            raise ValueError(wrong)
+        if not np.isfinite(numbers).all():  # beyond the largest float32
+            raise ValueError(wrong)
+        return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Numbers that an environment gave to the tokens of one turn, for a `per_token` column."""
+
+    name: str
+    """Name of the column."""
+    row: int
+    """Index of the turn's row among the rows of its episode."""
+    start: int
+    """Index of the turn's first token in its row."""
+    values: np.ndarray
+    """Numbers of the turn's tokens, `[n]`."""
+
+
+def column_named(columns: Sequence[ColumnConfig], name: str) -> ColumnConfig:
+    """Return the column `name`. Raises ValueError, which lists the columns, if there is none."""
+    for column in columns:
+        if column.name == name:
+            return column
+    known = ", ".join(column.name for column in columns) or "no columns"
+    raise ValueError(f"data.columns: no column {name!r}, the run has {known}")
+
+
+def made_up(column: ColumnConfig, count: int) -> np.ndarray:
+    """Return `count` numbers of the column's dtype, 0 and 1 by turns, for trying a loss without rows."""
+    return (np.arange(count) % 2).astype(column.dtype)

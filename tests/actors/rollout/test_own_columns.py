@@ -1,0 +1,110 @@
+"""Columns of numbers that a user brings: what they take, where their numbers come from, and the rows they make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.columns import ColumnConfig
+from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.host import EpisodeHost
+from headrace.actors.protocols import Prompt, PromptRow, Sample, Score, row_schema
+from headrace.actors.rollout.own_columns import check_columns, checked_scores
+from headrace.actors.rollout.rows import rollout_rows
+from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
+
+TOKENIZER: Any = make_chat_tokenizer()
+LEVEL = ColumnConfig(name="level", dtype="int64")
+TRUST = ColumnConfig(name="trust", default=0.5)
+CREDIT = ColumnConfig(name="credit", kind="per_token", default=-1.0)
+GOOD = Score(1.0, {}, True)
+
+
+def played(
+    environment: Any, fields: Mapping[str, Any], n: int = 1, columns: tuple[ColumnConfig, ...] = ()
+) -> list[Sample]:
+    """Episodes of two turns of `ab` and the end token each, after a prompt of one token."""
+    ends = [*TOKENIZER("a")["input_ids"], *TOKENIZER("b")["input_ids"], TOKENIZER.eos_token_id]
+    engine = ScriptedEngine(lambda *_: ends, tokenizer=TOKENIZER)
+    host = EpisodeHost(environment, columns=columns)
+    run = host.run(Prompt("p", "q", "", fields), engine, TOKENIZER, SamplingParams(n=n, max_new_tokens=20))
+    return asyncio.run(run)
+
+
+async def two_turns(episode: Episode) -> None:
+    first = await episode.generate()
+    episode.add_text("x")
+    second = await episode.generate()
+    episode.set_column("credit", [1.0, 2.0, 3.0], first)
+    episode.set_column("credit", 0.25, second)
+    if episode.index:
+        episode.set_column("trust", 0.75)
+
+
+def test_numbers_of_prompts_environments_and_turns_stand_in_the_rows() -> None:
+    columns = (LEVEL, TRUST, CREDIT)
+    samples = played(two_turns, {"level": 7}, n=2, columns=columns)
+    batch, _ = rollout_rows(samples, checked_scores(columns, samples, [GOOD] * 2), columns=columns, max_rows=2)
+    level, trust, credit = batch.tensor("level"), batch.tensor("trust"), batch.jagged("credit")
+    assert (level.dtype, trust.dtype, credit.values.dtype) == (torch.int64, torch.float32, torch.float32)
+    assert level.tolist() == [7] * 4 and trust.tolist() == [0.5, 0.5, 0.75, 0.75]
+    row = [-1, 1, 2, 3, -1, 0.25, 0.25, 0.25]
+    assert credit.values.tolist() == [*row, -1, *row, -1]  # each sample's second row is made up
+    assert credit.lengths.tolist() == batch.jagged("input_ids").lengths.tolist() == [8, 1, 8, 1]
+
+
+def test_a_sample_without_its_number_has_failed_and_no_other() -> None:
+    async def once(episode: Episode) -> None:
+        await episode.generate()
+        if episode.index == 1:
+            episode.set_column("level", 3)
+
+    samples = played(once, {}, n=2, columns=(LEVEL,))
+    scores = checked_scores((LEVEL,), samples, [GOOD] * 2)
+    assert [score.valid for score in scores] == [False, True] and "neither the prompt nor" in scores[0].error
+    batch, tags = rollout_rows(samples, scores, columns=(LEVEL,))
+    assert batch.tensor("level").tolist() == [0, 3] and tags["valid"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "turn"),
+    [(LEVEL, 1.5, False), (TRUST, "1", False), (TRUST, float("nan"), False), (TRUST, [1, 2], False), (TRUST, 1, True),
+     (CREDIT, 1, False), (CREDIT, [1, 2], True), (LEVEL, 2**70, False), (TRUST, 1e39, False)],
+)  # fmt: skip
+def test_what_does_not_fit_a_column_fails_the_episode_that_set_it(column: ColumnConfig, value: Any, turn: bool) -> None:
+    async def wrong(episode: Episode) -> None:
+        said = await episode.generate()
+        episode.set_column(column.name, value, said if turn else None)
+
+    [sample] = played(wrong, {}, columns=(column,))
+    assert f"column {column.name!r}" in sample.error and "expected" in sample.error
+    [sample] = played(wrong, {}, columns=())
+    assert f"no column {column.name!r}, the run has no columns" in sample.error
+
+
+def test_prompts_are_checked_before_a_run() -> None:
+    def source(*rows: Mapping[str, Any]) -> Any:
+        return SimpleNamespace(name="mine", size=len(rows), row=lambda index: PromptRow("q", "", rows[index]))
+
+    check_columns(source({"level": 1}, {"level": 2, "trust": 0.1}), (LEVEL, TRUST, CREDIT))
+    with pytest.raises(ValueError, match="row 1 of 'mine' has no column 'level'.*the row has trust"):
+        check_columns(source({"level": 1}, {"trust": 2}), (LEVEL,))
+    with pytest.raises(ValueError, match="column 'level' got 'high', expected int64"):
+        check_columns(source({"level": "high"}), (LEVEL,))
+
+
+def test_a_column_may_not_have_the_name_of_another_field() -> None:
+    with pytest.raises(ValueError, match="'response_mask', expected a name that no other field"):
+        row_schema(None, (ColumnConfig(name="response_mask"),))
+    with pytest.raises(ValueError, match="a name of letters"):
+        ColumnConfig(name="my column")
+    assert list(row_schema(None, (LEVEL, CREDIT)))[-2:] == ["level", "credit"]
+    assert np.array_equal(LEVEL.numbers(True), 1)
