@@ -50,6 +50,7 @@ def served_pool(
         actor = start_actor(folder, name, num_gpus)
         try:
             address, mode = ray.get_runtime_context().gcs_address, os.environ.get(AUTH_MODE, "disabled")
+            assert address is not None, "Ray has been started above"
             served = ServedPool(name, address, mode, os.getpid(), num_gpus)
             write_pool(folder, served)
             yield served
