@@ -41,6 +41,9 @@ DEATH_S = 10.0
 LOOK_S = 0.05
 """Seconds between two looks at a process that is ending."""
 
+ATTEMPTS = 3
+"""Number of times that a shard tries to get a version while train workers die."""
+
 Note = Callable[[list[StageNote]], None]
 
 
@@ -157,7 +160,7 @@ class Shards:
             failed |= {sleeping[handle].name: why for handle, why in wrong.items()}
         for engine in awake:
             engine.broken |= self._level == 2
-            self._asleep_since[engine.name] = time.monotonic()
+            self._asleep_since.setdefault(engine.name, time.monotonic())
             if engine.name in failed:
                 self._end(engine, failed[engine.name])
         return failed
@@ -197,10 +200,12 @@ class Shards:
         for engine in asleep:
             if engine.name not in failed:
                 self._readmit(engine, failed)
-        for engine in asleep:
-            if engine.name in failed:
-                _log.warning("expand: %s: %s", engine.name, failed[engine.name])
-                self._end(engine, failed[engine.name])
+        back = [engine for engine in asleep if engine.name in failed]
+        for engine in back:
+            _log.warning("expand: %s sleeps on: %s", engine.name, failed[engine.name])
+            engine.asleep = False
+        if back:
+            self._shrink(back)  # ends those that cannot sleep
         return failed
 
     def _replace_dead(self, engines: Sequence[Engine], failed: dict[str, str]) -> None:
@@ -222,16 +227,28 @@ class Shards:
             )
 
     def _catch_up(self, engine: Engine, failed: dict[str, str]) -> None:
-        """Bring an engine to the newest version, which is kept while the train workers do something else."""
-        if not self._changes.wait_for(lambda: self._weights.kept is not None, self._timeout_s):
-            failed[engine.name] = f"no version is kept since the train workers were replaced {self._timeout_s:g} s ago"
-            return
-        if engine.version == self._weights.kept and not engine.broken:
-            return
-        try:
-            self._weights.catch_up(engine)
-        except (ActorFailed, ValueError) as error:
-            failed[engine.name] = str(error)
+        """Bring an engine to the newest version, which is kept while the train workers do something else. If these have
+        died, wait until others have taken their place."""
+        for _ in range(ATTEMPTS):
+            if not self._changes.wait_for(lambda: self._weights.kept is not None, self._timeout_s):
+                failed[engine.name] = f"no version is kept since the train workers died {self._timeout_s:g} s ago"
+                return
+            if engine.version == self._weights.kept and not engine.broken:
+                return
+            try:
+                self._weights.catch_up(engine)
+                return
+            except (ActorFailed, ValueError) as error:
+                if not self._trainer_died():
+                    failed[engine.name] = str(error)
+                    return
+                self._weights.forget()
+        failed[engine.name] = f"the train workers died {ATTEMPTS} times meanwhile"
+
+    def _trainer_died(self) -> bool:
+        """Return whether train rank 0, which keeps the versions, is dead."""
+        [answer] = gather_each([self._actors.workers[0].sent()], "health", self._timeout_s)
+        return isinstance(answer, ActorFailed) and answer.died
 
     def _readmit(self, engine: Engine, failed: dict[str, str]) -> None:
         """Let an awake engine get requests from all rollout actors."""

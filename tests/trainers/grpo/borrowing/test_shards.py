@@ -13,6 +13,7 @@ import pytest
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.memory import ProcessMemory
 from headrace.actors.weights.transports.ipc import IpcSender
+from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
 from headrace.trainers.grpo.borrowing import shards as shards_module
 from headrace.trainers.grpo.borrowing.shards import Shards
@@ -104,11 +105,26 @@ def test_an_engine_gets_the_newest_version_before_it_wakes(
 def test_a_version_that_does_not_come_whole_leaves_the_shard_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     with lent(monkeypatch, [ScriptedEngine]) as it:
         it.sync.keep(1)
-        it.it._worker.kill()
+
+        def broken(*_: Any) -> Any:
+            raise WeightTransferError("a cable was pulled")
+
+        monkeypatch.setattr(it.it.trainer, "send_cached", broken)
+        monkeypatch.setattr(it.it.trainer, "open_cached", broken)
         outcome = it.order("expand", 0)
         [engine] = it.it.pool.engines
-        assert outcome.done == () and list(outcome.failed) == [0]
-        assert engine.asleep and engine.dead and "wake 0" not in it.events
+        assert outcome.done == () and "a cable was pulled" in outcome.failed[0]
+        assert engine.asleep and engine.broken and not engine.dead and "wake 0" not in it.events
+        assert it.events[-1] == "sleep 0"
+
+
+def test_a_shard_waits_while_dead_train_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lent(monkeypatch, [ScriptedEngine], timeout_s=0.3) as it:
+        it.sync.keep(1)
+        it.it._worker.kill()
+        outcome = it.order("expand", 0)
+        assert "no version is kept since the train workers died" in outcome.failed[0]
+        assert it.sync.kept is None, "nobody tries again before another one is kept"
 
 
 def test_a_shard_that_keeps_its_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
