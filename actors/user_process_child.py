@@ -1,7 +1,8 @@
-"""Calls one function of a user in a process of its own, for as long as its standard input is open.
+"""Calls one function in a process of its own, for as long as its standard input is open.
 
 The first line of the input is {"target": "module:name", "options": {...}, "path": [...]}, answered by {"ready": true}
-or {"failed": "..."}. Each further line is {"arguments": [...]}, answered by {"value": ...} or {"error": "..."}.
+or {"failed": "..."}. Each further line is {"method": "__call__", "arguments": [...]}, answered by {"value": ...} or
+{"error": "..."}.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def main() -> None:
     write({"ready": True})
     for line in sys.stdin:
         try:
-            write({"value": call(function, json.loads(line)["arguments"])})
+            request = json.loads(line)
+            write({"value": call(getattr(function, request["method"]), request["arguments"])})
         except BaseException as error:  # of the function, or of a library that ends calls by an exception of its own
             write({"error": f"{type(error).__name__}: {error}"})
 

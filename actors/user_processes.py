@@ -1,4 +1,4 @@
-"""Runs a user's blocking function in processes of its own, which are killed when a call takes too long.
+"""Runs a blocking function in processes of its own, which are killed when a call takes too long.
 
 call -> a free process, else a new one, else wait -> a line of JSON -> the function -> a line of JSON
                                                       |  no answer in time, or the process has died
@@ -48,14 +48,14 @@ class UserProcesses:
         """Number of processes that exist now."""
         return len(self._all)
 
-    async def call(self, arguments: Sequence[Any], timeout_s: float, retries: int = 0) -> Any:
-        """Call the function and return what it returns. Prompts among the arguments arrive as objects with the same
-        attributes; everything else must fit into JSON.
+    async def call(self, arguments: Sequence[Any], timeout_s: float, retries: int = 0, method: str = "__call__") -> Any:
+        """Call the function, or another method of the class's instance, and return what it returns. Prompts among the
+        arguments arrive as objects with the same attributes; everything else must fit into JSON.
 
         Raises UserFunctionFailed when the first attempt and `retries` more have failed.
         """
         given = [{PROMPT: asdict(one)} if is_dataclass(one) and not isinstance(one, type) else one for one in arguments]
-        line = json.dumps({"arguments": given}, default=str).encode() + b"\n"
+        line = json.dumps({"method": method, "arguments": given}, default=str).encode() + b"\n"
         async with self._places:
             for attempt in range(retries + 1):
                 try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from ..protocols import Prompt
+if TYPE_CHECKING:  # the processes of math_verify import this module, and have no use for torch
+    from ..protocols import Prompt
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 

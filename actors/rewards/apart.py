@@ -9,7 +9,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -48,6 +48,16 @@ class ApartReward:
         return () if isinstance(self.function, UserProcesses) else wanted_by(self.function)
 
 
+@dataclass(slots=True)
+class ApartValues:
+    """Values of one sample's rewards that were computed apart."""
+
+    values: dict[str, float | str] = field(default_factory=dict)
+    """Value of each reward by name; a text says why there is none."""
+    answer: str | None = None
+    """Answer that the sample votes for in a majority vote; None if no reward was asked for it, or none was found."""
+
+
 def is_apart(config: RewardFunctionConfig, function: Any) -> bool:
     """Return whether a reward function is computed apart: a coroutine function, one that scores whole groups, or one
     that runs in processes of its own."""
@@ -57,19 +67,21 @@ def is_apart(config: RewardFunctionConfig, function: Any) -> bool:
 class ApartRewards:
     """Computes the rewards that are computed apart, for samples of several prompts at once."""
 
-    def __init__(self, rewards: Sequence[ApartReward]) -> None:
+    def __init__(self, rewards: Sequence[ApartReward], voter: str | None = None) -> None:
+        """voter: name of the reward whose method `answer_of` finds the answers of a majority vote. It may be a reward
+        that is not computed apart, or None."""
         self._rewards = rewards
+        self._voter = voter
         self._places = asyncio.Semaphore(MAX_TOGETHER)
         self._threads = UserThreads("rewards", MAX_TOGETHER)
         self._left: set[asyncio.Future[Any]] = set()
 
-    async def values(self, samples: Sequence[Sample]) -> list[dict[str, float | str]]:
-        """Return for each sample the value of each reward by name; a text says why there is none. Samples that have
-        failed get no values.
+    async def values(self, samples: Sequence[Sample]) -> list[ApartValues]:
+        """Return the values of each sample. Samples that have failed get none.
 
         samples: those of a prompt one after another.
         """
-        known: list[dict[str, float | str]] = [{} for _ in samples]
+        known = [ApartValues() for _ in samples]
         usable = [at for at, sample in enumerate(samples) if not sample.error and sample.finish_reason != "abort"]
         groups = [list(group) for _, group in groupby(usable, key=lambda at: samples[at].prompt.uid)]
         calls = []
@@ -86,10 +98,12 @@ class ApartRewards:
                 await reward.function.close()
 
     async def _compute(
-        self, reward: ApartReward, samples: Sequence[Sample], chosen: Sequence[int], known: Sequence[dict]
+        self, reward: ApartReward, samples: Sequence[Sample], chosen: Sequence[int], known: Sequence[ApartValues]
     ) -> None:
         async with self._places:
             try:
+                if reward.name == self._voter:
+                    known[chosen[0]].answer = await self._answer(reward, samples[chosen[0]])
                 values = await self._with_retries(reward, [samples[at] for at in chosen])
                 if len(values) != len(chosen):
                     raise ValueError(f"it returned {len(values)} values for {len(chosen)} samples")
@@ -97,7 +111,11 @@ class ApartRewards:
                 words = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
                 values = [words] * len(chosen)
         for at, value in zip(chosen, values, strict=True):
-            known[at][reward.name] = value
+            known[at].values[reward.name] = value
+
+    async def _answer(self, reward: ApartReward, sample: Sample) -> str | None:
+        assert isinstance(reward.function, UserProcesses) and not reward.per_group
+        return await reward.function.call([sample.text], reward.timeout_s, reward.retries, method="answer_of")
 
     async def _with_retries(self, reward: ApartReward, group: Sequence[Sample]) -> list[Any]:
         first = group[0]

@@ -42,15 +42,13 @@ def build_rubric(config: RewardConfig, tagged: Collection[str] = (), voter: str 
     rewards, apart = [], []
     for function in config.functions:
         reward = None if function.runs == "process" else build_reward(function)
-        if is_apart(function, reward):
-            if function.label == voter:
+        if isinstance(reward, MathVerify) or is_apart(function, reward):
+            if function.label == voter and not isinstance(reward, MathVerify):
                 raise ValueError(
                     f"correct: got {voter!r}, which is computed apart, expected a reward that is called for one sample "
                     "in the rollout actor, because its answers are compared there"
                 )
-            called = reward or UserProcesses(function.kind, function.options, NUM_PROCESSES)
-            bound_s = function.timeout_s or config.timeout_s
-            apart.append(ApartReward(function.label, called, function.per == "group", bound_s, function.retries))
+            apart.append(_apart(function, reward, config.timeout_s))
             reward = _computed_before
         rewards.append((function.label, reward, function.weight))
     tags = [function.label for function in config.functions if function.label in tagged]
@@ -76,8 +74,18 @@ def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
                     raise ValueError(f"reward.functions: {error}") from None
 
 
-def build_reward(config: RewardFunctionConfig) -> Reward:
-    """Build one reward function.
+def _apart(config: RewardFunctionConfig, reward: Any, timeout_s: float) -> ApartReward:
+    """Return how a reward is computed apart. timeout_s: time limit of a call in seconds if the reward has none."""
+    called, bound_s = reward, config.timeout_s or timeout_s
+    if isinstance(reward, MathVerify):
+        called, bound_s = reward.in_processes(NUM_PROCESSES), reward.deadline_s
+    elif reward is None:
+        called = UserProcesses(config.kind, config.options, NUM_PROCESSES)
+    return ApartReward(config.label, called, config.per == "group", bound_s, config.retries)
+
+
+def build_reward(config: RewardFunctionConfig) -> Reward | MathVerify:
+    """Build one reward function; math_verify is one that only processes of its own can compute.
 
     Raises ValueError for a path that cannot be imported, for options that do not fit, and for a class whose instances
     cannot be called.
@@ -89,9 +97,9 @@ def build_reward(config: RewardFunctionConfig) -> Reward:
     if not is_class:
         return functools.partial(target, **options) if options else target
     reward = target(**options)
-    if not callable(reward):
+    if not isinstance(reward, MathVerify) and not callable(reward):
         raise ValueError(f"reward: objects of {config.kind!r} cannot be called as (prompt, response, finish_reason)")
-    return cast(Reward, reward)
+    return cast("Reward | MathVerify", reward)
 
 
 def _computed_before(prompt: Prompt, response: str, finish_reason: str) -> float:

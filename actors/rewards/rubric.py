@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..protocols import Prompt, Reward, Sample, Score
-from .apart import ApartReward, ApartRewards
+from .apart import ApartReward, ApartRewards, ApartValues
 from .arguments import EPISODE, TOKENS, wanted_by
 
 
@@ -68,7 +68,7 @@ class Rubric:
         self._rewards = [(name, reward, weight, wanted_by(reward)) for name, reward, weight in rewards]
         self.tagged = tuple(tagged)
         self._voter = voter
-        self.apart = ApartRewards(apart) if apart else None
+        self.apart = ApartRewards(apart, voter) if apart else None
         """Rewards that are computed before the others; None if there are none."""
         self._scale = scale
         self._low, self._high = (-math.inf, math.inf) if clip is None else clip
@@ -85,7 +85,7 @@ class Rubric:
         response_tokens: int | None = None,
         episode: Sample | None = None,
         begin: Callable[[str], None] = lambda name: None,
-        apart: Mapping[str, float | str] | None = None,
+        apart: ApartValues | None = None,
     ) -> Score:
         """Return the sample's score: the weighted sum of the rewards, scaled and clipped, and the value of each. The
         sample is invalid if a reward raises an exception or does not return a finite number.
@@ -94,24 +94,24 @@ class Rubric:
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
         unknown; every reward that asks for it then fails. episode: the finished episode, with the same treatment.
         begin: callback that is called with the name of each reward before it runs. apart: values of the rewards that
-        were computed apart, by name; a text says why there is no value.
+        were computed apart.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
-        total, answer = 0.0, None
+        total, answer = 0.0, None if apart is None else apart.answer
         known = {TOKENS: response_tokens, EPISODE: episode}
         for name, reward, weight, wanted in self._rewards:
             begin(name)
-            given = None if apart is None else apart.get(name)
+            given = None if apart is None else apart.values.get(name)
             if isinstance(given, str):
                 errors.append(f"reward {name!r} {given}")
                 continue
             try:
                 if given is None:
                     given = reward(prompt, response, finish_reason, **_arguments(wanted, known))
+                    if name == self._voter:
+                        answer = getattr(reward, "answer_of", str.strip)(response)
                 value = _finite(name, given)
-                if name == self._voter:
-                    answer = getattr(reward, "answer_of", str.strip)(response)
             except Exception as error:  # user code may raise anything; the row is masked and the error reported
                 said = " ".join(str(error).split())
                 errors.append(f"reward {name!r} raised {type(error).__name__}: {said}{_place(error)}")

@@ -27,6 +27,7 @@ from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
+from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
 from ..samples import TRAINING, SampleFile, episode_line
 from ..user_threads import UserThreads
@@ -348,7 +349,7 @@ class RolloutWorker:
         longer than `timeout_s` seconds, the sample counts as failed, and another thread continues with the next
         sample."""
         apart = rubric.apart
-        known = [{}] * len(samples) if apart is None else await apart.values(samples)
+        known = [None] * len(samples) if apart is None else await apart.values(samples)
         scores: list[Score] = []
         while len(scores) < len(samples):
             work = _Scoring(rubric, samples[len(scores) :], known[len(scores) :], self._step)
@@ -389,7 +390,7 @@ class _Scoring:
         self,
         rubric: Rubric,
         samples: Sequence[Sample],
-        known: Sequence[Mapping[str, float | str]],
+        known: Sequence[ApartValues | None],
         scored: Callable[[], None],
     ) -> None:
         """known: values of the rewards of each sample that were computed apart. scored: callback that the thread calls
@@ -448,7 +449,7 @@ def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> l
     ]
 
 
-def _score_one(rubric: Rubric, sample: Sample, known: Mapping[str, float | str], begin: Callable[[str], None]) -> Score:
+def _score_one(rubric: Rubric, sample: Sample, known: ApartValues | None, begin: Callable[[str], None]) -> Score:
     if sample.error:
         error = f"prompt {sample.prompt.uid!r}: the episode failed: {' '.join(sample.error.split())}"
         return Score(reward=0.0, components={}, valid=False, error=error)

@@ -32,7 +32,6 @@ from ...codecs.host.host_memory import available_memory, total_memory
 from ...codecs.host.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
 from ..config.config import Config, RolloutConfig, TrainerConfig
-from .gpu_table import gpu_lines, plan_here
 
 SHM_ENOUGH_BYTES = 1 << 30
 PROBE_BYTES = 1 << 20
@@ -284,6 +283,10 @@ def _gpus() -> list[Finding]:
 
 def _layout() -> list[Finding]:
     """Return where a run with the default configuration would stand; nothing on a machine without GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    from .gpu_table import gpu_lines, plan_here  # imports torch, which takes a core seconds that the probes need
+
     placement = plan_here(Config())
     if placement is None or placement.layout == "cpu":
         return []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.actors.protocols import Prompt, Sample
+from headrace.actors.rewards.apart import ApartValues
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.factory import build_rubric, check_rewards
 from headrace.actors.user_processes import UserFunctionFailed, UserProcesses
@@ -56,10 +57,10 @@ def sample(text: str, uid: str = "p", index: int = 0) -> Sample:
     )  # fmt: skip
 
 
-def values_of(samples: list[Sample], *functions: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+def values_of(samples: list[Sample], *functions: dict[str, Any]) -> tuple[list[ApartValues], Any]:
     rubric = build_rubric(RewardConfig.model_validate({"functions": functions}))
 
-    async def run() -> list[dict[str, Any]]:
+    async def run() -> list[ApartValues]:
         assert rubric.apart is not None
         try:
             return await rubric.apart.values(samples)
@@ -76,8 +77,8 @@ def test_a_judge_is_awaited_tried_again_and_given_up() -> None:
     samples = [sample(text, index=at) for at, text in enumerate(["good", "hang", "flaky"])]
     known, rubric = values_of(samples, function, {"kind": "exact_match"})
     assert time.monotonic() - began < 5.0
-    assert known[0] == known[2] == {"judge": 6.0}
-    assert known[1] == {"judge": "raised TimeoutError: it did not return within 0.3 s"}
+    assert known[0].values == known[2].values == {"judge": 6.0}
+    assert known[1].values == {"judge": "raised TimeoutError: it did not return within 0.3 s"}
     scores = [
         rubric.score(one.prompt, one.text, one.finish_reason, 3, one, apart=given)
         for one, given in zip(samples, known, strict=True)
@@ -90,21 +91,21 @@ def test_a_group_is_scored_in_one_call() -> None:
     function = {"kind": f"{__name__}:ranks", "per": "group"}
     samples = [sample("b"), sample("a", index=1), sample("odd", "p2"), sample("x", "p2", 1)]
     known, _ = values_of(samples, function)
-    assert known[:2] == [{"ranks": 1.0}, {"ranks": 0.0}]
-    assert known[2] == known[3] == {"ranks": "raised ValueError: it returned 1 values for 2 samples"}
+    assert [one.values for one in known[:2]] == [{"ranks": 1.0}, {"ranks": 0.0}]
+    assert known[2].values == known[3].values == {"ranks": "raised ValueError: it returned 1 values for 2 samples"}
 
 
 @pytest.mark.processes
 def test_a_blocking_function_runs_in_processes_that_are_killed() -> None:
     function = {"kind": f"{__name__}:blocking", "runs": "process", "timeout_s": 60.0}
     samples = [sample(text, index=at) for at, text in enumerate(["good", "die", "wrong", "bad"])]
-    good, died, wrong, bad = (known["blocking"] for known in values_of(samples, function)[0])
+    good, died, wrong, bad = (known.values["blocking"] for known in values_of(samples, function)[0])
     assert 1.0 < float(good) < 1.1 and 0.0 < float(bad) < 0.1
     assert int(float(good) % 1 * 1e9) != os.getpid()
-    assert "the process of 'blocking' died" in died
+    assert "the process of 'blocking' died" in str(died)
     assert wrong == "raised UserFunctionFailed: KeyError: 3"
     [hung], _ = values_of([sample("hang")], function | {"timeout_s": 1.0})
-    assert "'blocking' did not return within 1 s" in hung["blocking"]
+    assert "'blocking' did not return within 1 s" in str(hung.values["blocking"])
 
 
 @pytest.mark.processes

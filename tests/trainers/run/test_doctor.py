@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -177,3 +179,12 @@ def test_what_is_shared_may_crash(library: Path) -> None:
     (library / "fine_lib.py").write_text("")
     found = try_imports({"a": ("fatal_lib",), "b": ("fine_lib",)}, ahead=("fatal_lib",))
     assert "exit code 1" in found["a"] and found["b"] == ""
+
+
+@pytest.mark.processes
+def test_the_doctor_itself_does_without_torch_and_ray() -> None:
+    code = "import sys, headrace.trainers.run.doctor as doctor; doctor._layout()\n"
+    code += "sys.exit(', '.join({'torch', 'ray'} & set(sys.modules)) or 0)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, "PATH": ""}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.stderr}: loading it takes seconds in which the probes wait for a core"
