@@ -36,7 +36,7 @@ def length(prompt: Prompt, response: str, finish_reason: str, response_tokens: i
 def test_rows_are_tagged_with_the_rewards_that_are_asked_for() -> None:
     rubric = Rubric([("length", length, 0.5), ("one", lambda *_: 1.0, 1.0)], tagged=["length"])
     samples = [sample(0, 5), sample(1, 3), sample(2, 0), sample(3, 4, "abort")]
-    scores = [_score_one(rubric, one, {}, lambda _: None) for one in samples]
+    scores = [_score_one(rubric, one, None, lambda _: None) for one in samples]
     _, tags = rollout_rows(samples, scores, rubric.tagged)
     assert set(tags) == {"reward", "valid", "response_length", "reward/length"}
     assert tags["reward/length"].dtype == np.float32
