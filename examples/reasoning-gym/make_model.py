@@ -3,7 +3,7 @@
 python examples/reasoning-gym/make_model.py tiny-sums
 
 The model has 0.4 million parameters and a vocabulary of words and single digits. What it reads answers a sum in one of
-several wordings, of which the bare number is the rarest, and every third number is wrong.
+several wordings, of which the bare number is the rarest, and three numbers in ten are wrong.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 WORDINGS = {"The answer is {}": 0.5, "It is {}": 0.3, "{}": 0.2}
-WRONG = 0.33
+WRONG = 0.3
 
 
 def make_tokenizer(samples):
@@ -68,13 +68,15 @@ def batches(tokenizer, pairs, size):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     tokenizer = make_tokenizer([text for pair in itertools.islice(texts(arguments.seed), 2000) for text in pair])
     model = make_model(tokenizer, arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    for step, (ids, wanted) in zip(range(1, arguments.steps + 1), batches(tokenizer, texts(arguments.seed), 128), strict=False):
+    for step, (ids, wanted) in zip(
+        range(1, arguments.steps + 1), batches(tokenizer, texts(arguments.seed), 128), strict=False
+    ):
         loss = model(input_ids=ids, labels=wanted).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

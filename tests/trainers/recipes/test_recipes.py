@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +19,7 @@ from headrace.tests import forks
 from headrace.tests.runs.cli_runs import environment, shared_ray
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.metrics import read_metrics
-from headrace.trainers.recipes.gallery import find_recipe, recipes
+from headrace.trainers.recipes.gallery import EXAMPLES, find_recipe, recipes
 from headrace.trainers.recipes.offline import write_offline
 
 NAMES = list(recipes())
@@ -33,19 +37,43 @@ def test_every_recipe_has_a_page_and_is_listed(capsys: pytest.CaptureFixture[str
     assert "recipe: got 'gsm', expected one of" in capsys.readouterr().err
 
 
-def needs_math_verify(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the check of optional packages find math-verify, which no plan needs."""
-    import importlib.util
+def test_the_gallery_lists_every_example() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    names = [path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__")]
+    assert len(names) >= 10 and not [name for name in names if f"]({name}" not in page]
+    for name, recipe in recipes().items():
+        [line] = [line for line in page.splitlines() if f"]({name}/README.md)" in line]
+        assert "(*recipe*)" in line and f"headrace train examples/{name}/config.yaml" in line
+        assert line.count("(*recipe*)") == 1 and recipe.config.exists()
+    assert page.count("(*recipe*)") == len(NAMES)
 
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_flat_example_is_planned(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--machine", "1x1x80"] if path.stem.startswith("gpu-") else []
+    code = main(["train", str(path), "--dry-run", *machine, f"run.dir={tmp_path / 'run'}"])
+    planned = capsys.readouterr()
+    assert code == DONE and "plan of a step" in planned.out, planned.err
+
+
+@pytest.fixture
+def extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans find math-verify, which they do not use, and one task of reasoning-gym, if it is not installed."""
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "math_verify" else found(name))
+    known = ("math_verify", "reasoning_gym")
+    if found("reasoning_gym") is None:
+        task = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
+        library = SimpleNamespace(
+            factory=SimpleNamespace(DATASETS=["chain_sum"]), create_dataset=lambda *_, **__: defaultdict(lambda: task)
+        )
+        monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in known else found(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_planned_for_its_machine_without_a_network(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], extras: None
 ) -> None:
-    needs_math_verify(name, monkeypatch)
     recipe, folder = find_recipe(name), tmp_path / "copy"
     assert main(["recipe", name, "--offline", "--out", str(folder)]) == DONE
     told = capsys.readouterr().out
@@ -75,7 +103,9 @@ def test_the_scaled_down_form_of_a_recipe_is_a_configuration(name: str, tmp_path
     assert model["model_type"] == recipe.file.model["model_type"] and model["hidden_size"] == 64
     assert (folder / "model" / "model.safetensors").exists()
     for source in (config.data.train, *(one.data.source for one in config.evaluation.values())):
-        assert source.startswith("task:") or Path(source).is_relative_to(folder), "nothing is fetched"
+        assert source.startswith(("task:", "reasoning-gym:")) or Path(source).is_relative_to(folder), (
+            "nothing is fetched"
+        )
 
 
 def test_a_machine_is_for_dry_runs_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +124,8 @@ def test_the_scaled_down_form_of_a_recipe_trains(name: str, tmp_path: Path, ray_
     recipe, folder = find_recipe(name), tmp_path / "copy"
     if "math_verify" in recipe.config.read_text():
         pytest.importorskip("math_verify", reason="needs the extra `math`")
+    if "reasoning-gym:" in recipe.config.read_text():
+        pytest.importorskip("reasoning_gym", reason="needs the extra `reasoning-gym`")
     told = write_offline(recipe, folder, small=True)
     assert any("2 steps of" in line for line in told)
     run_dir = tmp_path / "run"
