@@ -10,7 +10,7 @@ import argparse
 import itertools
 import random
 
-import reasoning_gym
+import reasoning_gym  # pyright: ignore[reportMissingImports] - the extra `reasoning-gym`
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -49,7 +49,7 @@ def texts(seed):
     tasks = reasoning_gym.create_dataset("chain_sum", seed=seed, size=10**9, **SUMS)
     for entry in tasks:
         answer = int(entry["answer"]) + (rng.choice((-2, -1, 1, 2)) if rng.random() < WRONG else 0)
-        [wording] = rng.choices(list(WORDINGS), WORDINGS.values())
+        [wording] = rng.choices(list(WORDINGS), list(WORDINGS.values()))
         yield entry["question"], wording.format(answer)
 
 
