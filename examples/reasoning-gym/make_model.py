@@ -10,7 +10,7 @@ import argparse
 import itertools
 import random
 
-import reasoning_gym  # pyright: ignore[reportMissingImports]
+import reasoning_gym  # pyright: ignore[reportMissingImports] - the extra `reasoning-gym`
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
