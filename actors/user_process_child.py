@@ -21,7 +21,8 @@ PROMPT = "__prompt__"
 
 
 def load(first: dict[str, Any]) -> Any:
-    sys.path[:0] = [folder for folder in first["path"] if folder not in sys.path]
+    # At the end: folders that the parent added, such as setuptools' own copies of packages, must not hide installed ones.
+    sys.path += [folder for folder in first["path"] if folder not in sys.path]
     module, _, name = first["target"].partition(":")
     target = getattr(importlib.import_module(module), name)
     if inspect.isclass(target):

@@ -90,10 +90,14 @@ def test_ray_handles_travel_beside_the_message() -> None:
     rollout.set_engines([engine])
     rollout.add_engine(engine)
     rollout.remove_engine(engine)
-    assert [sent[2] for sent in actor.sent] == [([other],), (other,), ()]
+    rollout.suspend_engine(engine, True)
+    rollout.readmit_engine(engine)
+    assert [sent[2] for sent in actor.sent] == [([other],), (other,), (), (), (other,)]
     assert decode_arguments(RolloutActor.set_engines, actor.sent[0][1], 1) == (["engine 3"],)
     assert decode_arguments(RolloutActor.add_engine, actor.sent[1][1], 1) == ("engine 3",)
     assert decode_arguments(RolloutActor.remove_engine, actor.sent[2][1]) == ("engine 3", 0.0)
+    assert decode_arguments(RolloutActor.suspend_engine, actor.sent[3][1]) == ("engine 3", True)
+    assert decode_arguments(RolloutActor.readmit_engine, actor.sent[4][1], 1) == ("engine 3",)
 
 
 def test_arguments_of_another_method_are_refused() -> None:
@@ -109,7 +113,7 @@ def test_every_call_names_a_method_whose_types_are_known() -> None:
         for name in ("ping", *(name for name in vars(kind) if not name.startswith("_"))):
             method = getattr(handle, name)
             count = method.__code__.co_argcount - 1
-            if name not in ("set_engines", "add_engine", "remove_engine"):
+            if not name.endswith(("_engine", "_engines")):  # those take handles: see above
                 call = method(*[None] * count)
                 assert call.method.__name__ == actor.sent[-1][0]
                 with pytest.raises(ValueError, match="bytes are not a"):

@@ -79,6 +79,7 @@ def test_the_environment_limits_the_gpus(two_gpus: None, monkeypatch: pytest.Mon
 
 
 def test_the_doctor_names_the_layout(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
     [finding] = doctor._layout()
     assert finding.detail.startswith("separate with 1 engine and 1 train worker: GPU 0 ")
     assert "train worker 0; GPU 1 " in finding.detail
