@@ -21,7 +21,7 @@ PROMPT = "__prompt__"
 
 
 def load(first: dict[str, Any]) -> Any:
-    # At the end: folders that the parent added, such as setuptools' own copies of packages, must not hide installed ones.
+    # At the end: folders that the parent added, such as setuptools' copies of packages, must not hide installed ones.
     sys.path += [folder for folder in first["path"] if folder not in sys.path]
     module, _, name = first["target"].partition(":")
     target = getattr(importlib.import_module(module), name)
