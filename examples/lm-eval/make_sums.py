@@ -2,7 +2,7 @@
 
 import json
 
-import reasoning_gym  # pyright: ignore[reportMissingImports]
+import reasoning_gym  # pyright: ignore[reportMissingImports] - the extra `reasoning-gym`
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 SEED = 1_000_003  # the held-out part of data.train=reasoning-gym:chain_sum in a run with run.seed=0
