@@ -21,8 +21,8 @@ PROMPT = "__prompt__"
 
 
 def load(first: dict[str, Any]) -> Any:
-    # At the end: folders that the parent added, such as setuptools' copies of packages, must not hide installed ones.
-    sys.path += [folder for folder in first["path"] if folder not in sys.path]
+    # The order is the parent's, so that a name means the same module in both.
+    sys.path[:] = dict.fromkeys([*first["path"], *sys.path])
     module, _, name = first["target"].partition(":")
     target = getattr(importlib.import_module(module), name)
     if inspect.isclass(target):

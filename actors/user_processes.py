@@ -103,7 +103,7 @@ class UserProcesses:
             limit=_LINE_BYTES,
         )  # fmt: skip
         self._all.add(process)
-        first = json.dumps({**self._first, "path": [folder for folder in (os.getcwd(), *sys.path) if folder]})
+        first = json.dumps({**self._first, "path": [folder or os.getcwd() for folder in (*sys.path, "")]})
         try:
             said = await self._ask(process, first.encode() + b"\n", START_S)
         except BaseException as error:

@@ -4,7 +4,7 @@ rollouts, up to `window` versions ahead ---- group ---- group ------- group --->
                                                |          |             |
                                              claim -> advantages -> plan -> log-probs -> train -> free, by chunk
                                                                                             |
-                             optimizer -> sync weights in flight -> rollouts of the next step -> clear
+                                                      optimizer -> sync weights in flight -> clear
 
 stage       waits for                                unblocked by
 claim       the next chunk of complete groups        its last group being put, or a rollout that failed

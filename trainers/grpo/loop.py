@@ -78,8 +78,8 @@ class Steps:
 
     def end(self, tally: StepTally, feed: Feed) -> None:
         """Finish the current step: take the optimizer step, sync weights, clear the rows, evaluate if that is due, and
-        pass the metrics to `after_step`. The rollouts of the next step begin right after the sync, unless engines and
-        train workers take turns. Raises UserError after MOST_SKIPPED consecutive steps without an optimizer step."""
+        pass the metrics to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps without an optimizer
+        step."""
         run, state = self._run, self._state
         validated = self._evaluations.before_update(
             state
@@ -93,16 +93,13 @@ class Steps:
         sync = grpo.sync_weights(run, state)
         for engine, spans in sync.spans:
             run.stages.tracer.add(engine, spans)
-        in_flight = feed.in_flight
-        if run.roles.training:  # else the engines may have to sleep again, for a checkpoint
-            feed.top_up()  # the engines generate while the step's books are kept
         grpo.retire(run, meta)
         fed = feed.settle()
         for report in fed.reports:
             run.reward_errors.note(state.step, report.failed, report.rows, report.first_error)
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
-        metrics["queue/groups_in_flight"] = float(in_flight)
+        metrics["queue/groups_in_flight"] = float(feed.in_flight)
         metrics |= self._evaluations.after_step(state, last=state.step == run.config.algorithm.steps)
         self._after_step(state, metrics)
         self._stop_if_nothing_is_trained(metrics)
