@@ -44,13 +44,15 @@ def chosen(given: Iterable[str] | None, every: Iterable[str]) -> tuple[str, ...]
     return tuple(dict.fromkeys(names))
 
 
-def results_folder(arguments: argparse.Namespace, what: str) -> Path:
+def results_folder(arguments: argparse.Namespace, what: str, *, new: bool = False) -> Path:
     """Return the folder for a benchmark's results: `--out`, or else a new name in `runs`. Raises UserError if `--out`
-    is a file."""
+    is a file, or, with `new`, a folder that is not empty."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.out or Path("runs") / f"bench-{what}-{now}"
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out: {folder} is a file, expected a folder or a new name")
+    if new and folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out: {folder} is not empty, expected a new folder")
     return folder
 
 

@@ -180,9 +180,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
 
     if not arguments.minutes > 0:
         raise UserError(f"--minutes: got {arguments.minutes:g}, expected a number above 0")
-    out = results_folder(arguments, "chaos")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out: {out} is not empty, expected a new folder")
+    out = results_folder(arguments, "chaos", new=True)
     with status_line("starting") as (console, tell):
         report = run_chaos(ChaosOptions(out, arguments.minutes, arguments.seed, arguments.engine), tell)
     print_table(console, pairs_table(report))

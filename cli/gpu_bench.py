@@ -61,9 +61,7 @@ def _gpu(arguments: argparse.Namespace) -> int:
     from ..bench.gpu.works import ENGINE_WORKS, SWITCH_WORKS, TRAIN_WORKS, WORKS
 
     [work] = known("--work", (arguments.work,), WORKS)
-    out = results_folder(arguments, "gpu")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out: {out} is not empty, expected a new folder")
+    out = results_folder(arguments, "gpu", new=True)
     for option, number, least in (("--steps", arguments.steps, 2), ("--repeat", arguments.repeat, 1)):
         if number is not None and number < least:
             raise UserError(f"{option}: got {number}, expected at least {least}")

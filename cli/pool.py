@@ -14,7 +14,6 @@ from ..trainers.errors import UserError
 from .outcome import DONE, FAILED, stop_on_sigterm
 
 FOLDER = Path("runs/pool")
-TRACE = "pool_trace.jsonl"
 STOP_S = 60.0
 """Seconds within which a pool that is told to stop must have ended."""
 LOOK_S = 0.5
@@ -96,7 +95,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     from ..trainers.run.pool_folder import find_pool
-    from ..trainers.supervision.cleanup import is_running
+    from ..trainers.supervision.cleanup import wait_until_ended
 
     served = find_pool(arguments.dir)
     if not arguments.force:
@@ -107,14 +106,12 @@ def _stop(arguments: argparse.Namespace) -> int:
         if tenants:
             raise UserError(f"pool: {', '.join(tenants)} use(s) it, expected no tenant; --force stops it anyway")
     os.kill(served.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_S
-    while is_running(served.pid) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-    return FAILED if is_running(served.pid) else DONE
+    return DONE if wait_until_ended(lambda: [served.pid], STOP_S) else FAILED
 
 
 def _report(arguments: argparse.Namespace) -> int:
     from ..trainers.timeshare.picture import pool_report
+    from ..trainers.timeshare.pool_calls import TRACE
 
     path = arguments.dir / TRACE
     try:

@@ -94,7 +94,7 @@ class WorkerSetup:
     bucket_bytes: int
     """Size of the largest bucket of weights in bytes, a multiple of 64."""
     keep_versions: bool = False
-    """Whether rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
+    """True if rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
     samples: SampleFile | None = None
     """File of episodes for people to read, which gets a line for each picked row; None when none is written."""
     one_host: bool = True

@@ -21,7 +21,7 @@ class Figures:
     summary: dict[str, float]
     """Figures by name, `gpu.{work}.{figure}`."""
     conditions: Mapping[str, Any]
-    """Where, and with which settings, the figures were measured."""
+    """Machine and settings with which the figures were measured."""
     notes: list[str] = field(default_factory=list)
     """Sentences about figures that are left out, and why."""
     complaints: list[str] = field(default_factory=list)

@@ -58,10 +58,10 @@ def uninterrupted(tmp_path_factory):
     return figures_of(run_dir)
 
 
-def figures_of(run_dir):
-    """What does not depend on time, of the steps that count."""
+def figures_of(run_dir, names=FIGURES):
+    """Step -> figures of the steps that count, by metrics that do not depend on time."""
     records, _ = read_metrics(run_dir / "metrics.jsonl")
-    return {line["step"]: [line[name] for name in FIGURES] for line in records if "reward/mean" in line}
+    return {line["step"]: [line[name] for name in names] for line in records if "reward/mean" in line}
 
 
 @pytest.mark.timeout(600)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.tests.drills.test_kill_drill import FIGURES
+from headrace.tests.drills.test_kill_drill import FIGURES, figures_of
 from headrace.tests.drills.test_random_kills import wait_for_a_moment
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_journal_resume import kill_all
-from headrace.trainers.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.drill
 
@@ -27,14 +26,7 @@ ROUTED = (
     "rollout.num_engines=2",
     "validation.every=0",
 )
-ROUTE_FIGURES = ("routes/native_agreement", "logprob/mismatch_mean", "moe/aux_loss", "moe/load_imbalance")
-
-
-def figures_of(run_dir: Path) -> dict[int, list[float]]:
-    """What does not depend on time, of the steps that count: step -> FIGURES and ROUTE_FIGURES."""
-    records, _ = read_metrics(run_dir / "metrics.jsonl")
-    names = (*FIGURES, *ROUTE_FIGURES)
-    return {line["step"]: [line[name] for name in names] for line in records if "reward/mean" in line}
+ROUTE_FIGURES = (*FIGURES, "routes/native_agreement", "logprob/mismatch_mean", "moe/aux_loss", "moe/load_imbalance")
 
 
 @pytest.mark.timeout(9000)
@@ -43,7 +35,7 @@ def test_a_killed_run_repeats_its_figures_and_its_routes(tmp_path: Path, kills: 
     settings = (*ROUTED, f"algorithm.steps={steps}")
     code, output = runs.run(tmp_path / "whole", *settings, timeout_s=2400)
     assert code == 0, output
-    expected = figures_of(tmp_path / "whole")
+    expected = figures_of(tmp_path / "whole", ROUTE_FIGURES)
     assert list(expected) == list(range(1, steps + 1))
     dice, run_dir = random.Random(19), tmp_path / "run"
     process = runs.start(run_dir, *settings)
@@ -52,7 +44,7 @@ def test_a_killed_run_repeats_its_figures_and_its_routes(tmp_path: Path, kills: 
         kill_all(process, run_dir)
         process = runs.start(run_dir, *settings, "--resume")
     runs.succeed(process, timeout_s=2400)
-    found = figures_of(run_dir)
+    found = figures_of(run_dir, ROUTE_FIGURES)
     assert list(found) == list(expected)
     for step, figures in expected.items():
         assert found[step] == pytest.approx(figures, rel=1e-6), f"step {step}"

@@ -34,9 +34,9 @@ class Example:
     """Packages that it imports, besides those of the core."""
     overrides: tuple[str, ...] = ()
     makes_model: bool = True
-    """Whether it trains the tiny chat model that examples/agent makes."""
+    """True if the example trains the tiny chat model that examples/agent makes."""
     several_rows: bool = False
-    """Whether each of its episodes has more than one row."""
+    """True if each episode of the example has more than one row."""
 
 
 LEARNS = {

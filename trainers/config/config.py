@@ -292,6 +292,12 @@ class Config(Section):
         )
 
     @property
+    def engine_gpus(self) -> tuple[tuple[int, ...], ...]:
+        """GPUs of each engine as `resources.rollout_gpus` lists them; () if it is unset."""
+        gpus, tp = self.resources.rollout_gpus or (), self.rollout.tp
+        return tuple(tuple(gpus[first : first + tp]) for first in range(0, len(gpus), tp))
+
+    @property
     def rows_per_group(self) -> int:
         """Number of rows of each group in the data plane, including those that an episode leaves unused."""
         return self.algorithm.group_size * self.environment.max_rows

@@ -14,7 +14,7 @@ def pool_problems(config: Config) -> list[str]:
 
 
 def _map_problems(config: Config, because: str) -> list[str]:
-    resources, tp = config.resources, config.rollout.tp
+    resources = config.resources
     if resources.trainer_gpus is None or resources.rollout_gpus is None:
         return [f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool"]
     problems = []
@@ -24,7 +24,7 @@ def _map_problems(config: Config, because: str) -> list[str]:
             f"resources.trainer_gpus: got GPU {beyond[0]} {because}, expected GPUs of resources.rollout_gpus, because "
             "engines use the GPUs of training in the meantime"
         )
-    shards = [rollout[first : first + tp] for first in range(0, len(rollout), tp)]
+    shards = config.engine_gpus
     if len(shards) < 2:
         problems.append(
             f"rollout.num_engines: got {config.rollout.num_engines} {because}, expected at least 2, because one engine "

@@ -85,7 +85,7 @@ class Roles(Protocol):
 
     @property
     def lends(self) -> bool:
-        """Whether train workers give their GPUs to other runs whenever they do not compute. They must then not wait for
+        """True if train workers give their GPUs to other runs whenever they do not compute. They must then not wait for
         rollouts, which may need the GPUs of a run that waits for theirs, in the same way."""
         ...
 
@@ -108,7 +108,7 @@ class Roles(Protocol):
 
 
 class _OwnGpus:
-    """What holds for a run whose GPUs are its own."""
+    """Answers of a run whose GPUs are its own: nobody outside the run gives it orders."""
 
     lends = False
 

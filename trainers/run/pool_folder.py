@@ -19,7 +19,7 @@ is imported."""
 
 @dataclass(frozen=True, slots=True)
 class ServedPool:
-    """Where a pool is."""
+    """Name, address and process of a pool that is running."""
 
     name: str
     address: str

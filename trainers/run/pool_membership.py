@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..grpo.borrowing.shards import Shards
 from ..grpo.freed_memory import TrainerMemory
 from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
-from ..supervision.cleanup import is_running
+from ..supervision.cleanup import wait_until_ended
 from ..supervision.heartbeat import Heartbeat
 from ..timeshare.commands import Processes
 from ..timeshare.plan import TenantMap
@@ -31,16 +30,13 @@ STAGES_OF_AN_ORDER = 4
 """Largest number of stages in which an order waits for actors: each may take this part of `pool.order_timeout_s`."""
 END_S = 30.0
 """Seconds within which the processes of a run that ends must be gone."""
-LOOK_S = 0.05
-"""Seconds between two looks at processes that are ending."""
 
 
 def tenant_map(config: Config) -> TenantMap:
     """Return the GPUs that the run may be granted, by the numbers of `resources.trainer_gpus` and `rollout_gpus`."""
-    train, rollout, tp = config.resources.trainer_gpus, config.resources.rollout_gpus, config.rollout.tp
-    assert train is not None and rollout is not None, "pool_problems demands both"
-    shards = tuple(rollout[first : first + tp] for first in range(0, len(rollout), tp))
-    return TenantMap(config.run.name, config.pool.weight, train, shards)
+    train = config.resources.trainer_gpus
+    assert train is not None, "pool_problems demands it, and resources.rollout_gpus"
+    return TenantMap(config.run.name, config.pool.weight, train, config.engine_gpus)
 
 
 class PoolMembership:
@@ -98,10 +94,7 @@ class PoolMembership:
     def leave(self, pids: Callable[[], list[int]]) -> None:
         """Leave the pool, once the processes of the run's actors on this host, whose ids `pids` returns, have ended.
         Idempotent."""
-        deadline = time.monotonic() + END_S
-        while any(map(is_running, pids())) and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
-        if not any(map(is_running, pids())):
+        if wait_until_ended(pids, END_S):
             self.tenant.leave()
         else:
             self.tenant.stop()  # the pool ends them when it misses the signs of life

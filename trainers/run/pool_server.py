@@ -33,13 +33,7 @@ def served_pool(
     the cluster has a pool of this name already, or not as many GPUs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(
-        address=address,
-        num_cpus=num_cpus,
-        demand=Demand(0, 0, 0),
-        namespace=NAMESPACE,
-        object_store_mib=MIN_OBJECT_STORE_MIB,
-    )
+    cluster = _cluster(address, num_cpus)
     try:
         present = int(ray.cluster_resources().get("GPU", 0))
         if num_gpus is None and not present:
@@ -61,6 +55,17 @@ def served_pool(
         cluster.close()
 
 
+def _cluster(address: str | None, num_cpus: int | None) -> Cluster:
+    """Connect this process to the Ray cluster at `address`, or start one; see `served_pool`."""
+    return Cluster(
+        address=address,
+        num_cpus=num_cpus,
+        demand=Demand(0, 0, 0),
+        namespace=NAMESPACE,
+        object_store_mib=MIN_OBJECT_STORE_MIB,
+    )
+
+
 def start_actor(folder: Path, name: str, num_gpus: int) -> Any:
     """Start the actor of a pool in the Ray cluster that this process has joined; returns Ray's handle of it. Raises
     UserError if the cluster has a pool of this name already."""
@@ -77,13 +82,7 @@ def start_actor(folder: Path, name: str, num_gpus: int) -> Any:
 @contextmanager
 def joined(served: ServedPool) -> Iterator[PoolClient]:
     """Context manager that connects to a pool's cluster and yields a client of the pool."""
-    cluster = Cluster(
-        address=served.address,
-        num_cpus=None,
-        demand=Demand(0, 0, 0),
-        namespace=NAMESPACE,
-        object_store_mib=MIN_OBJECT_STORE_MIB,
-    )
+    cluster = _cluster(served.address, None)
     try:
         yield PoolClient(served.name)
     finally:

@@ -15,9 +15,9 @@ import numpy as np
 from rich.table import Table
 
 from ...version import __version__
-from ..timeshare.lanes import PoolEvent
 from ..timeshare.picture import pool_report
 from ..timeshare.pool import Pool, PoolBounds
+from ..timeshare.pool_calls import PoolEvent
 from .first_come import FirstComePool
 from .pool_config import Policy, PoolFile
 from .pool_simulation import PoolSimulation, TenantFigures
@@ -40,7 +40,7 @@ class SimulatedPool:
     """Simulated time at which the simulation ended."""
     tenants: list[TenantFigures]
     events: list[PoolEvent]
-    """What happened on each GPU; empty if that was not kept."""
+    """Events of each GPU; empty if they were not kept."""
     num_rejected: int
     """Number of plans that broke a check, and were not carried out."""
 

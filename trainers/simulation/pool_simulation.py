@@ -15,7 +15,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ..timeshare.commands import (
     Ask,
@@ -32,17 +31,17 @@ from ..timeshare.commands import (
     Unregister,
 )
 from ..timeshare.demand import Demand
-from ..timeshare.lanes import PoolEvent, Stage
 from ..timeshare.plan import Priority, Role
 from ..timeshare.pool import Pool
+from ..timeshare.pool_calls import Event, PoolEvent, Stage
 from .pool_config import SwitchSection
 from .pool_tenants import PhaseSeconds, TenantSpec
 
 
 @dataclass(slots=True)
 class TenantFigures:
-    """What became of one tenant between the end of the warm-up and the end of the simulation. GPU seconds count each
-    GPU by itself."""
+    """Figures of one tenant between the end of the warm-up and the end of the simulation. GPU seconds count each GPU by
+    itself."""
 
     name: str
     weight: float
@@ -406,7 +405,7 @@ class PoolSimulation:
         tenant: _Tenant,
         role: Role,
         gpus: Iterable[int],
-        event: Literal["grant", "release"] | Stage,
+        event: Event,
         seconds: float | None = None,
     ) -> None:
         if self._trace is None:

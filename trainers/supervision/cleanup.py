@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psutil
 
@@ -84,6 +84,12 @@ def is_running(pid: int) -> bool:
     return any(is_alive(process) for process in _processes([pid]))
 
 
+def wait_until_ended(pids: Callable[[], Iterable[int]], timeout_s: float) -> bool:
+    """Wait until none of the processes that `pids` returns is alive, for `timeout_s` seconds at most. Returns whether
+    that is so."""
+    return _wait(lambda: any(map(is_running, pids())), timeout_s)
+
+
 def _processes(pids: Iterable[int]) -> set[psutil.Process]:
     """Return the processes of `pids` that exist."""
     found = set()
@@ -126,9 +132,17 @@ def kill_process(process: psutil.Process) -> None:
 def _wait_until_gone(processes: list[psutil.Process]) -> None:
     """Wait until the processes are gone. A zombie counts as gone, unlike in psutil.wait_procs, because its parent may
     be slow to notice."""
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while any(is_alive(process) for process in processes) and time.monotonic() < deadline:
+    _wait(lambda: any(map(is_alive, processes)), END_TIMEOUT_S)
+
+
+def _wait(alive: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until `alive` returns False, for `timeout_s` seconds at most. Returns whether it did."""
+    deadline = time.monotonic() + timeout_s
+    while alive():
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(POLL_S)
+    return True
 
 
 def _describe(process: psutil.Process) -> str:

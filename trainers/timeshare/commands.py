@@ -15,7 +15,7 @@ from .plan import Priority, Role, TenantMap
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Where the processes of a tenant are found, so that they can be ended, and be seen dead."""
+    """Address of a tenant's processes, by which the pool ends them and sees them dead."""
 
     host: str
     """Name of the driver's host."""

@@ -5,33 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NotRequired, TypedDict
 
 from ..errors import UserError
 from .plan import Role
-
-Stage = Literal["shrink", "drain", "sleep", "memory", "wake", "sync", "onload", "offload"]
-"""Part of a switch of a GPU from one role to another."""
+from .pool_calls import PoolEvent, Stage
 
 TOGETHER_S = 0.005
 """Largest pause in seconds between two stages that are parts of one switch."""
-
-
-class PoolEvent(TypedDict):
-    """Something that happened on one GPU of a pool; one line of `pool_trace.jsonl`."""
-
-    t: float
-    """Seconds from the pool's start to the moment at which it was done."""
-    gpu: int
-    """Number of the GPU in the pool."""
-    tenant: str | None
-    """Name of the tenant."""
-    role: Role | None
-    """Role of the tenant."""
-    event: Literal["grant", "release"] | Stage
-    """What was done. From its grant to its release, the GPU is held by the tenant's role."""
-    seconds: NotRequired[float]
-    """Seconds that it took, all before `t`. Those of a grant are the wait for it. Absent: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ..observe.page import card, page, table
-from .lanes import Lane, PoolEvent, PoolTrace, Switch, pool_trace
+from .lanes import Lane, PoolTrace, Switch, pool_trace
 from .plan import Role
+from .pool_calls import PoolEvent
 
 LANE, GAP, AXIS = 22, 6, 22
 """Height of a lane, space between two lanes, and height of the axis, in pixels."""

@@ -26,7 +26,7 @@ from .dead_tenants import driver_is_gone, end_processes
 from .gap import gaps
 from .plan import Role
 from .pool import Pool, PoolBounds
-from .pool_calls import PoolStatus, StageNote, TenantLine, WaitLine
+from .pool_calls import TRACE, PoolStatus, StageNote, TenantLine, WaitLine
 from .pool_journal import PoolJournal
 from .pool_trace import TraceWriter, holders
 
@@ -55,9 +55,8 @@ class PoolActor:
         folder = Path(setup.folder)
         self._began = _began(folder / "pool.json")
         self._journal = PoolJournal(folder / "pool.journal", Pool(setup.num_gpus, setup.bounds))
-        self._trace = TraceWriter(folder / "pool_trace.jsonl", self._began, holders(self._pool))
+        self._trace = TraceWriter(folder / TRACE, self._began, holders(self._pool))
         self._changed = asyncio.Event()  # replaced each time it is set
-        self._num_plans = 0
         self._left: dict[str, str] = {}
         """What is left of the processes of suspect tenants: name -> sentence."""
         for name in list(self._pool.tenants):  # they could not show that they live while this process was not there
@@ -112,7 +111,6 @@ class PoolActor:
             (*self._waits(now_s), *self._orders_out(now_s)),
             tuple(pool.rejected),
             pool.num_rejected,
-            self._num_plans,
             os.getpid(),
         )
 
@@ -122,10 +120,8 @@ class PoolActor:
         return time.time() - self._began
 
     def _apply(self, command: Command) -> None:
-        before = self._pool.running
         now_s = self._now_s()
         self._journal.apply(now_s, command)
-        self._num_plans += self._pool.running is not None and self._pool.running is not before
         self._trace.note_state(now_s, self._pool)
         self._save_rejected()
         changed, self._changed = self._changed, asyncio.Event()

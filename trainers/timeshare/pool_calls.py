@@ -1,23 +1,43 @@
-"""Defines what a pool tells: its status, and the stages of a switch that tenants report to it. All are plain data."""
+"""Defines what a pool tells: its status, the stages of switches that tenants report, and the lines of its trace."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NotRequired, TypedDict
 
 from .plan import Role
 
-Event = Literal[
-    "grant", "release", "shrink", "drain", "sleep", "memory", "wake", "sync", "offload", "onload"
-]  # fmt: skip
+Stage = Literal["shrink", "drain", "sleep", "memory", "wake", "sync", "onload", "offload"]
+"""Part of a switch of a GPU from one role to another."""
+
+Event = Literal["grant", "release"] | Stage
 """Kind of a line of pool_trace.jsonl. `grant` and `release` say who holds a GPU; the others are stages of a switch."""
+TRACE = "pool_trace.jsonl"
+"""File in a pool's folder with a line for each `PoolEvent`."""
+
+
+class PoolEvent(TypedDict):
+    """Something that happened on one GPU of a pool; one line of `pool_trace.jsonl`."""
+
+    t: float
+    """Seconds from the pool's start to the moment at which it was done."""
+    gpu: int
+    """Number of the GPU in the pool."""
+    tenant: str | None
+    """Name of the tenant."""
+    role: Role | None
+    """Role of the tenant."""
+    event: Event
+    """Kind of the event. From its grant to its release, the GPU is held by the tenant's role."""
+    seconds: NotRequired[float]
+    """Seconds that it took, all before `t`. Those of a grant are the wait for it. Absent: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageNote:
     """One stage of a switch, as the tenant that went through it measured it."""
 
-    event: Event
+    event: Stage
     role: Role
     gpus: tuple[int, ...]
     """Numbers of the GPUs in the pool."""
@@ -78,7 +98,5 @@ class PoolStatus:
     rejected: tuple[str, ...]
     """What was wrong with the last plan that broke a check; empty if none did."""
     num_rejected: int
-    num_plans: int
-    """Number of plans since the pool's process was started."""
     pid: int
     """Id of the process that keeps the pool; another one after a restart."""

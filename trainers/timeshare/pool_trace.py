@@ -1,9 +1,4 @@
-"""Writes pool_trace.jsonl, a line for each change of a GPU's holder and for each stage of a switch.
-
-A line is {"t": seconds since the pool's start, "gpu": its number, "tenant": name, "role": "train" or "rollout",
-"event": see `pool_calls.Event`}. The line of a stage also has "seconds", and its "t" is the time of the stage's end.
-The line of a grant to train workers has the seconds for which it was waited for.
-"""
+"""Writes pool_trace.jsonl, a line for each change of a GPU's holder and for each stage of a switch: a `PoolEvent`."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from pathlib import Path
 from .commands import Order
 from .plan import Role
 from .pool import Pool
-from .pool_calls import StageNote
+from .pool_calls import Event, PoolEvent, StageNote
 
 Holder = tuple[str, Role]
 """Tenant that holds a GPU, and for which of its roles."""
@@ -79,8 +74,8 @@ class TraceWriter:
                 for gpu in (gpu for shard in order.shards for gpu in shards[shard]):
                     self._write(now_s, gpu, (order.tenant, "rollout"), "shrink")
 
-    def _write(self, t: float, gpu: int, holder: Holder, event: str, seconds: float | None = None) -> None:
-        line = {"t": round(t, 4), "gpu": gpu, "tenant": holder[0], "role": holder[1], "event": event}
+    def _write(self, t: float, gpu: int, holder: Holder, event: Event, seconds: float | None = None) -> None:
+        line = PoolEvent(t=round(t, 4), gpu=gpu, tenant=holder[0], role=holder[1], event=event)
         if seconds is not None:
             line["seconds"] = round(seconds, 4)
         self._file.write(json.dumps(line) + "\n")

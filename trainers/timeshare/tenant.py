@@ -49,8 +49,6 @@ class Tenant:
         self._done: dict[int, Outcome] = {}
         """Outcomes of the last orders by number, in case the pool has not received one."""
         self._joined = False
-        self.waited_s = 0.0
-        """Seconds for which `hold` has waited so far."""
 
     def join(self) -> None:
         """Register in the pool, and show from now on that this run lives. Raises UserError if it is refused."""
@@ -67,12 +65,10 @@ class Tenant:
     def hold(self, role: Role, priority: Priority, on_wait: Callable[[], None] = lambda: None) -> None:
         """Wait until the pool has granted all GPUs of a role. The wait lasts for as long as the pool answers, because
         other tenants may hold them for long. on_wait: called about every POLL_S seconds meanwhile. Idempotent."""
-        began = time.monotonic()
         self._client.send(Ask(self.map.name, role, priority))
         while not self._client.wait_for_grant(self.map.name, role, POLL_S):
             self.check()
             on_wait()
-        self.waited_s += time.monotonic() - began
 
     def open_rollouts(self, groups: int) -> None:
         """Ask for GPUs to generate on, without waiting for them. groups: number of groups that are expected."""

@@ -107,7 +107,7 @@ def expect_answer(request_id: str, completions: list[Completion], params: Sampli
 
 
 def counting(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
-    """What comes next depends on where it is: 1, 2, 3, ... up to 40, from wherever the prompt of one token ends."""
+    """A script that counts 1, 2, 3, ... up to 40 behind a prompt of one token, and goes on from wherever it was cut."""
     return list(range(len(prompt_ids), 41))
 
 

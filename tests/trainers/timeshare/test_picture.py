@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from headrace.trainers.errors import UserError
-from headrace.trainers.timeshare.lanes import PoolEvent, Segment, pool_trace
+from headrace.trainers.timeshare.lanes import Segment, pool_trace
 from headrace.trainers.timeshare.picture import pool_report
+from headrace.trainers.timeshare.pool_calls import PoolEvent
 
 
 def event(t: float, gpu: int, tenant: str, role: str, what: str, seconds: float | None = None) -> PoolEvent:

@@ -32,7 +32,7 @@ BIAS = "e_score_correction_bias"
 """Name of the buffer of routers that holds the biases of experts."""
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a router returns for T tokens: logits `[T, E]`, gates `[T, k]` and expert ids, int64 `[T, k]`."""
+"""Tuple that a router returns for T tokens: logits `[T, E]`, gates `[T, k]` and expert ids, int64 `[T, k]`."""
 
 
 def find_routers(model: Any, layers: Iterable[int], why: str) -> list[tuple[str, Any]]:

@@ -76,7 +76,7 @@ def _gradient_kernel(
 def softmax_sums(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Do what `vocab_logprobs.softmax_sums` does, in one kernel."""
+    """Do what `logprobs.softmax_sums` does, in one kernel."""
     rows, width = logits.shape
     log_totals, picked = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
     entropies = torch.empty_like(picked) if with_entropy else None
@@ -98,7 +98,7 @@ def softmax_gradient(
     entropies: torch.Tensor | None,
     of_entropies: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Do what `vocab_logprobs.softmax_gradient` does, in one kernel, in place of `logits`."""
+    """Do what `logprobs.softmax_gradient` does, in one kernel, in place of `logits`."""
     rows, width = logits.shape
     with_entropy = entropies is not None and of_entropies is not None
     if rows:

@@ -26,10 +26,10 @@ from ....actors.memory import ProcessMemory
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
-from ...supervision.cleanup import is_running
+from ...supervision.cleanup import wait_until_ended
 from ...timeshare.commands import Order, Outcome
 from ...timeshare.plan import Role, TenantMap
-from ...timeshare.pool_calls import Event, StageNote
+from ...timeshare.pool_calls import Stage, StageNote
 from ..freed_memory import fallen
 from ..weight_sync import HEALTH_S, WeightSync
 
@@ -38,8 +38,6 @@ FALL_S = 10.0
 """Seconds within which the memory of a shard that sleeps must have fallen."""
 DEATH_S = 10.0
 """Seconds within which a killed engine's process must have ended."""
-LOOK_S = 0.05
-"""Seconds between two looks at a process that is ending."""
 
 ATTEMPTS = 3
 """Number of times that a shard tries to get a version while train workers die."""
@@ -134,7 +132,7 @@ class Shards:
                 self._asleep_since[name] = now
             return asleep_s
 
-    def timed(self, event: Event, role: Role, gpus: Sequence[int], began: float) -> StageNote:
+    def timed(self, event: Stage, role: Role, gpus: Sequence[int], began: float) -> StageNote:
         """Return the note of a stage that has just ended and began at `time.monotonic` time `began`."""
         return StageNote(event, role, tuple(gpus), time.time(), time.monotonic() - began)
 
@@ -284,12 +282,10 @@ class Shards:
         engine.handle.kill()
         engine.dead = engine.asleep = engine.broken = True
         self._asleep_since.setdefault(engine.name, time.monotonic())
-        deadline = time.monotonic() + DEATH_S
-        while is_running(engine.handle.info.pid) and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+        wait_until_ended(lambda: [engine.handle.info.pid], DEATH_S)
 
     @contextmanager
-    def _stage(self, event: Event, engines: Sequence[Engine]) -> Iterator[None]:
+    def _stage(self, event: Stage, engines: Sequence[Engine]) -> Iterator[None]:
         began = time.monotonic()
         yield
         numbers = {engine.name: number for number, engine in enumerate(self._actors.engines.engines)}

@@ -10,8 +10,7 @@ import torch
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.dataplane.topology import Topology
-from headrace.tests.trainers.backends.backend_ranks import run_on_ranks
-from headrace.tests.trainers.backends.router_replay.replay_ranks import SP, ReplayCase, run_case, run_cases
+from headrace.tests.trainers.backends.router_replay.replay_ranks import SP, ReplayCase, outcomes, run_case
 from headrace.tests.trainers.backends.router_replay.routed_rows import save_moe
 
 pytestmark = [pytest.mark.megatron, pytest.mark.processes]
@@ -89,24 +88,20 @@ def test_megatron_on_one_rank(model: str, expected: dict[str, Any]) -> None:
 
 
 def test_each_mesh_balances_as_one_rank_does(model: str, expected: dict[str, Any], tmp_path: Path) -> None:
-    ranks = run_on_ranks(run_cases, 2, tmp_path / "run", SHORT, model)
-    for case in SHORT:
-        assert_alike(case, [rank[case.name] for rank in ranks], expected)
+    for case, ranks in outcomes(2, tmp_path / "run", SHORT, model):
+        assert_alike(case, ranks, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_full_product(model: str, expected: dict[str, Any], tmp_path: Path, world: int) -> None:
-    cases = [case for case in PRODUCT if case.topology.world == world]
-    ranks = run_on_ranks(run_cases, world, tmp_path / "run", cases, model)
-    for case in cases:
-        assert_alike(case, [rank[case.name] for rank in ranks], expected)
+    for case, ranks in outcomes(world, tmp_path / "run", PRODUCT, model):
+        assert_alike(case, ranks, expected)
 
 
 @pytest.mark.slow
 def test_meshes_count_replayed_experts(model: str, tmp_path: Path) -> None:
     one = run_case(0, ReplayCase("one rank", "fsdp", Topology(1), {"packing": "none", **MOE}), model)
-    ranks = run_on_ranks(run_cases, 2, tmp_path / "run", REPLAYED, model)
-    for case in REPLAYED:
-        assert_alike(case, [rank[case.name] for rank in ranks], one)
+    for case, ranks in outcomes(2, tmp_path / "run", REPLAYED, model):
+        assert_alike(case, ranks, one)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from headrace.actors.train.stage_fields import stage_batch, stage_fields
 from headrace.codecs.tokens.context_slices import slice_batch
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec
 from headrace.dataplane.topology import Place, Topology
-from headrace.tests.trainers.backends.backend_ranks import Row, backend_config, random_rows, weights_of
+from headrace.tests.trainers.backends.backend_ranks import Row, backend_config, random_rows, run_on_ranks, weights_of
 from headrace.tests.trainers.backends.router_replay.routed_rows import TEMPERATURE, random_routes, routed, spec_of
 
 NUM_ROWS = 12
@@ -73,9 +74,19 @@ def shares(topology: Topology, place: Place, spec: RouteSpec, seed: int) -> list
 
 
 def run_cases(rank: int, world: int, cases: Sequence[ReplayCase], model: str) -> dict[str, Any]:
-    """Return the steps, log-probs and weights of all cases with `world` ranks, run one after the other."""
+    """Return the steps, log-probs and weights of all cases, which have `world` ranks, run one after the other."""
     torch.set_num_threads(1)
-    return {case.name: run_case(rank, case, model) for case in cases if case.topology.world == world}
+    return {case.name: run_case(rank, case, model) for case in cases}
+
+
+def outcomes(
+    world: int, folder: Path, cases: Sequence[ReplayCase], model: str
+) -> Iterator[tuple[ReplayCase, list[dict[str, Any]]]]:
+    """Run the cases with `world` ranks, and yield each with what its ranks return."""
+    cases = [case for case in cases if case.topology.world == world]
+    ranks = run_on_ranks(run_cases, world, folder, cases, model)
+    for case in cases:
+        yield case, [rank[case.name] for rank in ranks]
 
 
 def run_case(rank: int, case: ReplayCase, model: str) -> dict[str, Any]:

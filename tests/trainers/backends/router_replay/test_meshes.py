@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from headrace.dataplane.topology import Topology
-from headrace.tests.trainers.backends.backend_ranks import run_on_ranks
-from headrace.tests.trainers.backends.router_replay.replay_ranks import SP, ReplayCase, run_case, run_cases
+from headrace.tests.trainers.backends.router_replay.replay_ranks import SP, ReplayCase, outcomes, run_case
 from headrace.tests.trainers.backends.router_replay.routed_rows import save_moe
 
 pytestmark = [pytest.mark.megatron, pytest.mark.processes]
@@ -80,16 +79,13 @@ def assert_alike(case: ReplayCase, ranks: list[dict[str, Any]], expected: dict[s
 
 
 def test_each_mesh_replays_as_one_rank_does(model: str, expected: dict[str, Any], tmp_path: Path) -> None:
-    ranks = run_on_ranks(run_cases, 2, tmp_path / "run", SHORT, model)
-    for case in SHORT:
-        assert_alike(case, [rank[case.name] for rank in ranks], expected)
+    for case, ranks in outcomes(2, tmp_path / "run", SHORT, model):
+        assert_alike(case, ranks, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_full_product(model: str, expected: dict[str, Any], tmp_path: Path, world: int) -> None:
-    cases = [case for case in PRODUCT if case.topology.world == world]
-    ranks = run_on_ranks(run_cases, world, tmp_path / "run", cases, model)
-    for case in cases:
-        assert_alike(case, [rank[case.name] for rank in ranks], expected)
+    for case, ranks in outcomes(world, tmp_path / "run", PRODUCT, model):
+        assert_alike(case, ranks, expected)
