@@ -14,7 +14,7 @@ import torch
 from headrace.actors.engines.config import ModelConfig, RolloutConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
 from headrace.actors.engines.protocol import EngineBroken, SamplingParams
-from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
+from headrace.actors.engines.scripted import ScriptedEngine, random_tokens, request_latency
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver
 
 
@@ -58,18 +58,25 @@ def test_abort_returns_the_share_that_had_time_to_flow() -> None:
 
 
 def test_latencies_are_seeded_and_run_side_by_side() -> None:
-    async def order(seed: int) -> list[str]:
-        engine = ScriptedEngine(countdown, latency_s=0.02, latency_sigma=1.0, seed=seed)
-        finished: list[str] = []
+    # With so wide a distribution the quickest of nine requests takes milliseconds and the slowest takes minutes.
+    names = [f"r{index}" for index in range(9)]
+    latencies = {name: request_latency(name, 1, 0.5, 6.0) for name in names}
+    assert latencies == {name: request_latency(name, 1, 0.5, 6.0) for name in names}
+    assert latencies != {name: request_latency(name, 2, 0.5, 6.0) for name in names}
+    slow, *_, quick = sorted(names, key=lambda name: -latencies[name])
+    assert latencies[quick] < 0.1 and latencies[slow] > 300.0
 
-        async def one(name: str) -> None:
-            await engine.generate(name, [1], SamplingParams())
-            finished.append(name)
+    async def main() -> None:
+        engine = ScriptedEngine(countdown, latency_s=0.5, latency_sigma=6.0, seed=1)
+        waiting = asyncio.create_task(engine.generate(slow, [1], SamplingParams()))
+        await asyncio.sleep(0)
+        [done] = await engine.generate(quick, [1], SamplingParams())
+        assert done.finish_reason == "stop" and not waiting.done()
+        await engine.abort(slow)
+        assert (await waiting)[0].finish_reason == "abort"
+        await engine.close()
 
-        await asyncio.gather(*(one(f"r{index}") for index in range(5)))
-        return finished
-
-    assert asyncio.run(order(1)) == asyncio.run(order(1))
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_tokens_that_flowed_before_a_commit_carry_the_old_version(tmp_path: Path) -> None:
