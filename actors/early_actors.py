@@ -8,6 +8,7 @@ later calls go to that one.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +25,25 @@ CONFIGURE = "configure"
 """Name of the call that delivers the settings."""
 
 
+def enter(folder: str) -> None:
+    """Make `folder` the working folder of this process, so that relative paths of the configuration mean the same files
+    as in the driver. Ray starts the processes of a cluster that was running before in the folder of `ray start`. A
+    no-op on a host that has no such folder."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+
+
 class EarlyEngineActor:
     """Asynchronous Ray actor that becomes an EngineActor or a RolloutActor once it is configured."""
 
     def __init__(
-        self, host: Callable[[Any], EngineHost], modules: Sequence[str], gpus: Sequence[str] | None = None
+        self, host: Callable[[Any], EngineHost], modules: Sequence[str], gpus: Sequence[str] | None, folder: str
     ) -> None:
         """Start to import `modules`. host: function that makes the actual actor from its settings. gpus: CUDA's names
-        of the GPUs that the process may use; None leaves it those that Ray shows it."""
+        of the GPUs that the process may use; None leaves it those that Ray shows it. folder: the driver's working
+        folder."""
         show_gpus(gpus)  # before an import looks for GPUs
+        enter(folder)
         self._host = host
         self._imports = import_ahead(modules)
         self._actor: EngineHost | None = None
@@ -57,10 +68,11 @@ class EarlyEngineActor:
 class EarlyTrainActor:
     """Ray actor that becomes a TrainActor once it is configured."""
 
-    def __init__(self, modules: Sequence[str], gpus: Sequence[str] | None = None) -> None:
+    def __init__(self, modules: Sequence[str], gpus: Sequence[str] | None, folder: str) -> None:
         """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; None leaves it those that
-        Ray shows it."""
+        Ray shows it. folder: the driver's working folder."""
         show_gpus(gpus)  # before an import looks for GPUs
+        enter(folder)
         self._imports = import_ahead(modules)
         self._actor: TrainActor | None = None
 

@@ -1,23 +1,38 @@
-"""Calls one function in a process of its own, for as long as its standard input is open.
+"""Calls one function in a process of its own, which ends with the process that started it.
 
-The first line of the input is {"target": "module:name", "options": {...}, "path": [...]}, answered by {"ready": true}
-or {"failed": "..."}. Each further line is {"method": "__call__", "arguments": [...]}, answered by {"value": ...} or
-{"error": "..."}.
+The first line of the input is {"target": "module:name", "options": {...}, "path": [...], "parent": process id},
+answered by {"ready": true} or {"failed": "..."}. Each further line is {"method": "__call__", "arguments": [...]},
+answered by {"value": ...} or {"error": "..."}.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import inspect
 import json
 import os
+import signal
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 PROMPT = "__prompt__"
 """Key by which an argument is recognised as a prompt, whose fields become attributes."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Have Linux kill this process when process `parent` ends, also while a function hangs. Elsewhere the process ends
+    when its input is closed and no function runs."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had ended before
+        os._exit(1)
 
 
 def load(first: dict[str, Any]) -> Any:
@@ -49,7 +64,9 @@ def main() -> None:
         output.write(json.dumps(message, default=float) + "\n")
 
     try:
-        function = load(json.loads(sys.stdin.readline()))
+        first = json.loads(sys.stdin.readline())
+        end_with(first["parent"])
+        function = load(first)
     except BaseException as error:  # whatever a user's module raises at import
         write({"failed": f"{type(error).__name__}: {error}"})
         return

@@ -103,7 +103,8 @@ class UserProcesses:
             limit=_LINE_BYTES,
         )  # fmt: skip
         self._all.add(process)
-        first = json.dumps({**self._first, "path": [folder or os.getcwd() for folder in (*sys.path, "")]})
+        path = [folder or os.getcwd() for folder in (*sys.path, "")]
+        first = json.dumps({**self._first, "path": path, "parent": os.getpid()})
         try:
             said = await self._ask(process, first.encode() + b"\n", START_S)
         except BaseException as error:

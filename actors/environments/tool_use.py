@@ -10,8 +10,9 @@ import asyncio
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from ..user_processes import UserProcesses
 from ..user_threads import TooManyHang, UserThreads
 from .episode import Episode
 from .tools import Tool, build_tools
@@ -19,29 +20,58 @@ from .tools import Tool, build_tools
 CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 
-TOOL_TIMEOUT_S = 30.0
-"""Time limit in seconds for a tool's function, and again for awaiting the result of an `async def` tool. When it is
-exceeded, the policy gets an error text as the result."""
 NUM_TOOL_THREADS = 32
 """Largest number of tool functions that run in threads at the same time in a rollout actor. The awaiting of `async def`
 tools is not limited."""
+NUM_TOOL_PROCESSES = 4
+"""Largest number of processes of each tool in a rollout actor, with `runs=process`."""
 
 
 class ToolUse:
     """Plays episodes of up to `max_turns` turns; each turn ends with a tool call or with the answer.
 
-    Each tool call runs in a thread of its own, so that a tool that hangs does not hold up anything else. A tool may
-    also be an `async def`, which is awaited.
+    Each tool call runs in a thread of its own, so that a tool that hangs does not hold up anything else, or in one of
+    the tool's processes. A tool may also be an `async def`, which is awaited.
     """
 
-    def __init__(self, tools: Sequence[str] | Mapping[str, Tool] = ("calculator",), max_turns: int = 4) -> None:
+    def __init__(
+        self,
+        tools: Sequence[str] | Mapping[str, Tool] = ("calculator",),
+        max_turns: int = 4,
+        runs: Literal["thread", "process"] = "thread",
+        timeout_s: float = 30.0,
+        retries: int = 0,
+    ) -> None:
         """tools: names or import paths of the tools (see `build_tools`), or the tools by name. max_turns: largest
-        number of turns of an episode."""
-        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-            raise ValueError(f"environment.options.max_turns: got {max_turns!r}, expected a whole number >= 1")
+        number of turns of an episode. runs: place where tools given by an import path run. `process`: in processes of
+        their own, which are killed when a call takes too long. timeout_s: time limit in seconds for a tool's function,
+        and in a thread again for awaiting the result of an `async def`. When it is exceeded, the policy gets an error
+        text as the result. retries: number of times that a call in a process is tried again when it fails or takes too
+        long."""
+        for name, number, least in (("max_turns", max_turns, 1), ("retries", retries, 0)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"environment.options.{name}: got {number!r}, expected a whole number >= {least}")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise ValueError(f"environment.options.timeout_s: got {timeout_s!r}, expected a number of seconds > 0")
+        if runs not in ("thread", "process"):
+            raise ValueError(f"environment.options.runs: got {runs!r}, expected 'thread' or 'process'")
+        if retries and runs == "thread":
+            raise ValueError(
+                f"environment.options.retries: got {retries} with runs='thread', where a call is not tried again, "
+                "expected runs='process'"
+            )
         self._tools = tools if isinstance(tools, Mapping) else build_tools(tools)
+        own = [] if isinstance(tools, Mapping) or runs == "thread" else [entry for entry in tools if ":" in entry]
+        self._processes = {entry.rpartition(":")[2]: UserProcesses(entry, {}, NUM_TOOL_PROCESSES) for entry in own}
         self._max_turns = max_turns
+        self._timeout_s = float(timeout_s)
+        self._retries = retries
         self._threads = UserThreads("tools", NUM_TOOL_THREADS)
+
+    async def close(self) -> None:
+        """End the tools' processes. Idempotent."""
+        for processes in self._processes.values():
+            await processes.close()
 
     async def play(self, episode: Episode) -> None:
         """Play one episode.
@@ -74,10 +104,18 @@ class ToolUse:
         if tool is None:
             return f"error: no tool {name}, there is {', '.join(self._tools)}"
         try:
-            result: Any = await self._threads.call(f"tool {name!r}", lambda: tool(arguments), TOOL_TIMEOUT_S)
+            if name in self._processes:
+                return str(await self._processes[name].call([arguments], self._timeout_s, self._retries))
+            result: Any = await self._threads.call(f"tool {name!r}", lambda: tool(arguments), self._timeout_s)
             if inspect.isawaitable(result):
-                async with asyncio.timeout(TOOL_TIMEOUT_S):
-                    result = await result
+                limit = asyncio.timeout(self._timeout_s)
+                try:
+                    async with limit:
+                        result = await result
+                except TimeoutError:
+                    if limit.expired():
+                        return f"error: tool {name!r} did not return within {self._timeout_s:g} s"
+                    raise  # the tool's own
             return str(result)
         except TooManyHang:
             raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -11,6 +12,16 @@ from ...dataplane.traffic import Traffic
 from ..engines.router import LeftOut
 from ..protocols import Sample, Score, Span, SpanTable
 from .routes import RouteCounts
+
+MAX_ERRORS = 256
+"""Largest number of errors in a report."""
+MAX_ERROR_LENGTH = 500
+"""Largest number of characters of an error in a report."""
+
+
+def bounded(errors: Iterable[str]) -> tuple[str, ...]:
+    """Return the first MAX_ERRORS of `errors`, each cut to MAX_ERROR_LENGTH characters."""
+    return tuple(error[:MAX_ERROR_LENGTH] for error in islice(errors, MAX_ERRORS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +34,9 @@ class RolloutReport:
     failed: int
     """Number of rows whose reward or episode failed or whose generation was aborted. These rows are not trained on, and
     no reward statistic includes them."""
-    first_error: str
-    """Error of the first failed row; "" when none failed."""
+    errors: tuple[str, ...]
+    """Why rows failed: the error of each failed row, at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH
+    characters."""
     truncated: int
     """Number of rows whose response was cut off at max_new_tokens."""
     prompt_tokens: int
@@ -54,6 +66,11 @@ class RolloutReport:
     """Counts of the rows' routes; None if there are none, as without router replay."""
 
     @property
+    def first_error(self) -> str:
+        """Error of the first failed row; "" when none failed."""
+        return next(iter(self.errors), "")
+
+    @property
     def valid(self) -> int:
         """Number of rows that did not fail."""
         return self.rows - self.failed
@@ -71,7 +88,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
     return RolloutReport(
         rows=sum(r.rows for r in reports),
         failed=sum(r.failed for r in reports),
-        first_error=next((r.first_error for r in reports if r.first_error), ""),
+        errors=bounded(error for report in reports for error in report.errors),
         truncated=sum(r.truncated for r in reports),
         prompt_tokens=sum(r.prompt_tokens for r in reports),
         response_tokens=sum(r.response_tokens for r in reports),
@@ -115,13 +132,13 @@ class GroupFigures:
 
     rows: int
     failed: int
-    first_error: str
     truncated: int
     prompt_tokens: int
     response_tokens: int
     response_length_max: int
     reward_sum: float
     component_sums: dict[str, float]
+    errors: tuple[str, ...] = ()
     routes: RouteCounts = RouteCounts()
 
 
@@ -138,7 +155,7 @@ def group_figures(
     return GroupFigures(
         rows=len(samples),
         failed=len(failed),
-        first_error=next((score.error for score in failed if score.error), ""),
+        errors=bounded(score.error for score in failed),
         truncated=sum(sample.finish_reason == "length" for sample in samples),
         prompt_tokens=sum(len(sample.input_ids) for sample in samples) - sum(lengths),
         response_tokens=sum(lengths),
@@ -155,7 +172,7 @@ class RolloutTally:
 
     rows: int = 0
     failed: int = 0
-    first_error: str = ""
+    errors: tuple[str, ...] = ()
     truncated: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
@@ -172,7 +189,7 @@ class RolloutTally:
         """Add the counts and sums of a group. restored: True if the group comes from the journal."""
         self.rows += group.rows
         self.failed += group.failed
-        self.first_error = self.first_error or group.first_error
+        self.errors = bounded((*self.errors, *group.errors))
         self.truncated += group.truncated
         self.prompt_tokens += group.prompt_tokens
         self.response_tokens += group.response_tokens
@@ -190,7 +207,7 @@ class RolloutTally:
         return RolloutReport(
             rows=self.rows,
             failed=self.failed,
-            first_error=self.first_error,
+            errors=self.errors,
             truncated=self.truncated,
             prompt_tokens=self.prompt_tokens,
             response_tokens=self.response_tokens,

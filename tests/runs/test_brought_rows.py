@@ -41,7 +41,7 @@ def test_columns_reach_environment_reward_and_loss(tmp_path: Path) -> None:
         lines = [json.dumps({"prompt": f"r{number}=", "answer": "1", "level": level}) for number in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     columns = "[{name: level, dtype: int32}, {name: credit, kind: per_token}]"
-    mixture = f"[{{source: {tmp_path}/low.jsonl, weight: 3}}, {{source: {tmp_path}/high.jsonl}}]"
+    mixture = "[{source: low.jsonl, weight: 3}, {source: high.jsonl}]"  # in the run's folder, which is not that of Ray
     overrides = (
         "data.train=mixture", f"data.mixture={mixture}",
         f"data.columns={columns}", "environment.kind=brought:play", "loss.kind=brought:loss",

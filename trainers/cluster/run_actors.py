@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -305,7 +306,7 @@ class _ActorStarter:
         """Start the actor of `seat`. host: class of the early actor, with its first arguments. spec: function that
         derives the actor's settings."""
         options |= self._reservation.options(seat)
-        arguments = (*arguments, self._reservation.devices(seat))
+        arguments = (*arguments, self._reservation.devices(seat), os.getcwd())
 
         def start() -> Any:
             actor = ray.remote(max_restarts=0, **options)(host).remote(*arguments)

@@ -96,7 +96,7 @@ class Steps:
         grpo.retire(run, meta)
         fed = feed.settle()
         for report in fed.reports:
-            run.reward_errors.note(state.step, report.failed, report.rows, report.first_error)
+            run.reward_errors.note(state.step, report.failed, report.rows, report.errors)
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)

@@ -1,4 +1,4 @@
-"""Reports why rewards failed: each kind of failure once on the terminal, the first of each rollout call in a file."""
+"""Reports why rows failed: each kind of failure once on the terminal, and every failed row in a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 MAX_TOLD = 10
@@ -15,29 +16,31 @@ _log = logging.getLogger(__name__)
 
 
 class RewardErrors:
-    """Records the first failure of each rollout call in reward_errors.jsonl. The file is created with the first
-    record."""
+    """Records in reward_errors.jsonl why rows failed, a line for each rollout call with failed rows. The file is
+    created with the first line."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """folder: the run folder."""
         self._path = Path(folder) / "reward_errors.jsonl"
         self._told: set[str] = set()
 
-    def note(self, step: int, failed: int, rows: int, error: str) -> None:
-        """Record that `failed` of the `rows` rows of a rollout call, which ended in `step`, had no valid reward. error:
-        message of the first failure. A no-op if `failed` is 0."""
+    def note(self, step: int, failed: int, rows: int, errors: Sequence[str]) -> None:
+        """Record that `failed` of the `rows` rows of a rollout call, which ended in `step`, had no valid reward.
+
+        errors: the error of each of these rows, or of some if there are very many. A no-op if `failed` is 0."""
         if not failed:
             return
-        line = {"step": step, "failed_rows": failed, "rows": rows, "first_error": error}
+        line = {"step": step, "failed_rows": failed, "rows": rows, "errors": list(errors)}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        kind = kind_of(error)
-        if kind not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(kind)
-            _log.warning(
-                "step %d: %d of %d rows are not trained on: %s (told once; all such errors are in %s)",
-                step, failed, rows, error, self._path,
-            )  # fmt: skip
+        for error in errors:
+            kind = kind_of(error)
+            if kind not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(kind)
+                _log.warning(
+                    "step %d: %d of %d rows are not trained on, the first of this kind: %s (told once; all such errors "
+                    "are in %s)", step, failed, rows, error, self._path,
+                )  # fmt: skip
 
 
 def kind_of(error: str) -> str:

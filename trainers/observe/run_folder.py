@@ -41,7 +41,7 @@ class RunFolder:
     engines/        what vLLM's processes wrote, engine-N.log of each engine
     report.html     metrics and plots in one page that needs no network
     samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
-    reward_errors.jsonl  why rewards failed, a line for each rollout call with failed rows; only if any did
+    reward_errors.jsonl  why rows failed, a line for each rollout call with failed rows; only if any did
     incidents.txt   what died or failed while the run went on, a sentence a line; only if anything did
     error.txt       the traceback, when the run failed
     watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run

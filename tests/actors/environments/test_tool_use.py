@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import string
 import threading
 import time
@@ -22,7 +23,6 @@ from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.router import Router
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.environments import tool_use
 from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.host import EpisodeHost
@@ -121,7 +121,7 @@ def test_turns_and_tokens_are_bounded(ascii_tokenizer: Any) -> None:
         assert sample.finish_reason == "length"
 
 
-def test_a_slow_tool_holds_up_nobody_and_is_given_up(ascii_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tool_holds_up_nobody_and_is_given_up(ascii_tokenizer: Any) -> None:
     def slow(arguments: str) -> str:
         time.sleep(0.3)
         return "done"
@@ -130,15 +130,14 @@ def test_a_slow_tool_holds_up_nobody_and_is_given_up(ascii_tokenizer: Any, monke
     started = time.monotonic()
     samples = play(environment, ascii_tokenizer, ["<tool>slow: x</tool>", "{}"], n=4)
     assert [sample.text for sample in samples] == ["done"] * 4 and time.monotonic() - started < 1.1
-    monkeypatch.setattr(tool_use, "TOOL_TIMEOUT_S", 0.05)
+    environment = hosted(ToolUse({"slow": slow}, 2, timeout_s=0.05))
     (sample,) = play(environment, ascii_tokenizer, ["<tool>slow: x</tool>", "{}"])
     assert sample.text == "error: tool 'slow' did not return within 0.05 s"
 
 
 def test_hung_tools_hold_up_neither_weights_nor_the_journal_until_too_many_hang(
-    ascii_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ascii_tokenizer: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tool_use, "TOOL_TIMEOUT_S", 0.1)
     release, publisher = threading.Event(), Publisher(tmp_path)
 
     def hang(arguments: str) -> str:
@@ -148,7 +147,7 @@ def test_hung_tools_hold_up_neither_weights_nor_the_journal_until_too_many_hang(
     async def main() -> None:
         script = actor_of(ascii_tokenizer, ["<tool>hang: x</tool>", "{}"])
         engine = ScriptedEngine(script, tokenizer=ascii_tokenizer, receiver=receiver())
-        environment, prompt = hosted(ToolUse({"hang": hang}, 2)), Prompt("p", "q", "", {})
+        environment, prompt = hosted(ToolUse({"hang": hang}, 2, timeout_s=0.1)), Prompt("p", "q", "", {})
 
         async def episodes(count: int) -> list[Sample]:
             params = SamplingParams(n=count, max_new_tokens=200)
@@ -176,7 +175,7 @@ def test_hung_tools_hold_up_neither_weights_nor_the_journal_until_too_many_hang(
         publisher.close()
 
 
-def test_an_async_tool_is_awaited(ascii_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_async_tool_is_awaited(ascii_tokenizer: Any) -> None:
     async def search(arguments: str) -> str:
         await asyncio.sleep(0)
         return f"found {arguments}"
@@ -185,11 +184,45 @@ def test_an_async_tool_is_awaited(ascii_tokenizer: Any, monkeypatch: pytest.Monk
         await asyncio.Event().wait()
         return ""
 
-    monkeypatch.setattr(tool_use, "TOOL_TIMEOUT_S", 0.1)
-    environment = hosted(ToolUse({"search": search, "stuck": stuck}, 3))
+    environment = hosted(ToolUse({"search": search, "stuck": stuck}, 3, timeout_s=0.1))
     (sample,) = play(environment, ascii_tokenizer, ["<tool>search: 42</tool>", "<tool>stuck: 1</tool>", "{}"])
     assert "<result>found 42</result>" in ascii_tokenizer.decode(sample.input_ids)
-    assert sample.text == "error: TimeoutError"
+    assert sample.text == "error: tool 'stuck' did not return within 0.1 s"
+
+
+@pytest.mark.processes
+def test_tools_in_processes_are_killed_when_they_take_too_long(
+    ascii_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "brought_tools.py").write_text(
+        "import os, time\n"
+        "def pid(text): return f'{text} {os.getpid()}'\n"
+        "def hang(text): print(os.getpid(), file=open(text, 'w')); time.sleep(3600)\n"
+        "def once(text):\n"
+        "    if not os.path.exists(text): open(text, 'w').close(); os._exit(1)\n"
+        "    return 'again'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tools = ["calculator", *(f"brought_tools:{name}" for name in ("pid", "hang", "once"))]
+    options = {"tools": tools, "runs": "process", "timeout_s": 2.0, "retries": 1, "max_turns": 5}
+    environment = build_environment(EnvironmentConfig(kind="tool_use", options=options), RolloutConfig())
+    turns = [
+        f"<tool>{call}</tool>"
+        for call in ("calculator: 6*7", "pid: of", f"hang: {tmp_path}/pid", f"once: {tmp_path}/seen")
+    ]
+
+    async def main() -> Sample:
+        engine = ScriptedEngine(actor_of(ascii_tokenizer, [*turns, "end"]), tokenizer=ascii_tokenizer)
+        params, host = SamplingParams(n=1, max_new_tokens=2000), hosted(environment)
+        [sample] = await host.run(Prompt("p", "q", "", {}), engine, ascii_tokenizer, params)
+        await host.close()
+        return sample
+
+    results = ascii_tokenizer.decode(asyncio.run(main()).input_ids).split("<result>")[1:]
+    first, second, third, fourth = (result.partition("</result>")[0] for result in results)
+    assert (first, third, fourth) == ("42", "error: 'hang' did not return within 2 s", "again")
+    for pid in (int(second.removeprefix("of ")), int((tmp_path / "pid").read_text())):
+        assert pid != os.getpid() and not Path(f"/proc/{pid}").exists()
 
 
 def test_a_turn_that_the_engine_refuses_fails_its_episode_alone(ascii_tokenizer: Any) -> None:
@@ -304,5 +337,7 @@ def test_tools_by_name_and_by_path() -> None:
         build_tools(["serch"])
     with pytest.raises(ValueError, match="'calculator' is given twice"):
         build_tools(["calculator", "calculator"])
-    with pytest.raises(ValueError, match="max_turns: got 0"):
-        ToolUse({}, 0)
+    wrong = {"max_turns": 0, "timeout_s": 0, "runs": "fork", "retries": 2}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"environment.options.{name}: got {value!r}.*expected"):
+            ToolUse({}, **{name: value})

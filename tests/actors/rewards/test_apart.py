@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from headrace.actors.rewards.apart import ApartValues
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.factory import build_rubric, check_rewards
 from headrace.actors.user_processes import UserFunctionFailed, UserProcesses
+from headrace.tests.dataplane.rpc.served import wait_until
 
 HERE = "headrace.tests.actors.rewards.test_apart"
 calls = 0
@@ -123,6 +127,26 @@ def test_a_cancelled_call_leaves_no_process_behind() -> None:
             await UserProcesses("time:slep", {}, 1).call([], 5.0)
 
     asyncio.run(run())
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
+def test_a_hanging_function_ends_with_the_process_that_called_it(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import os, time\ndef hang():\n    print(os.getpid(), file=open('draft', 'w'))\n    os.rename('draft', 'pid')\n"
+        "    time.sleep(3600)\n"
+    )
+    code = (
+        "import asyncio; from headrace.actors.user_processes import UserProcesses; "
+        "asyncio.run(UserProcesses('hanging:hang', {}, 1).call([], 3600.0))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as caller:
+        wait_until((tmp_path / "pid").exists)
+        caller.kill()
+    process = Path("/proc", (tmp_path / "pid").read_text().strip())
+    wait_until(
+        lambda: not process.exists() or process.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
 
 
 def test_built_in_rewards_run_as_they_are() -> None:

@@ -291,7 +291,8 @@ def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) ->
     rollouts = worker(engine, tokenizer, client, rubric(("picky", picky, 1.0)))
     report = asyncio.run(rollouts.rollout(range(3), PARTITION, SamplingParams(n=3, max_new_tokens=10)))
     assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
-    assert re.fullmatch(r"reward 'picky' raised RuntimeError: no end \(test_rollout.py line \d+\)", report.first_error)
+    said = re.compile(r"reward 'picky' raised RuntimeError: no end \(test_rollout.py line \d+\)")
+    assert len(report.errors) == 3 and all(said.fullmatch(error) for error in report.errors)
     assert report.component_means()["picky"] == 1.0 and report.reward_sum >= 1.5 * report.valid
     for keys, batch, tags in client.puts:
         failed = np.array([key.endswith(".2") for key in keys])

@@ -67,7 +67,7 @@ class Served:
 
 
 def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The failing reward's own words reach the terminal once a kind, and a file."""
+"""The words of every failed row reach a file, and the terminal once for each kind."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from headrace.trainers.observe.reward_errors import MAX_TOLD, RewardErrors, kind
 
 def test_each_kind_is_told_once_and_every_call_is_in_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     errors = RewardErrors(tmp_path)
-    errors.note(1, 0, 16, "")
+    errors.note(1, 0, 16, ())
     assert not list(tmp_path.iterdir())
     said = [f"reward 'digits' raised ValueError: no number in 'row {row}'" for row in range(3)]
     with caplog.at_level(logging.WARNING):
         for step, error in enumerate(
             [*said, "reward 'digits' raised KeyError: 'x'", "prompt 'a1': generation aborted"]
         ):
-            errors.note(step, 2, 16, error)
-        errors.note(9, 1, 16, "prompt 'b7': generation aborted")
+            errors.note(step, 2, 16, (error, error))
+        errors.note(9, 2, 16, ("prompt 'b7': generation aborted", "no answer"))
     lines = [json.loads(line) for line in (tmp_path / "reward_errors.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 9]
-    assert lines[0] == {"step": 0, "failed_rows": 2, "rows": 16, "first_error": said[0]}
-    assert [record.getMessage().split(" trained on: ")[1].split(" (told")[0] for record in caplog.records] == [
+    assert lines[0] == {"step": 0, "failed_rows": 2, "rows": 16, "errors": [said[0]] * 2}
+    assert [record.getMessage().split(" of this kind: ")[1].split(" (told")[0] for record in caplog.records] == [
         said[0],
         "reward 'digits' raised KeyError: 'x'",
         "prompt 'a1': generation aborted",
+        "no answer",
     ]
 
 
 def test_the_terminal_is_not_flooded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     errors = RewardErrors(tmp_path)
     for number in range(3 * MAX_TOLD):
-        errors.note(1, 1, 8, f"reward 'f' raised Error{chr(65 + number)}: no")
+        errors.note(1, 1, 8, [f"reward 'f' raised Error{chr(65 + number)}: no"])
     assert len(caplog.records) == MAX_TOLD
     assert kind_of("reward 'f' raised ValueError: 'a' 1") == "reward 'f' raised ValueError"
