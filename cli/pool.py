@@ -35,6 +35,9 @@ def add_pool_commands(commands: Any) -> None:
     start.add_argument("--name", default="pool", help="name of the pool in its Ray cluster (pool.name)")
     start.add_argument("--address", help="Ray cluster to join (default: start one)")
     start.add_argument("--cpus", type=int, metavar="N", help="logical CPUs of the Ray cluster that is started")
+    start.add_argument(
+        "--prometheus-port", type=int, metavar="PORT", help="serve pool_* metrics on loopback (0: any free port)"
+    )
     start.set_defaults(command=_start)
 
     status = pools.add_parser(
@@ -65,6 +68,9 @@ def _start(arguments: argparse.Namespace) -> int:
 
     if arguments.gpus is not None and arguments.gpus < 1:
         raise UserError(f"--gpus: got {arguments.gpus}, expected a number from 1")
+    port = arguments.prometheus_port
+    if port is not None and not 0 <= port <= 65535:
+        raise UserError(f"--prometheus-port: got {port}, expected a port from 0 to 65535")
     stop_on_sigterm()
     with served_pool(
         arguments.dir,
@@ -72,6 +78,7 @@ def _start(arguments: argparse.Namespace) -> int:
         num_gpus=arguments.gpus,
         address=arguments.address,
         num_cpus=arguments.cpus,
+        prometheus_port=port,
     ) as served:
         print(
             f"pool {served.name} of {served.num_gpus} GPU(s); a run joins it with\n"

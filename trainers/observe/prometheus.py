@@ -110,14 +110,14 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             metrics, groups, step, watch = dict(self._metrics), dict(self._groups), self._step, self._watch
-        yield _labelled("headrace_run_info", "The run, by its name.", "name", {self._run_name: 1.0})
+        yield labelled("headrace_run_info", "The run, by its name.", "name", {self._run_name: 1.0})
         if step is not None:
             yield GaugeMetricFamily("headrace_step", "Steps finished.", step[0])
             yield GaugeMetricFamily(
                 "headrace_last_step_timestamp_seconds", "Unix time at which the last step was finished.", step[1]
             )
             yield from step_families(metrics)
-            yield _labelled(
+            yield labelled(
                 "headrace_validation",
                 "Figure of the last validation that validation.metric names.",
                 "metric",
@@ -135,8 +135,8 @@ def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
         if key in metrics:
             yield GaugeMetricFamily(name, text, metrics[key])
     sides = {side: metrics[f"idle/{side}"] for side in ("rollout", "train") if f"idle/{side}" in metrics}
-    yield _labelled("headrace_idle_share", "Share of the step in which this side did nothing.", "side", sides)
-    yield _labelled("headrace_stage_seconds", "Seconds of the step by stage.", "stage", time_split(metrics))
+    yield labelled("headrace_idle_share", "Share of the step in which this side did nothing.", "side", sides)
+    yield labelled("headrace_stage_seconds", "Seconds of the step by stage.", "stage", time_split(metrics))
 
 
 def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
@@ -145,7 +145,7 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
 
     counts: numbers of the latter groups since the run started, under the labels of GROUP_COUNTS.
     """
-    yield _labelled(
+    yield labelled(
         "headrace_queue_groups",
         "Groups issued and not claimed, and those of them that are ready, at the step's end.",
         "state",
@@ -153,7 +153,7 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
     )
     prefix = "staleness/share_"
     shares = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    yield _labelled("headrace_staleness_share", "Share of the step's rows by staleness.", "versions", shares)
+    yield labelled("headrace_staleness_share", "Share of the step's rows by staleness.", "versions", shares)
     family = CounterMetricFamily(
         "headrace_groups", "Groups that were not trained on, or issued again.", labels=["fate"]
     )
@@ -181,13 +181,13 @@ def call_families(total: Traffic) -> Iterator[Metric]:
             lines[op] = calls.cost_line()
     yield moved
     known = {op: line for op, line in lines.items() if line is not None}
-    yield _labelled(
+    yield labelled(
         "headrace_dataplane_fixed_seconds",
         "Seconds of a call that moves next to nothing (least squares; absent while undetermined).",
         "op",
         {op: line.fixed_s for op, line in known.items()},
     )
-    yield _labelled(
+    yield labelled(
         "headrace_dataplane_bandwidth_bytes_per_second",
         "Bytes per second beyond a call's fixed cost (least squares; absent while undetermined).",
         "op",
@@ -210,7 +210,8 @@ def status_families(watch: DataPlaneWatch) -> Iterator[Metric]:
             yield GaugeMetricFamily(name, text, getattr(status, field))
 
 
-def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """Return the gauge `name` with a value for each value of its label `label`."""
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
@@ -218,31 +219,28 @@ def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> 
 
 
 class PrometheusEndpoint:
-    """Context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
+    """Context manager that serves metrics while it is open."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        """Start listening and write the endpoint's URL to `folder`/prometheus.txt, which is deleted on closing. A no-op
-        if `logging.prometheus_port` is not set.
+    def __init__(self, collector: Collector, host: str, port: int | None, folder: Path, key: str) -> None:
+        """Start listening and write the endpoint's URL to `folder`/prometheus.txt, which is deleted on closing.
 
-        Raises UserError if it cannot listen on the port.
+        port: port on `host` to listen on; 0 for any free one; None serves nothing. key: name of the setting that chose
+        the port, for error messages. Raises UserError if it cannot listen on the port.
         """
-        self.run = RunCollector(config.run.name, config.judged_figure)
         self.address = ""
         """URL to scrape; "" if nothing is served."""
         self._file = folder / "prometheus.txt"
         self._serving = None
-        self._file.unlink(missing_ok=True)  # left by a run that was killed
-        host, port = config.logging.prometheus_host, config.logging.prometheus_port
+        self._file.unlink(missing_ok=True)  # left by a process that was killed
         if port is None:
             return
         registry = CollectorRegistry()
-        registry.register(self.run)
+        registry.register(collector)
         try:
             self._serving = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
             raise UserError(
-                f"logging.prometheus_port: got {port} on {host!r}, expected a port that is free there "
-                f"({error.strerror or error})"
+                f"{key}: got {port} on {host!r}, expected a port that is free there ({error.strerror or error})"
             ) from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._serving[0].server_port}/metrics"
@@ -263,3 +261,16 @@ class PrometheusEndpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class RunEndpoint(PrometheusEndpoint):
+    """Context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        """folder: the run folder."""
+        self.run = RunCollector(config.run.name, config.judged_figure)
+        logging = config.logging
+        super().__init__(self.run, logging.prometheus_host, logging.prometheus_port, folder, "logging.prometheus_port")
+
+    def __enter__(self) -> RunEndpoint:
+        return self

@@ -42,7 +42,7 @@ from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.live_report import LiveReport
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
-from ..observe.prometheus import PrometheusEndpoint
+from ..observe.prometheus import RunEndpoint
 from ..observe.report import write_report
 from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
@@ -82,7 +82,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
         raise ConfigError(problems)
     check_quickly(config, resume=resume)
     times.mark("checks")
-    with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
+    with RunFolder(config, resume=resume) as folder, RunEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         if resume and (done := _steps_done(folder)) >= steps:
             print(
@@ -136,7 +136,7 @@ class _Training:
         self,
         config: Config,
         folder: RunFolder,
-        endpoint: PrometheusEndpoint,
+        endpoint: RunEndpoint,
         progress: Progress,
         watch: WatchdogProcess,
         times: StartTimes,

@@ -12,11 +12,13 @@ import ray
 
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
 from ..errors import UserError
+from ..observe.prometheus import PrometheusEndpoint
 from ..timeshare.pool import PoolBounds
 from ..timeshare.pool_actor import PoolActor, PoolSetup
 from ..timeshare.pool_calls import PoolStatus
 from ..timeshare.pool_client import NAMESPACE, PoolClient, actor_name
 from .pool_folder import AUTH_MODE, SERVER, ServedPool, write_pool
+from .pool_metrics import PoolCollector
 
 CALLS = 1 << 12
 """Number of calls that a pool's actor answers at the same time; most of them wait for news."""
@@ -24,13 +26,20 @@ CALLS = 1 << 12
 
 @contextmanager
 def served_pool(
-    folder: Path, *, name: str, num_gpus: int | None, address: str | None, num_cpus: int | None
+    folder: Path,
+    *,
+    name: str,
+    num_gpus: int | None,
+    address: str | None,
+    num_cpus: int | None,
+    prometheus_port: int | None = None,
 ) -> Iterator[ServedPool]:
     """Context manager that starts a pool, or starts it again from its journal in `folder`, and stops it at the end.
 
     num_gpus: number of GPUs, which are numbers only in a cluster without GPUs; None for those of the cluster. address:
-    Ray cluster to join; None starts one with `num_cpus` logical CPUs (None: those of this machine). Raises UserError if
-    the cluster has a pool of this name already, or not as many GPUs.
+    Ray cluster to join; None starts one with `num_cpus` logical CPUs (None: those of this machine). prometheus_port:
+    port on loopback at which the pool's figures are served; 0 for any free one, None for none. Raises UserError if the
+    cluster has a pool of this name already, or not as many GPUs, or if the port is taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = _cluster(address, num_cpus)
@@ -46,8 +55,10 @@ def served_pool(
             address, mode = ray.get_runtime_context().gcs_address, os.environ.get(AUTH_MODE, "disabled")
             assert address is not None, "Ray has been started above"
             served = ServedPool(name, address, mode, os.getpid(), num_gpus)
-            write_pool(folder, served)
-            yield served
+            collector = PoolCollector(PoolClient(name))
+            with PrometheusEndpoint(collector, "127.0.0.1", prometheus_port, folder, "--prometheus-port"):
+                write_pool(folder, served)
+                yield served
         finally:
             (folder / SERVER).unlink(missing_ok=True)
             ray.kill(actor, no_restart=True)

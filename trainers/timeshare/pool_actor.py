@@ -21,12 +21,12 @@ from pathlib import Path
 from ...actors.remote_methods import decode_arguments
 from ...codecs import messages
 from ..errors import UserError
-from .commands import BY_NAME, Alive, Command, Order, Tick, Unregister
+from .commands import BY_NAME, Alive, Command, Order, Outcome, Tick, Unregister
 from .dead_tenants import driver_is_gone, end_processes
-from .gap import gaps
+from .gap import Gap, gaps
 from .plan import Role
 from .pool import Pool, PoolBounds
-from .pool_calls import TRACE, PoolStatus, StageNote, TenantLine, WaitLine
+from .pool_calls import TRACE, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
 from .pool_journal import PoolJournal
 from .pool_trace import TraceWriter, holders
 
@@ -59,6 +59,8 @@ class PoolActor:
         self._changed = asyncio.Event()  # replaced each time it is set
         self._left: dict[str, str] = {}
         """What is left of the processes of suspect tenants: name -> sentence."""
+        self._switches: dict[str, tuple[int, float]] = {}
+        self._orders = {"done": 0, "failed": 0, "void": 0}
         for name in list(self._pool.tenants):  # they could not show that they live while this process was not there
             self._apply(Alive(name))
         self._looking: asyncio.Task[None] | None = None
@@ -97,6 +99,22 @@ class PoolActor:
     def note(self, tenant: str, notes: list[StageNote]) -> None:
         """Write stages of switches into the trace."""
         self._trace.note_stages(tenant, notes)
+        for note in notes:
+            count, seconds = self._switches.get(note.event, (0, 0.0))
+            self._switches[note.event] = (count + 1, seconds + note.seconds)
+
+    def figures(self) -> PoolFigures:
+        """Return the pool's figures for Prometheus."""
+        now_s, pool = self._now_s(), self._pool
+        return PoolFigures(
+            pool.num_gpus,
+            tuple((gpu, tenant, role) for gpu, (tenant, role) in sorted(holders(pool).items())),
+            {name: gap.gap for name, gap in self._gaps(now_s).items()},
+            tuple((one.tenant, one.priority.name.lower(), now_s - one.since_s) for one in pool.requests.values()),
+            self._switches,
+            self._orders,
+            pool.num_rejected,
+        )
 
     def status(self) -> PoolStatus:
         """Return a snapshot of the pool."""
@@ -120,8 +138,13 @@ class PoolActor:
         return time.time() - self._began
 
     def _apply(self, command: Command) -> None:
-        now_s = self._now_s()
+        now_s, before = self._now_s(), set(self._pool.orders)
         self._journal.apply(now_s, command)
+        for number in before.difference(self._pool.orders):
+            outcome = "void"
+            if isinstance(command, Outcome) and command.order == number:
+                outcome = "failed" if command.failed else "done"
+            self._orders[outcome] += 1
         self._trace.note_state(now_s, self._pool)
         self._save_rejected()
         changed, self._changed = self._changed, asyncio.Event()
@@ -168,10 +191,7 @@ class PoolActor:
             self._apply(Unregister(name, dead=True))
 
     def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:
-        pool = self._pool
-        state = pool.state(now_s)
-        awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
-        found = gaps(state, awake, len(state.idle()))
+        pool, found = self._pool, self._gaps(now_s)
         return tuple(
             TenantLine(
                 name,
@@ -188,6 +208,11 @@ class PoolActor:
             )
             for name, tenant in pool.tenants.items()
         )
+
+    def _gaps(self, now_s: float) -> dict[str, Gap]:
+        state = self._pool.state(now_s)
+        awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
+        return gaps(state, awake, len(state.idle()))
 
     def _waits(self, now_s: float) -> list[WaitLine]:
         pool = self._pool

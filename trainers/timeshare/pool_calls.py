@@ -85,6 +85,25 @@ class WaitLine:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """Figures of a pool for Prometheus. The counts begin with the pool's process."""
+
+    num_gpus: int
+    holders: tuple[tuple[int, str, Role], ...]
+    """GPUs that somebody holds: number, tenant and role."""
+    gaps: dict[str, float]
+    """Gap of each tenant that takes part in the gap rule; see `Gap.gap`."""
+    waits: tuple[tuple[str, str, float], ...]
+    """Requests that wait: tenant, priority in lower case, seconds."""
+    switches: dict[str, tuple[int, float]]
+    """Stages of switches so far: number and sum of their seconds, by event."""
+    orders: dict[str, int]
+    """Orders that are over: `done`, `failed` (of at least one shard), or `void` (their tenant left or is suspect)."""
+    num_rejected: int
+    """Number of plans that were dropped because they broke a check."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     """Snapshot of a pool."""
 

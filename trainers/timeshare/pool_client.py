@@ -16,7 +16,7 @@ from ..errors import UserError
 from .commands import Command, Order, Register, Release, Unregister
 from .plan import Role
 from .pool_actor import PoolActor
-from .pool_calls import PoolStatus, StageNote
+from .pool_calls import PoolFigures, PoolStatus, StageNote
 
 NAMESPACE = "headrace-pool"
 """Ray namespace of all pools, apart from those of the runs."""
@@ -80,22 +80,35 @@ class PoolClient:
         """Return a snapshot of the pool."""
         return self._call(PoolActor.status)[0]
 
-    def _call(self, method: Callable[..., Any], *arguments: Any, wait_s: float = 0.0) -> tuple[Any, int]:
-        """Return the result of a call, and the number of attempts that it took. Raises PoolLost after LOST_S seconds
-        without an answer."""
+    def figures(self, timeout_s: float) -> PoolFigures:
+        """Return the pool's figures for Prometheus. Raises PoolLost when it has not answered after `timeout_s`."""
+        return self._call(PoolActor.figures, answer_s=timeout_s, lost_s=0.0)[0]
+
+    def _call(
+        self,
+        method: Callable[..., Any],
+        *arguments: Any,
+        wait_s: float = 0.0,
+        answer_s: float = ANSWER_S,
+        lost_s: float = LOST_S,
+    ) -> tuple[Any, int]:
+        """Return the result of a call, and the number of attempts that it took. Raises PoolLost after `lost_s` seconds
+        without an answer; each attempt may take `answer_s` seconds."""
         message, attempts = encode_arguments(arguments), 0
-        deadline = time.monotonic() + wait_s + LOST_S
+        began = time.monotonic()
         while True:
             attempts += 1
             try:
-                reply: Any = ray.get(submit(self._actor, method, message), timeout=wait_s + ANSWER_S)
+                reply: Any = ray.get(submit(self._actor, method, message), timeout=wait_s + answer_s)
                 return decode_result(method, reply), attempts
             except RayTaskError:
                 raise
             except (GetTimeoutError, RayError) as error:
-                if time.monotonic() >= deadline:
+                waited_s = time.monotonic() - began
+                if waited_s >= wait_s + lost_s:
                     raise PoolLost(
-                        f"pool {self._pool!r}: no answer to {method.__name__} for {LOST_S:g} s: {type(error).__name__}"
+                        f"pool {self._pool!r}: no answer to {method.__name__} for {waited_s:.1f} s: "
+                        f"{type(error).__name__}"
                     ) from error
                 _log.warning("pool %r does not answer %s: %s", self._pool, method.__name__, type(error).__name__)
                 time.sleep(AGAIN_S)

@@ -19,7 +19,7 @@ from headrace.dataplane.status import DataPlaneStatus
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.observe.prometheus import STEP_GAUGES, PrometheusEndpoint
+from headrace.trainers.observe.prometheus import STEP_GAUGES, RunEndpoint
 
 DOCS = Path(__file__).parents[3] / "docs"
 STATUS = DataPlaneStatus({"train": 64}, 64, {"ids": 64}, 2, 32, 1.5, 4, 1000, 200, 5000, 300, 3, 1, 0, "shm", 1000)
@@ -68,8 +68,8 @@ def config(port: int | None = 0, host: str = "127.0.0.1") -> Any:
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path) -> Iterator[PrometheusEndpoint]:
-    with PrometheusEndpoint(config(), tmp_path) as endpoint:
+def endpoint(tmp_path: Path) -> Iterator[RunEndpoint]:
+    with RunEndpoint(config(), tmp_path) as endpoint:
         yield endpoint
 
 
@@ -84,14 +84,14 @@ def scrape(address: str) -> dict[tuple[str, str], float]:
     }
 
 
-def full_scrape(endpoint: PrometheusEndpoint) -> dict[tuple[str, str], float]:
+def full_scrape(endpoint: RunEndpoint) -> dict[tuple[str, str], float]:
     watch: Any = FakeWatch()
     endpoint.run.watch(watch)
     endpoint.run.publish(7, STEP)
     return scrape(endpoint.address)
 
 
-def test_a_scrape_has_the_last_step_the_calls_and_what_stands_there(endpoint: PrometheusEndpoint) -> None:
+def test_a_scrape_has_the_last_step_the_calls_and_what_stands_there(endpoint: RunEndpoint) -> None:
     found = full_scrape(endpoint)
     assert found["headrace_run_info", "probe"] == 1
     assert found["headrace_step", ""] == 7 and found["headrace_step_seconds", ""] == 2.0
@@ -106,7 +106,7 @@ def test_a_scrape_has_the_last_step_the_calls_and_what_stands_there(endpoint: Pr
     assert found["headrace_dataplane_waiting_claims", ""] == 3 and found["headrace_dataplane_up", ""] == 1
 
 
-def test_buckets_are_cumulative_and_end_at_all_calls(endpoint: PrometheusEndpoint) -> None:
+def test_buckets_are_cumulative_and_end_at_all_calls(endpoint: RunEndpoint) -> None:
     found = full_scrape(endpoint)
     edges = {}
     for (name, labels), value in found.items():
@@ -119,11 +119,11 @@ def test_buckets_are_cumulative_and_end_at_all_calls(endpoint: PrometheusEndpoin
     assert edges[float("inf")] == 20
 
 
-def test_before_the_first_step_and_the_data_plane_there_is_only_the_run(endpoint: PrometheusEndpoint) -> None:
+def test_before_the_first_step_and_the_data_plane_there_is_only_the_run(endpoint: RunEndpoint) -> None:
     assert {name for name, _ in scrape(endpoint.address)} == {"headrace_run_info"}
 
 
-def test_what_stands_there_is_asked_for_at_each_scrape_and_its_loss_shows(endpoint: PrometheusEndpoint) -> None:
+def test_what_stands_there_is_asked_for_at_each_scrape_and_its_loss_shows(endpoint: RunEndpoint) -> None:
     watch: Any = FakeWatch()
     endpoint.run.watch(watch)
     assert scrape(endpoint.address)["headrace_dataplane_rows", ""] == 64
@@ -135,7 +135,7 @@ def test_what_stands_there_is_asked_for_at_each_scrape_and_its_loss_shows(endpoi
     assert ("headrace_dataplane_rows", "") not in found and ("headrace_dataplane_bytes_total", "get") in found
 
 
-def test_a_figure_stays_until_a_step_has_it_again(endpoint: PrometheusEndpoint) -> None:
+def test_a_figure_stays_until_a_step_has_it_again(endpoint: RunEndpoint) -> None:
     endpoint.run.publish(1, {"reward/mean": 0.5, "val/exact_match": 0.9, "val/reward": 0.7})
     endpoint.run.publish(2, {"reward/mean": 0.6, "val/exact_match": None})
     found = scrape(endpoint.address)
@@ -143,7 +143,7 @@ def test_a_figure_stays_until_a_step_has_it_again(endpoint: PrometheusEndpoint) 
     assert found["headrace_reward_mean", ""] == 0.6
 
 
-def test_the_queue_and_its_staleness_are_of_the_last_step_and_lost_groups_add_up(endpoint: PrometheusEndpoint) -> None:
+def test_the_queue_and_its_staleness_are_of_the_last_step_and_lost_groups_add_up(endpoint: RunEndpoint) -> None:
     endpoint.run.publish(1, STEP)
     endpoint.run.publish(2, STEP | {"queue/groups_ready": 5.0, "rollout/groups_stale": 1.0})
     found = scrape(endpoint.address)
@@ -153,7 +153,7 @@ def test_the_queue_and_its_staleness_are_of_the_last_step_and_lost_groups_add_up
 
 
 def test_the_address_stands_in_the_folder_while_somebody_listens(tmp_path: Path) -> None:
-    with PrometheusEndpoint(config(), tmp_path) as endpoint:
+    with RunEndpoint(config(), tmp_path) as endpoint:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", endpoint.address)
         assert (tmp_path / "prometheus.txt").read_text() == endpoint.address + "\n"
     assert not (tmp_path / "prometheus.txt").exists()
@@ -164,19 +164,19 @@ def test_the_address_stands_in_the_folder_while_somebody_listens(tmp_path: Path)
 
 def test_nothing_listens_unless_asked_for(tmp_path: Path) -> None:
     (tmp_path / "prometheus.txt").write_text("http://of-a-run-that-was-killed\n")
-    with PrometheusEndpoint(config(None), tmp_path) as endpoint:
+    with RunEndpoint(config(None), tmp_path) as endpoint:
         endpoint.run.publish(1, STEP)
         assert endpoint.address == "" and not (tmp_path / "prometheus.txt").exists()
 
 
 def test_a_port_that_is_taken_or_a_host_that_is_not_ours_is_a_users_mistake(
-    endpoint: PrometheusEndpoint, tmp_path: Path
+    endpoint: RunEndpoint, tmp_path: Path
 ) -> None:
     port = int(endpoint.address.rpartition(":")[2].partition("/")[0])
     with pytest.raises(UserError, match=rf"logging.prometheus_port: got {port} on '127.0.0.1', expected a port"):
-        PrometheusEndpoint(config(port), tmp_path)
+        RunEndpoint(config(port), tmp_path)
     with pytest.raises(UserError, match=r"logging.prometheus_port: got 0 on '192.0.2.1'"):
-        PrometheusEndpoint(config(0, "192.0.2.1"), tmp_path)
+        RunEndpoint(config(0, "192.0.2.1"), tmp_path)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "true"])
@@ -189,7 +189,7 @@ def names_in(text: str) -> set[str]:
     return set(re.findall(r"\bheadrace_[a-z0-9_]+", text))
 
 
-def test_the_dashboard_queries_only_what_is_exported(endpoint: PrometheusEndpoint) -> None:
+def test_the_dashboard_queries_only_what_is_exported(endpoint: RunEndpoint) -> None:
     exported = {name for name, _ in full_scrape(endpoint)}
     dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
@@ -201,7 +201,7 @@ def test_the_dashboard_queries_only_what_is_exported(endpoint: PrometheusEndpoin
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
-def test_the_docs_name_every_metric_and_no_other(endpoint: PrometheusEndpoint) -> None:
+def test_the_docs_name_every_metric_and_no_other(endpoint: RunEndpoint) -> None:
     exported = {name for name, _ in full_scrape(endpoint)}
     families = {re.sub(r"^(headrace_dataplane_call_seconds)_(bucket|sum|count)$", r"\1", name) for name in exported}
     assert names_in((DOCS / "reference" / "metrics.md").read_text()) == families

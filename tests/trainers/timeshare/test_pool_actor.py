@@ -98,6 +98,8 @@ def test_long_polls_are_answered_by_the_next_change_and_a_restart_forgets_nothin
         granted = asyncio.create_task(pool.call(PoolActor.wait_for_grant, "a", "train", BOUND_S))
         status = await pool.call(PoolActor.status)
         [request, ordered] = status.waits
+        [(tenant, priority, seconds)] = (await pool.call(PoolActor.figures)).waits
+        assert (tenant, priority) == ("a", "training") and 0 <= seconds < BOUND_S
         assert request.who == "a (train)" and "GPU 0: a is putting its engine to sleep" in request.freed_by
         assert ordered.what == "a to shrink its shards [0]" and status.tenants[0].remaining == 6
         assert not granted.done()
@@ -106,6 +108,10 @@ def test_long_polls_are_answered_by_the_next_change_and_a_restart_forgets_nothin
         await pool.send(Outcome("a", order.number, order.shards, {}))
         assert await granted
         assert (await pool.call(PoolActor.status)).gpus == ("a train", "a rollout")
+        figures = await pool.call(PoolActor.figures)
+        assert figures.holders == ((0, "a", "train"), (1, "a", "rollout")) and figures.waits == ()
+        assert figures.switches == {"sleep": (1, 0.25)} and figures.gaps == {"a": 0.0}
+        assert figures.orders == {"done": 2, "failed": 0, "void": 0}
         await pool.send(Release("a", "train"))
         assert "holds none" in await pool.refused(Release("a", "train"))
         await pool.send(Unregister("a", dead=True))
