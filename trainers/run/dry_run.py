@@ -132,7 +132,23 @@ def describe(config: Config) -> str:
     return "\n".join(lines)
 
 
+def _pool_lines(config: Config) -> list[str]:
+    """Return the tenant's map: the pool's GPUs for training, and those of each engine, which is woken and put to sleep
+    as a whole."""
+    train = config.resources.trainer_gpus or ()
+    lines = [
+        f"  of pool {config.pool.name} at {config.pool.address}, with weight {config.pool.weight:g}",
+        f"  training         GPUs {', '.join(map(str, train))}",
+    ]
+    for shard, gpus in enumerate(config.engine_gpus):
+        shared = ", asleep while this run trains" * bool(set(gpus) & set(train))
+        lines.append(f"  shard {shard:<10} GPUs {', '.join(map(str, gpus))}: engine {shard}{shared}")
+    return lines
+
+
 def _gpu_lines(config: Config) -> list[str]:
+    if config.pool.address is not None:
+        return _pool_lines(config)
     placement = plan_here(config)
     if placement is None:
         return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]

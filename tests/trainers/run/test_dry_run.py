@@ -115,6 +115,25 @@ def test_the_memory_of_a_shared_gpu_is_shown_part_by_part(monkeypatch: pytest.Mo
     assert "both resident" not in describe(chosen)
 
 
+def test_a_tenant_of_a_pool_is_shown_with_its_shards() -> None:
+    sections = {
+        "pool": {"address": "10.0.0.1:6379", "weight": 2},
+        "resources": {"trainer_gpus": [0, 1], "rollout_gpus": [0, 1, 2, 3]},
+        "rollout": {"engine": "vllm", "num_engines": 2, "tp": 2, "num_actors": 1, "max_new_tokens": 16},
+        "data": {"max_prompt_tokens": 16},
+        "trainer": {"dp": 2},
+        "algorithm": {"mode": "async"},
+    }
+    lines = describe(build_config(sections)).splitlines()
+    first = lines.index("GPUs") + 1
+    assert lines[first : first + 4] == [
+        "  of pool pool at 10.0.0.1:6379, with weight 2",
+        "  training         GPUs 0, 1",
+        "  shard 0          GPUs 0, 1: engine 0, asleep while this run trains",
+        "  shard 1          GPUs 2, 3: engine 1",
+    ]
+
+
 MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 64, "model_type": "qwen3_moe"}
 
 
