@@ -85,6 +85,8 @@ def _start(arguments: argparse.Namespace) -> int:
             f"  RAY_AUTH_MODE={served.auth_mode} headrace train CONFIG pool.address={served.address}",
             flush=True,
         )
+        if port is not None:
+            print(f"metrics for Prometheus: {(arguments.dir / 'prometheus.txt').read_text().strip()}", flush=True)
         while True:
             time.sleep(LOOK_S)
 
