@@ -111,9 +111,7 @@ class FigureSums:
 
     def __init__(self, scheme: FigureScheme = FigureScheme()) -> None:  # noqa: B008 - frozen
         self._scheme = scheme
-        self.sums: dict[str, float] = {}
-        """Sum of each metric, by metric key: over prompts if it is of K samples (best, pass, majority), otherwise over
-        samples."""
+        self._totals: dict[str, list[float]] = {}
         self.counts: dict[str, int] = {}
         """Number of samples or prompts in each sum, by metric key. A metric to which nothing was added has no entry."""
 
@@ -155,9 +153,15 @@ class FigureSums:
             return [(text, text == answer) for text, answer in texts if answer]
         return [(score.answer, score.components[judge] >= RIGHT) for score in scores if score.valid]
 
+    @property
+    def sums(self) -> dict[str, float]:
+        """Sum of each metric, by metric key: over prompts if it is of K samples (best, pass, majority), otherwise over
+        samples. It does not depend on the order in which prompts were added, which is the one in which they end."""
+        return {key: math.fsum(totals) for key, totals in self._totals.items()}
+
     def add(self, key: str, total: float, count: int) -> None:
         """Add `total`, the sum of `count` values, to the metric `key`."""
-        self.sums[key] = self.sums.get(key, 0.0) + total
+        self._totals.setdefault(key, []).append(total)
         self.counts[key] = self.counts.get(key, 0) + count
 
     def means(self) -> dict[str, float]:

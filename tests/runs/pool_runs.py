@@ -17,6 +17,8 @@ from headrace.trainers.run.pool_server import start_actor
 from headrace.trainers.timeshare.pool_client import PoolClient
 
 NAME = "shared"
+RUN_S = 800.0
+"""Seconds that a run of a tenant may take. Those that are killed again and again take minutes on a busy machine."""
 SCRIPTED = ("rollout.engine=scripted", "trainer.backend=scripted", "warmup.corpus=none", "validation.every=0")
 TENANT = (
     "algorithm.mode=async", "rollout.num_engines=2", "rollout.num_actors=1", "resources.rollout_gpus=[0,1]",
@@ -34,7 +36,7 @@ class SharedPool:
 
     def run(self, name: str, train_gpu: int, *overrides: str) -> tuple[int, str]:
         """Exit code and output of such a run, which is waited for. Its process is forked."""
-        return runs.run(self.folder / name, *self._asked(name, train_gpu), *overrides)
+        return runs.run(self.folder / name, *self._asked(name, train_gpu), *overrides, timeout_s=RUN_S)
 
     def _asked(self, name: str, train_gpu: int) -> tuple[str, ...]:
         where = (f"pool.address={process_pool.ray_address()}", f"pool.name={self.name}", f"run.name={name}")

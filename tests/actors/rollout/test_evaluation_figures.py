@@ -126,3 +126,15 @@ def test_a_named_set_goes_by_the_reward_that_judges_it() -> None:
     assert {key: means[key] for key in hand} == pytest.approx(hand)
     assert means["eval/aime/reward"] == pytest.approx(4.99 / 7) and means["eval/aime/reward/length"] == 0.5
     assert sums.counts["eval/aime/avg@4"] == 7 and sums.counts["eval/aime/maj@4"] == 1
+
+
+def test_figures_do_not_depend_on_the_order_in_which_prompts_end() -> None:
+    rewards = [0.1, 0.7, 1e-9, 0.3, -0.6, 0.2]
+    assert len({sum(order) for order in itertools.permutations(rewards)}) > 1, "plain sums do"
+    found = set()
+    for order in itertools.permutations(rewards):
+        sums = FigureSums()
+        for reward in order:
+            sums.add_group([sample("7")], [score(reward)])
+        found.add(sums.sums["val/reward"])
+    assert len(found) == 1
