@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -22,7 +23,7 @@ NOTHING = encode_arguments([])
 
 
 def test_an_engine_actor_answers_once_it_is_configured() -> None:
-    actor = EarlyEngineActor(EngineActor, [MODULES["scripted"], "headrace.no_such_module"])
+    actor = EarlyEngineActor(EngineActor, [MODULES["scripted"], "headrace.no_such_module"], None, os.getcwd())
     setup = EngineSetup("engine 3", 1, EngineConfig(RolloutConfig(engine="scripted"), ModelConfig(path="/nowhere")))
 
     async def ask(method: str, *arguments: Any) -> bytes:
@@ -51,7 +52,7 @@ def test_a_train_actor_waits_for_its_imports(monkeypatch: pytest.MonkeyPatch) ->
             return f"{method} {'this' in sys.modules}".encode()
 
     monkeypatch.setattr(early_actors, "TrainActor", Worker)
-    actor = EarlyTrainActor(["this"])
+    actor = EarlyTrainActor(["this"], None, os.getcwd())
     with pytest.raises(RuntimeError, match="build: not configured yet"):
         actor.call("build", NOTHING)
     assert messages.decode(actor.call("configure", NOTHING, "settings"), ActorInfo).pid == 7

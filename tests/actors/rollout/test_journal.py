@@ -47,7 +47,7 @@ def group(position: int, mark: int = 0, lengths: tuple[int, ...] = (3, 0, 5)) ->
         {"reward": rng.normal(size=size).astype(np.float32), "valid": np.ones(size, dtype=np.float32)},
         pack(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), data),
     )
-    return JournaledGroup(position, rows, GroupFigures(size, 0, "", 1, 4, sum(lengths), 5, 0.1 + 0.2, {"exact": 1 / 3}))
+    return JournaledGroup(position, rows, GroupFigures(size, 0, 1, 4, sum(lengths), 5, 0.1 + 0.2, {"exact": 1 / 3}))
 
 
 def assert_same(found: JournaledGroup | None, expected: JournaledGroup) -> None:
