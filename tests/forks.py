@@ -8,6 +8,7 @@ a process that goes on with Ray's `default_worker.py`, as a worker that Ray star
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import runpy
@@ -34,10 +35,13 @@ _IMPORTED = (
 
 # ---------------------------------------------------------------- the test process
 
+_servers: list[subprocess.Popen[bytes]] = []
+"""Servers that this process has started. The last one serves, and is replaced if it has died."""
+
 
 def start_server() -> None:
     """Start this process's server unless it runs; it ends with this process."""
-    if _ADDRESS in os.environ:
+    if _ADDRESS in os.environ and (not _servers or _servers[-1].poll() is None):
         return
     folder = tempfile.mkdtemp(prefix="headrace-forks-")
     address = os.path.join(folder, "socket")
@@ -46,6 +50,7 @@ def start_server() -> None:
         [sys.executable, __file__, "serve", address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
     )
     assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+    _servers.append(server)
     os.environ[_ADDRESS] = address
     atexit.register(_end_server, server, Path(folder))
 
@@ -111,7 +116,13 @@ def serve(address: str) -> None:
                 return
             if key.fileobj is server:
                 link, _ = server.accept()
-                message, files, _, _ = socket.recv_fds(link, 1 << 20, 2)
+                try:
+                    message, files, _, _ = socket.recv_fds(link, 1 << 20, 2)
+                except ConnectionError:
+                    message, files = b"", []
+                if not message:  # who asked has gone
+                    link.close()
+                    continue
                 if (pid := os.fork()) == 0:
                     selector.close()
                     server.close()
@@ -126,14 +137,16 @@ def serve(address: str) -> None:
             pid, end, link = key.data
             if key.fileobj is link:  # who asked has gone
                 selector.unregister(link)
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
                 continue
             selector.unregister(end)
             os.close(end)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if link in selector.get_map():
                 selector.unregister(link)
-                link.send(str(code).encode())
+                with contextlib.suppress(ConnectionError):  # who asked goes at this moment
+                    link.send(str(code).encode())
             link.close()
 
 
