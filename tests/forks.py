@@ -13,11 +13,13 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,32 +37,50 @@ _IMPORTED = (
 
 # ---------------------------------------------------------------- the test process
 
-_servers: list[subprocess.Popen[bytes]] = []
-"""Servers that this process has started. The last one serves, and is replaced if it has died."""
+_server: subprocess.Popen[bytes] | None = None
+"""Server that this process has started."""
 
 
 def start_server() -> None:
-    """Start this process's server unless it runs; it ends with this process."""
-    if _ADDRESS in os.environ and (not _servers or _servers[-1].poll() is None):
+    """Start this process's server unless it runs; it ends with this process. One that has died is replaced at the same
+    address, which the workers of a running Ray have; a warning has its last words."""
+    global _server
+    if _server is None and _ADDRESS in os.environ:
+        return  # that of the process which started this one
+    if _server is None:
+        folder = tempfile.mkdtemp(prefix="headrace-forks-")
+        os.environ[_ADDRESS] = os.path.join(folder, "socket")
+        atexit.register(_end_server, Path(folder))
+    elif (code := _server.poll()) is None:
         return
-    folder = tempfile.mkdtemp(prefix="headrace-forks-")
-    address = os.path.join(folder, "socket")
+    else:
+        _close_pipes(_server)
+        warnings.warn(f"the fork server has died with exit code {code}: {_words().read_text()[-2000:]}", stacklevel=2)
     # The server ends when this end of its standard input closes.
-    server = subprocess.Popen(
-        [sys.executable, __file__, "serve", address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
-    )
-    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-    _servers.append(server)
-    os.environ[_ADDRESS] = address
-    atexit.register(_end_server, server, Path(folder))
+    with _words().open("wb") as words:
+        _server = subprocess.Popen(
+            [sys.executable, __file__, "serve", os.environ[_ADDRESS]],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, env=os.environ,
+        )  # fmt: skip
+    assert _server.stdout is not None and _server.stdout.readline() == b"ready\n", _words().read_text()
 
 
-def _end_server(server: subprocess.Popen[bytes], folder: Path) -> None:
-    assert server.stdin is not None
+def _words() -> Path:
+    """Return the path of the file that has what the server wrote to its standard error."""
+    return Path(os.environ[_ADDRESS]).with_name("stderr")
+
+
+def _close_pipes(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None and server.stdout is not None
     server.stdin.close()
-    server.wait(timeout=10)
-    (folder / "socket").unlink()
-    folder.rmdir()
+    server.stdout.close()
+
+
+def _end_server(folder: Path) -> None:
+    assert _server is not None
+    _close_pipes(_server)
+    _server.wait(timeout=10)
+    shutil.rmtree(folder)
 
 
 def run(argv: Sequence[str], folder: Path, env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
@@ -103,6 +123,7 @@ def serve(address: str) -> None:
         __import__(module)
     assert "ray._raylet" not in sys.modules
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    Path(address).unlink(missing_ok=True)  # left by a server that has died
     server.bind(address)
     server.listen(64)
     selector = selectors.DefaultSelector()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -51,7 +52,7 @@ class ToolUse:
         for name, number, least in (("max_turns", max_turns, 1), ("retries", retries, 0)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"environment.options.{name}: got {number!r}, expected a whole number >= {least}")
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
             raise ValueError(f"environment.options.timeout_s: got {timeout_s!r}, expected a number of seconds > 0")
         if runs not in ("thread", "process"):
             raise ValueError(f"environment.options.runs: got {runs!r}, expected 'thread' or 'process'")

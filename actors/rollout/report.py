@@ -172,7 +172,7 @@ class RolloutTally:
 
     rows: int = 0
     failed: int = 0
-    errors: tuple[str, ...] = ()
+    errors: list[str] = field(default_factory=list)
     truncated: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
@@ -189,7 +189,7 @@ class RolloutTally:
         """Add the counts and sums of a group. restored: True if the group comes from the journal."""
         self.rows += group.rows
         self.failed += group.failed
-        self.errors = bounded((*self.errors, *group.errors))
+        self.errors += group.errors
         self.truncated += group.truncated
         self.prompt_tokens += group.prompt_tokens
         self.response_tokens += group.response_tokens
@@ -207,7 +207,7 @@ class RolloutTally:
         return RolloutReport(
             rows=self.rows,
             failed=self.failed,
-            errors=self.errors,
+            errors=bounded(self.errors),
             truncated=self.truncated,
             prompt_tokens=self.prompt_tokens,
             response_tokens=self.response_tokens,

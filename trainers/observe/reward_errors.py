@@ -27,7 +27,8 @@ class RewardErrors:
     def note(self, step: int, failed: int, rows: int, errors: Sequence[str]) -> None:
         """Record that `failed` of the `rows` rows of a rollout call, which ended in `step`, had no valid reward.
 
-        errors: the error of each of these rows, or of some if there are very many. A no-op if `failed` is 0."""
+        errors: the error of each of these rows, or of some if there are very many. A no-op if `failed` is 0.
+        """
         if not failed:
             return
         line = {"step": step, "failed_rows": failed, "rows": rows, "errors": list(errors)}

@@ -197,7 +197,7 @@ class World:
             done = [work for work in works if work.dead or not work.left]
         self.works = [work for work in self.works if work not in done]
         tally = RolloutTally(
-            rows=self.reported_rows, failed=self.reported_failed, errors=("no answer",), routes=self.routes
+            rows=self.reported_rows, failed=self.reported_failed, errors=["no answer"], routes=self.routes
         )
         report = tally.report(Traffic())
         return [(work.call, ActorFailed("it died", died=True) if work.dead else report) for work in done]
