@@ -79,9 +79,8 @@ class MooncakeClient:
         """Event that is set when this client is closed, or when its connection to the Mooncake master breaks, which
         means that the master is gone."""
         self._store: Any = library.MooncakeDistributedStore()
-        self._watch = self._connect(started)
+        self._watch, own_host = self._connect(started)
         threading.Thread(target=self._watch_master, name="mooncake-watch", daemon=True).start()
-        own_host = self._watch.getsockname()[0]  # by which the master is reached
         setup = (own_host, "P2PHANDSHAKE", segment_bytes, 0, protocol, device, master.endpoint)
         try:
             code = self._run("connect", lambda: self._store.setup(*setup), CONNECT_TIMEOUT_S)
@@ -190,15 +189,17 @@ class MooncakeClient:
             elapsed = time.monotonic() - started
             raise StoreLost(error.message, op=op, peer=self.master.peer, elapsed_s=elapsed) from None
 
-    def _connect(self, started: float) -> socket.socket:
+    def _connect(self, started: float) -> tuple[socket.socket, str]:
+        """Return a connection to the Mooncake master, and the address of this host by which the master is reached."""
         try:
             watch = socket.create_connection((self.master.host, self.master.port), timeout=CONNECT_TIMEOUT_S)
+            own_host = watch.getsockname()[0]
         except OSError as error:
             elapsed = time.monotonic() - started
             text = f"mooncake master is lost: {error.strerror or error}"
             raise StoreLost(text, op="connect", peer=self.master.peer, elapsed_s=elapsed) from None
         watch.settimeout(None)
-        return watch
+        return watch, own_host
 
     def _watch_master(self) -> None:
         """Wait on an otherwise unused connection to the Mooncake master until it breaks, then make all calls fail. The

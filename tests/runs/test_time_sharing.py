@@ -113,24 +113,27 @@ def test_two_runs_take_little_longer_than_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["driver", "engine 0", "engine 1", "train worker 0", "rollout 0", "pool"])
 def test_random_deaths_cost_the_other_tenant_nothing(tmp_path: Path, victim: str) -> None:
     """At random moments, six of each kind: the other tenant makes every step and loses no token."""
-    more = (*SCRIPTED, "algorithm.steps=40", "scripted.latency_s=0.3", "scripted.train_step_s=0.1")
+    more = (*SCRIPTED, "scripted.latency_s=0.3", "scripted.train_step_s=0.1")
+    steps = {"a": 120, "b": 40}  # the victim still runs when the kill comes, though it may start long before the other
     rng = random.Random(victim)
     for number in range(6):
         folder = tmp_path / str(number)
         folder.mkdir()
         with shared_pool(folder) as pool, ThreadPoolExecutor() as threads:
-            first = threads.submit(pool.run, "a", 0, *more, "run.checkpoint_every=2")
-            second = threads.submit(pool.run, "b", 1, *more)
+            first = threads.submit(pool.run, "a", 0, *more, f"algorithm.steps={steps['a']}", "run.checkpoint_every=2")
+            second = threads.submit(pool.run, "b", 1, *more, f"algorithm.steps={steps['b']}")
+            _wait_for_step(folder / "a", 1, first)
             _wait_for_step(folder / "b", 1, second)
             time.sleep(10 * rng.random())
+            assert not first.done(), "a ended before the kill: the pool gave b too little for its first step"
             _kill(pool, folder / "a", victim)
             code, output = second.result()
             assert code == 0, output
-            expect_whole(folder / "b", 40)
+            expect_whole(folder / "b", steps["b"])
             code, output = first.result()
             if victim != "driver":
                 assert code == 0, output
-                assert {line["step"] for line in steps_of(folder / "a")} == set(range(1, 41))
+                assert {line["step"] for line in steps_of(folder / "a")} == set(range(1, steps["a"] + 1))
             pool.wait_until_empty()
         pool.expect_kept_rules()
         assert not runs.shared_memory(folder / "a") and not runs.shared_memory(folder / "b")

@@ -6,6 +6,7 @@ Nothing here touches the content of a row: rollout actors put rows and train wor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -289,12 +290,13 @@ def export_model(run: Run, path: str) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the total bytes of the files below `folder`, or 0 when it does not exist. Files may be renamed
-    meanwhile."""
+    """Return the total bytes of the files below `folder`, or 0 when it does not exist. Files and folders, `folder`
+    itself included, may be renamed meanwhile: a checkpoint's draft is renamed by the train worker that ends it."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):  # which passes over folders that are gone, unlike `Path.rglob`
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from ..protocol import Completion, SamplingParams
 from ..sampling import draw, log_distribution, uniforms
 from ..stop_texts import StopTexts
+from .model import cache_argument
 from .routers import RouteRecorder
 
 COMPACT_BELOW = 0.75
@@ -261,6 +262,7 @@ class _Window:
         """
         self.model = model
         self.cache = DynamicCache(config=model.config)
+        self.cached = {str(cache_argument(type(model))): self.cache}
         lengths = np.array([len(ids) for ids in known])
         width = int(lengths.max())
         ids = np.zeros((len(known), width), dtype=np.int64)
@@ -300,8 +302,8 @@ class _Window:
             input_ids=ids,
             attention_mask=self.mask,
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **self.cached,
         )
         return output.logits[:, -1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,21 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-_FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # the name since transformers 5.24, and the one before
 
 
 def model_stop_ids(model: Any) -> np.ndarray:
     """Return the ids of the end-of-sequence tokens in the model's generation config, int64."""
     ids = model.generation_config.eos_token_id
     return np.array([] if ids is None else np.atleast_1d(ids), dtype=np.int64)
+
+
+@functools.cache
+def cache_argument(model: type) -> str | None:
+    """Return the name of the argument in which this class of models takes a key-value cache; None if it takes none."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in accepted), None)
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -39,6 +48,8 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
         raise ValueError(f"model: {path!r} could not be loaded as a causal LM: {reason}") from error
     accepted = inspect.signature(model.forward).parameters
     missing = [name for name in _FORWARD_ARGUMENTS if name not in accepted]
+    if cache_argument(type(model)) is None:
+        missing.append("key-value cache")
     if missing:
         raise ValueError(
             f"model: {type(model).__name__} takes no {', '.join(missing)}; the hf engine needs a decoder-only model"

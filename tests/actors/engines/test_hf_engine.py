@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from headrace.actors.engines.hf.engine import HfEngine
+from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
 
@@ -184,6 +185,19 @@ def test_models_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ValueError, match="could not be loaded as a causal LM"):
         HfEngine(str(tmp_path))
+
+
+def test_the_cache_is_passed_under_the_name_that_the_model_has_for_it() -> None:
+    class Before:  # transformers 5.24
+        def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...
+
+    class Since:
+        def forward(self, input_ids: Any, cache: Any = None) -> None: ...
+
+    class Without:
+        def forward(self, input_ids: Any) -> None: ...
+
+    assert [cache_argument(model) for model in (Before, Since, Without)] == ["past_key_values", "cache", None]
 
 
 def test_stop_texts_across_tokens(engine: HfEngine, tokenizer: Any) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3ForCausalLM
 
 from headrace.actors.engines.hf.engine import HfEngine
+from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, EngineBroken, KeysAndValues, SamplingParams
 from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
@@ -226,13 +227,13 @@ def mixed_logprobs(
     """Log-probs of the response when the weights change before its token `change_at`. kept: whether the new weights go
     on from the keys and values of the old."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    cache, fed, result = None, prompt, []
+    cache, fed, result = DynamicCache(), prompt, []
     for index, token in enumerate(response):
         if index == change_at:
             model.load_state_dict({**new, "lm_head.weight": new["model.embed_tokens.weight"]})
-            cache, fed = (cache, fed) if kept else (None, prompt + response[:index])
+            cache, fed = (cache, fed) if kept else (DynamicCache(), prompt + response[:index])
         with torch.no_grad():
-            output = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
-        cache, fed = output.past_key_values, [token]
+            output = model(input_ids=torch.tensor([fed]), use_cache=True, **{str(cache_argument(type(model))): cache})
+        fed = [token]
         result.append(torch.log_softmax(output.logits[0, -1].float(), dim=-1)[token].item())
     return result

@@ -23,7 +23,8 @@ from headrace.dataplane.block_store import StoreSpec, Want
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import mooncake_store
-from headrace.dataplane.stores.mooncake_master import MooncakeMaster
+from headrace.dataplane.stores.mooncake_client import MooncakeClient
+from headrace.dataplane.stores.mooncake_master import MasterAddress, MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import suspend
@@ -258,6 +259,25 @@ def test_stopped_then_killed_master_is_named_within_the_bound(mooncake_library: 
     host.close()
     assert time.monotonic() - started < 5.0
     assert frozen.end() < 2.0, "the library held Python's lock"
+
+
+def test_master_that_goes_while_a_client_connects_is_named(
+    mooncake_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client notices the end before it has called the library once."""
+    run = MooncakeClient._run
+
+    def run_after_the_end(client: MooncakeClient, op: str, call: Any, timeout_s: float) -> Any:
+        assert client.ended.wait(20.0)
+        return run(client, op, call, timeout_s)
+
+    monkeypatch.setattr(MooncakeClient, "_run", run_after_the_end)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        leaver = threading.Thread(target=lambda: server.accept()[0].close())
+        leaver.start()
+        with pytest.raises(StoreLost, match="mooncake master is lost.*leaver pid=7 127.0.0.1"):
+            MooncakeClient(MasterAddress("leaver", 7, *server.getsockname()), "tcp", "")
+        leaver.join(20.0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from headrace.trainers.grpo import checkpoints as module
 from headrace.trainers.grpo.checkpoints import Checkpoints
 from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
-from headrace.trainers.grpo.steps import State
+from headrace.trainers.grpo.steps import State, size_of
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat
 
@@ -209,3 +210,18 @@ def test_the_journal_s_groups_are_for_the_same_settings_only(tmp_path: Path) -> 
         fingerprint(reward={"functions": [{"kind": "format", "options": {"pattern": "x"}}]}),
     ]
     assert len({same, *others}) == 1 + len(others)
+
+
+def test_draft_that_is_renamed_while_its_size_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, scandir = tmp_path / "step_000090.tmp", os.scandir
+    (draft / "rank_0").mkdir(parents=True)
+    (draft / "rank_0" / "model.bin").write_bytes(bytes(100))
+    assert size_of(draft) == 100 and size_of(tmp_path / "none") == 0
+
+    def rename_first(path: str | Path) -> object:
+        if draft.exists():
+            draft.rename(draft.with_suffix(""))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", rename_first)
+    assert size_of(draft) == 0

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
+from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import KeysAndValues, SamplingParams
 from headrace.actors.weights.transports.protocol import WeightUpdate
 from headrace.tests.actors.engines.vllm.builder import EOS, VOCAB_SIZE
@@ -135,14 +137,14 @@ def mixed_logprobs(
 ) -> list[float]:
     """Log-probs of the response if the second of `models` takes over before the token `change_at`. kept: whether it
     goes on from the keys and values of the first."""
-    cache, fed, result = None, prompt, []
+    cache, fed, result = DynamicCache(), prompt, []
     for index, token in enumerate(response):
         if index == change_at and not kept:
-            cache, fed = None, prompt + response[:index]
+            cache, fed = DynamicCache(), prompt + response[:index]
         with torch.no_grad():
             model = models[int(index >= change_at)]
-            output = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
-        cache, fed = output.past_key_values, [token]
+            output = model(input_ids=torch.tensor([fed]), use_cache=True, **{str(cache_argument(type(model))): cache})
+        fed = [token]
         result.append(torch.log_softmax(output.logits[0, -1].float(), dim=-1)[token].item())
     return result
 
