@@ -68,6 +68,10 @@ class SharedPool:
         """The lines of pool_trace.jsonl."""
         return [json.loads(line) for line in (self.folder / "pool_trace.jsonl").read_text().splitlines()]
 
+    def grants(self, name: str, role: str) -> int:
+        """Number of times that the pool granted a GPU to a role of a tenant."""
+        return sum(line["event"] == "grant" and (line["tenant"], line["role"]) == (name, role) for line in self.trace())
+
     def expect_kept_rules(self) -> None:
         """No GPU is granted twice, and a GPU that was granted to an engine is released only after it fell asleep or its
         tenant died."""

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,12 +57,17 @@ def test_a_tenant_has_the_figures_of_its_run_alone(tmp_path: Path) -> None:
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("alone", "a")]
     assert models[0] == models[1]
     last = expect_whole(tmp_path / "b")[-1]
-    assert last["pool/resizes"] >= 2 * STEPS - 1, "its own engine sleeps whenever it trains"
+    # Two trainings in a row without a wake between are right, too: the next step's groups may be ready already.
+    assert pool.grants("b", "train") >= STEPS and pool.grants("b", "rollout") > 2, "its engines slept and woke again"
     assert last["pool/moved_requests"] > 0
 
 
 DECIDED_BY_TIMING = ("sync/", "queue/", "dataplane/", "driver/")
 """First parts of the keys of figures about the engines that happen to be awake, and about calls of the driver."""
+
+
+DEATHS = {"pool": None, "engine 0": "rollout/actors_replaced", "train worker 0": "run/restarts", "driver": None}
+"""Victim -> key of the figure that counts its death in its own run."""
 
 
 @pytest.mark.timeout(900)
@@ -70,11 +76,13 @@ def test_deaths_in_one_tenant_and_of_the_pool_cost_the_other_nothing(tmp_path: P
     with shared_pool(tmp_path) as pool, ThreadPoolExecutor() as threads:
         both = [threads.submit(pool.run, name, gpu, *more, "algorithm.steps=500") for gpu, name in enumerate("ab")]
         step = 0
-        for victim in ("pool", "engine 0", "train worker 0", "driver"):
+        for victim, count in DEATHS.items():
             for name, running in zip("ab", both, strict=True):
                 _wait_for_step(tmp_path / name, step + 2, running)
             step = steps_of(tmp_path / "a")[-1]["step"]
             _kill(pool, tmp_path / "a", victim)
+            if count is not None:  # an engine that dies asleep is replaced when the pool next orders it to wake
+                step = _wait_for(tmp_path / "a", lambda line, count=count: line.get(count) == 1, both[0])
             assert not pool.suspects
         pool.wait_until_left("a")
         _wait_for_step(tmp_path / "b", steps_of(tmp_path / "b")[-1]["step"] + 3, both[1])
@@ -151,8 +159,15 @@ def _kill(pool: SharedPool, run_dir: Path, victim: str) -> None:
 
 def _wait_for_step(run_dir: Path, step: int, running: Future[tuple[int, str]]) -> None:
     """Return when a run has logged `step`; raise when it ends or stands still before."""
+    _wait_for(run_dir, lambda line: line["step"] >= step, running)
+
+
+def _wait_for(run_dir: Path, holds: Callable[[dict], bool], running: Future[tuple[int, str]]) -> int:
+    """Return the step of the first line of metrics.jsonl for which `holds` is true; raise when the run ends or stands
+    still before there is one."""
     deadline = time.monotonic() + 300
-    while not any(line["step"] >= step for line in runs.metrics(run_dir)):
+    while not (found := [line["step"] for line in runs.metrics(run_dir) if holds(line)]):
         assert not running.done(), running.result()[1]
-        assert time.monotonic() < deadline, f"{run_dir.name} did not reach step {step}"
+        assert time.monotonic() < deadline, f"{run_dir.name} stands still: {runs.metrics(run_dir)[-1:]}"
         time.sleep(0.2)
+    return found[0]
