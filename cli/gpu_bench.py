@@ -23,8 +23,8 @@ def add_gpu_commands(kinds: Any) -> None:
     add(
         "--work", required=True, metavar="NAME",
         help="whole runs: grpo-0.6b grpo-1.7b grpo-4b; train steps alone: train-0.6b train-1.7b train-4b train-moe; "
-        "log-probs of an engine: engine-logprobs; switches of roles: switch-2g; without a GPU: grpo-tiny train-tiny "
-        "train-tiny-moe engine-logprobs-tiny",
+        "parts of an engine: engine-logprobs engine-routes; switches of roles: switch-2g; without a GPU: grpo-tiny "
+        "train-tiny train-tiny-moe engine-logprobs-tiny engine-routes-tiny",
     )  # fmt: skip
     add(
         "--layout", nargs="+", metavar="NAME",
@@ -38,7 +38,7 @@ def add_gpu_commands(kinds: Any) -> None:
         "--baseline", choices=("trl", "none"),
         help="trl: also run TRL twice on one GPU, where it is installed; none: train-* without plain torch beside it",
     )  # fmt: skip
-    add("--layers", type=int, metavar="N", help="train-*: number of layers of the model")
+    add("--layers", type=int, metavar="N", help="train-*, engine-*: number of layers of the model")
     add("--tokens", type=int, metavar="N", help="train-*: tokens of a microbatch; default: 16384")
     add("--micros", type=int, metavar="N", help="train-*: microbatches of a step; default: 2")
     add("--row-tokens", type=int, default=0, metavar="N", help="train-*: tokens of each row; default: random lengths")
@@ -115,12 +115,17 @@ def _gpu_train_steps(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _gpu_engine(arguments: argparse.Namespace, out: Path) -> int:
-    from ..bench.gpu.engine_logprobs import EngineOptions, run_engine_logprobs
+    from ..bench.gpu.engine_load import EngineOptions
+    from ..bench.gpu.engine_logprobs import run_engine_logprobs
+    from ..bench.gpu.engine_routes import run_engine_routes
+    from ..bench.gpu.works import ROUTE_WORKS
 
     options = EngineOptions(
-        out, arguments.work, pairs=arguments.steps or 5, model=arguments.model, overrides=tuple(arguments.overrides)
-    )
-    return _measured(lambda tell: run_engine_logprobs(options, tell), out)
+        out, arguments.work, pairs=arguments.steps or 5, layers=arguments.layers, model=arguments.model,
+        overrides=tuple(arguments.overrides),
+    )  # fmt: skip
+    run = run_engine_routes if arguments.work in ROUTE_WORKS else run_engine_logprobs
+    return _measured(lambda tell: run(options, tell), out)
 
 
 def _measured(run: Callable[[Callable[[str], None]], Figures], out: Path) -> int:

@@ -100,6 +100,39 @@ TRAIN_WORKS = {
 }
 """Name of a work -> train steps alone. The works `train-tiny*` also run without a GPU. `train-moe` has as many layers
 of Qwen3-30B-A3B as fit into 80 GiB with their optimizer; `--layers` sets another number."""
-ENGINE_WORKS = {"engine-logprobs-tiny": "grpo-tiny", "engine-logprobs": "grpo-0.6b"}
-"""Name of a work that times ways to get log-probs out of an engine -> the GRPO work that it takes the model from."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWork:
+    """Samples of engines alone, on made-up prompts."""
+
+    size: str
+    """Size of the model, a key of `shapes.SHAPES`."""
+    max_new_tokens: int
+    """Number of tokens of a sample."""
+    prompt_tokens: tuple[int, int]
+    """Smallest and largest number of tokens of a prompt."""
+    prompts: int = 32
+    """Number of prompts of a round."""
+    group_size: int = 8
+    """Number of samples of each prompt."""
+    layers: int | None = None
+    """Number of layers of the model; None means all of its shape."""
+    example: str = "gpu-0.6b.yaml"
+    """Name of the configuration in `examples/` that engine and trainer take their settings from."""
+
+
+LOGPROB_WORKS = {
+    "engine-logprobs-tiny": EngineWork("tiny", 32, (16, 48), prompts=4, group_size=4),
+    "engine-logprobs": EngineWork("0.6b", 512, (64, 281)),
+}
+"""Name of a work that times ways to get log-probs out of an engine -> its samples."""
+ROUTE_WORKS = {
+    "engine-routes-tiny": EngineWork("tiny-moe", 32, (16, 48), prompts=4, group_size=4),
+    "engine-routes": EngineWork("30b-a3b", 256, (64, 281), layers=8),
+}
+"""Name of a work that times an engine with routes beside one without -> its samples. `engine-routes` has as many layers
+of Qwen3-30B-A3B as fit into 80 GiB twice, and then once as a trainer's."""
+ENGINE_WORKS = {**LOGPROB_WORKS, **ROUTE_WORKS}
+"""Name of a work that times engines -> its samples. The works `*-tiny` also run without a GPU."""
 WORKS = (*GRPO_WORKS, *SWITCH_WORKS, *TRAIN_WORKS, *ENGINE_WORKS)

@@ -95,16 +95,18 @@ def probe_trust(config: Config, tell: Callable[[str], None] = lambda _: None) ->
         if kind == "scripted":
             raise UserError(f"{key}: got 'scripted' with --model, expected one that has a model")
     try:
-        spec = _route_spec(config.model.path)
+        spec = route_spec(config.model.path)
         tell(f"sampling {TOKENS} tokens with the engine {config.rollout.engine}")
         rows = asyncio.run(_sample(config, spec))
         tell(f"computing their log-probs with the backend {config.trainer.backend}")
-        return _compare(config, spec, rows)
+        return compare_rows(config, spec, rows)
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def _route_spec(path: str) -> RouteSpec | None:
+def route_spec(path: str) -> RouteSpec | None:
+    """Return the shape of the routes of the model at `path`, a folder or hub id; None for a model without experts.
+    Raises ValueError if there is no such model."""
     from transformers import AutoConfig  # takes seconds to import, and the plain doctor does not need it
 
     try:
@@ -140,7 +142,13 @@ async def _sample(config: Config, spec: RouteSpec | None) -> Rows:
     return [(ids, answer[0]) for ids, answer in zip(prompts, answers, strict=True)]
 
 
-def _compare(config: Config, spec: RouteSpec | None, rows: Rows) -> TrustReport:
+def compare_rows(config: Config, spec: RouteSpec | None, rows: Rows) -> TrustReport:
+    """Return how far the log-probs of the train backend of `config`, on one device in this process, are from those with
+    which the engine sampled `rows`.
+
+    spec: shape of the routes that the completions have; None for a model without experts. The temperature is that of
+    `config`.
+    """
     trainer = config.trainer.model_copy(
         update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
     )

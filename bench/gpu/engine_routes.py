@@ -1,0 +1,214 @@
+"""`headrace bench gpu --work engine-routes` times an engine that records routes beside one that does not.
+
+Two engines with the same weights stay up on one GPU and answer the same requests in turns. Routes of every round are
+checked. Once both engines are closed, a train backend computes the log-probs of some of their tokens, with the engine's
+experts and with its own.
+
+    model -> engine with routes and engine without -> rounds in turns -> engines close
+          -> trainer: log-probs of the same tokens with replay and without
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ...actors.engines.factory import EngineConfig, build_engine
+from ...actors.engines.protocol import Completion
+from ...codecs.tokens.routes import RoutesDamaged, RouteSpec, check_routes, missing_tokens
+from ...trainers.run.trust_probe import Rows, TrustReport, compare_rows, route_spec
+from ..transfer.results import note
+from .engine_load import (
+    EngineBench,
+    EngineOptions,
+    check_options,
+    prepare,
+    rate_figures,
+    ratio_figures,
+    time_in_turns,
+    timed_round,
+)
+from .figures import Figures
+
+Way = Literal["with", "without"]
+WAYS: tuple[Way, ...] = ("with", "without")
+"""Engines that are compared: one that records and returns routes, and one that does not."""
+GIVEN = ("rollout.logprobs=arrays", "router_replay.enabled=true")
+"""Settings of the configuration for both engines and the trainer. Log-probs as arrays cost least, so what routes cost
+is not hidden beside them."""
+TRUST_ROWS = 8
+"""Largest number of samples whose log-probs the trainer computes, each of another prompt."""
+
+
+@dataclass(slots=True)
+class RouteTally:
+    """Counts and checks the routes that an engine returns."""
+
+    spec: RouteSpec
+    wanted: int = 0
+    """Number of tokens that have a route by rule: those of prompts and samples without each sample's last."""
+    missing: int = 0
+    """Number of these whose route the engine did not return."""
+    nbytes: int = 0
+    """Size of the routes in bytes."""
+    damaged: list[str] = field(default_factory=list)
+    """Sentences about routes that no router can have chosen."""
+    used: np.ndarray = field(init=False)
+    """Whether any token was sent to an expert, bool `[layers, experts]`."""
+
+    def __post_init__(self) -> None:
+        self.used = np.zeros((len(self.spec.layers), self.spec.num_experts), bool)
+
+    def add(self, key: str, prompt_tokens: int, answer: Completion) -> None:
+        """Count and check the routes of one completion. key: name of the completion in sentences."""
+        wanted, routes = prompt_tokens + len(answer.token_ids) - 1, answer.routes
+        self.wanted += wanted
+        if routes is None:
+            self.missing += wanted
+            return
+        self.nbytes += routes.nbytes
+        found = routes[~missing_tokens(routes, self.spec)]
+        self.missing += wanted - len(found)
+        try:
+            check_routes(routes, self.spec, key)
+        except RoutesDamaged as error:
+            self.damaged.append(str(error))
+        else:
+            self.used[np.arange(len(self.used))[None, :, None], found] = True
+
+    def figures(self) -> dict[str, float]:
+        """Return the share of routes that are missing, the bytes of the route of a token, and the smallest number of
+        experts that a layer used."""
+        return {
+            "missing_share": self.missing / max(self.wanted, 1),
+            "bytes_per_token": self.nbytes / max(self.wanted, 1),
+            "experts_used_min": float(self.used.sum(1).min()),
+        }
+
+    def complaints(self) -> list[str]:
+        """Return a sentence for each thing that is wrong with the routes."""
+        found = self.damaged[:3]
+        if self.missing:
+            found.append(f"{self.missing} of {self.wanted} routes are missing")
+        for layer, used in zip(self.spec.layers, self.used.sum(1).tolist(), strict=True):
+            if used <= self.spec.top_k < self.spec.num_experts:
+                found.append(f"layer {layer} sent all tokens to the same {used} experts, as if it had recorded nothing")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the two engines did."""
+
+    rates: Mapping[Way, Sequence[float]]
+    """Tokens per second of each engine and round."""
+    routes: RouteTally
+    """Routes of all rounds, the one that warms up included."""
+    rows: Rows
+    """Samples of the last round, of the engine with routes."""
+    engines: Mapping[Way, Mapping[str, Any]]
+    """Settings that vLLM chose itself for each engine, by name."""
+
+
+def run_engine_routes(options: EngineOptions, tell: Callable[[str], None]) -> Figures:
+    """Make the model, time both engines, compare with the trainer, and write results.jsonl and summary.json into
+    `options.out`. Raises UserError when the options do not fit this machine, before anything is started."""
+    check_options(options, ("rollout", "trainer"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
+        tell("making the model")
+        bench = prepare(options, Path(folder), GIVEN)
+        spec = route_spec(bench.config.model.path)
+        if spec is None:
+            raise ValueError(f"--model: {bench.config.model.path} has no experts, expected a model that has")
+        measured = asyncio.run(_measure(bench, spec, tell))
+        tell("computing the log-probs of the engine's tokens with the trainer")
+        trust = compare_rows(bench.config, spec, measured.rows)
+    note(options.out / "notes.jsonl", **trust_figures(trust))
+    facts = bench.conditions(engines=measured.engines, trainer=trust.backend, compared_tokens=trust.tokens)
+    found = summarise_routes(measured.rates, bench.load.tokens) | measured.routes.figures() | trust_figures(trust)
+    report = Figures(options.work, {f"gpu.{options.work}.{name}": value for name, value in found.items()}, facts)
+    report.complaints = measured.routes.complaints()
+    (report.notes if trust.sound else report.complaints).append(f"engine and trainer: {trust.verdict}")
+    records = [{"op": "engine-routes", "way": way, "tokens_per_s": values} for way, values in measured.rates.items()]
+    report.write(options.out, records)
+    return report
+
+
+async def _measure(bench: EngineBench, spec: RouteSpec, tell: Callable[[str], None]) -> Measured:
+    """Start both engines, time them in turns and close them. Each figure is noted in notes.jsonl as it is known."""
+    engines: dict[Way, Any] = {}  # VllmEngines
+    notes = bench.options.out / "notes.jsonl"
+    tally, rows = RouteTally(spec), []
+
+    async def run(way: Way, number: int) -> float:
+        rate, answers = await timed_round(engines[way], bench.load, number)
+        if way == "with":
+            for index, (prompt, found) in enumerate(zip(bench.load.prompts, answers, strict=True)):
+                for sample, answer in enumerate(found):
+                    tally.add(f"round {number}, prompt {index}, sample {sample}", len(prompt), answer)
+            rows[:] = first_samples(bench.load.prompts, answers)
+            note(notes, round=number, **tally.figures())
+        return rate
+
+    async with AsyncExitStack() as stack:
+        # One after the other, because a start changes the environment of this process, and so that the second one finds
+        # what vLLM compiled for the first.
+        for way in WAYS:
+            tell(f"starting the engine {way} routes")
+            engine: Any = build_engine(engine_setup(bench, way, spec))
+            stack.push_async_callback(engine.close)
+            engines[way] = engine
+        rates = await time_in_turns(WAYS, bench.options.pairs, run, notes, tell)
+        return Measured(rates, tally, rows, {way: chosen_by_vllm(engine) for way, engine in engines.items()})
+
+
+def engine_setup(bench: EngineBench, way: Way, spec: RouteSpec) -> EngineConfig:
+    """Return the settings of an engine. Each takes a share of the GPU that leaves room for the other."""
+    routes, log = spec if way == "with" else None, str(bench.options.out / f"engine-{way}.log")
+    return replace(bench.setup, routes=routes, shared_gpu=True, log=log)
+
+
+def chosen_by_vllm(engine: Any) -> dict[str, Any]:
+    """Return settings of an engine that vLLM chose itself, and that recording routes may change."""
+    config = engine.process.llm.vllm_config
+    return {
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "second_model_runner": bool(getattr(config, "use_v2_model_runner", False)),
+        "kv_cache_blocks": config.cache_config.num_gpu_blocks,
+    }
+
+
+def first_samples(prompts: Iterable[Sequence[int]], answers: Iterable[Sequence[Completion]]) -> Rows:
+    """Return the first sample of each of the first TRUST_ROWS prompts."""
+    rows = [(np.array(prompt, np.int64), found[0]) for prompt, found in zip(prompts, answers, strict=True)]
+    return rows[:TRUST_ROWS]
+
+
+def summarise_routes(rates: Mapping[Way, Sequence[float]], tokens: int) -> dict[str, float]:
+    """Return `{way}.tokens_per_s`, medians over the rounds; `vs_without`, the ratio of these medians; and
+    `vs_without_pairs`, the median of the ratios within the rounds, with the smallest and the largest."""
+    medians = {way: statistics.median(values) for way, values in rates.items()}
+    return {
+        **rate_figures(rates),
+        "vs_without": medians["with"] / medians["without"],
+        **ratio_figures("vs_without_pairs", rates["with"], rates["without"]),
+        "tokens_at_most": float(tokens),
+    }
+
+
+def trust_figures(trust: TrustReport) -> dict[str, float]:
+    """Return the mismatch of the log-probs of engine and trainer with replay and without, on the same rows, and the
+    share of choices in which their routers agree."""
+    found = {"native_agreement": statistics.fmean(trust.agreement.values())}
+    for name in ("mismatch_kl", "mismatch_mean", "mismatch_max"):
+        found |= {f"{name}_with_replay": trust.replayed[name], f"{name}_without_replay": trust.native[name]}
+    return found
