@@ -24,6 +24,7 @@ def test_it_reads_the_section_rollout_only(tmp_path: Path) -> None:
         run_engine_logprobs(EngineOptions(tmp_path, "engine-logprobs-tiny", overrides=("trainer.tp=2",)), print)
 
 
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 @pytest.mark.vllm
 @pytest.mark.processes
 @pytest.mark.slow

@@ -110,6 +110,7 @@ def test_it_reads_the_sections_of_engine_and_trainer(tmp_path: Path) -> None:
         run_engine_routes(options, print)
 
 
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 @pytest.mark.vllm
 @pytest.mark.processes
 @pytest.mark.slow
