@@ -13,13 +13,10 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from ..layers import uncompiled
-
 NAME = "headrace_varlen"
 _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
 
 
-@uncompiled  # the lengths of rows vary; a compiled layer calls the kernel as it is
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,

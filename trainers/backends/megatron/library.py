@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import backward_step, forward_step, get_tensor_shapes
     from megatron.core.tensor_parallel import (
+        RowParallelLinear,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
     )
@@ -53,6 +54,7 @@ __all__ = [
     "GPTModel",
     "OptimizerConfig",
     "P2PCommunicator",
+    "RowParallelLinear",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",

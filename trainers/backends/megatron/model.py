@@ -24,6 +24,7 @@ from .library import (
 from .mesh import Mesh
 from .modules.attention import PackedAttention
 from .modules.experts import GroupedExperts
+from .modules.linear import RowLinear
 from .modules.norm import RMSNorm
 from .rows import PackedRows
 from .weights import cut, entries_of, expert_range
@@ -144,8 +145,10 @@ def _layers(settings: TransformerConfig, model: Any, first: int, stages: int) ->
         inner.input_layernorm = inner.pre_mlp_layernorm = RMSNorm
         if experts:
             inner.mlp.submodules.experts = GroupedExperts
+        else:
+            inner.mlp.submodules.linear_fc2 = RowLinear
         attention = inner.self_attention.submodules
-        attention.core_attention = PackedAttention
+        attention.core_attention, attention.linear_proj = PackedAttention, RowLinear
         if settings.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         specs.append(spec)

@@ -39,6 +39,8 @@ class Reach:
     """Number of queries of each span, 1 or more."""
     key_sizes: tuple[int, ...]
     """Number of keys of each span, at least its number of queries."""
+    longest: tuple[int, int]
+    """Largest number of queries and largest number of keys of a span."""
     query_ends: torch.Tensor
     """Boundaries of the spans among the queries: 0, then the end of each span, int32 `[spans + 1]`."""
     key_ends: torch.Tensor
@@ -94,6 +96,7 @@ def _reach(
     return Reach(
         *(tensor(queries), tensor(keys)),
         *(tuple(query_sizes.tolist()), tuple(key_sizes.tolist())),
+        (int(query_sizes.max(initial=0)), int(key_sizes.max(initial=0))),
         *(ends(query_sizes), ends(key_sizes)),
     )
 
@@ -109,10 +112,10 @@ class PackedAttention(nn.Module):
     def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self._group: dist.ProcessGroup = pg_collection.cp
+        self._cp = self._group.size()
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
-    @uncompiled  # the lengths of rows vary; a compiled layer calls the kernel as it is
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # what the decorator returns has no signature
+    def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -127,8 +130,8 @@ class PackedAttention(nn.Module):
         `query` is `[S, 1, heads, D]`, `key` and `value` are `[S, 1, kv_heads, D]`; each has the S tokens of this rank.
         """
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
-        if self._group.size() > 1:
-            k, v = _Gather.apply(torch.stack([k, v]), self._group)
+        if self._cp > 1:
+            k, v = _gathered(k, v, self._group)
         out: torch.Tensor | None = None
         for reach in packed_seq_params.reaches:
             part = attend(
@@ -150,19 +153,23 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scal
     """Compute the attention of all spans of `reach`. Returns `[Q, heads, D]`.
 
     `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, all span by span. On GPUs in half precision one
-    variable-length flash kernel computes all spans. Otherwise SDPA is used, once if all spans have the same size, else
-    once per span.
+    variable-length flash kernel computes all spans, which compiled layers contain. Otherwise SDPA is used.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
         if not _SHARED_HEADS:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-        longest = max(reach.query_sizes), max(reach.key_sizes)
         out = varlen_attn(
-            q, k, v, reach.query_ends, reach.key_ends, *longest, scale=scale, window_size=(-1, 0), **options
+            q, k, v, reach.query_ends, reach.key_ends, *reach.longest, scale=scale, window_size=(-1, 0), **options
         )
         assert isinstance(out, torch.Tensor)
         return out
+    return _attend_by_span(q, k, v, reach, scale)
+
+
+@uncompiled  # it looks at the size of each span, for which a compiled layer would be compiled anew
+def _attend_by_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
+    """Compute what `attend` does with one call of SDPA if all spans have the same size, else with one for each span."""
     if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:
         return _spans(*(part.unflatten(0, (len(reach.query_sizes), -1)) for part in (q, k, v)), scale=scale).flatten(
             0, 1
@@ -184,6 +191,12 @@ def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     ).transpose(1, 2)
+
+
+@uncompiled
+def _gathered(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all ranks."""
+    return _Gather.apply(torch.stack([k, v]), group)
 
 
 class _Gather(torch.autograd.Function):
