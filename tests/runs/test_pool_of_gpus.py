@@ -3,8 +3,6 @@ ends or a tenant that dies leaves nothing reserved."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,6 @@ from ray.util.placement_group import placement_group_table
 from headrace.tests import process_pool
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.pool_runs import SCRIPTED, pool_of_gpus
-from headrace.tests.runs.test_end_to_end import steps_of
 from headrace.tests.runs.test_time_sharing import expect_whole
 
 QUICK = (*SCRIPTED, "algorithm.steps=4", "scripted.latency_s=0.1", "scripted.train_step_s=0.1")

@@ -40,7 +40,6 @@ from ..errors import UserError
 from .evaluation_plans import evaluation_plans
 from .placement import Placement
 
-
 POOL_BUCKET_MIB = 64
 """Size in MiB of the buckets of a run that shares a pool's GPUs. Trainer and engines keep two each in GPU memory, also
 while others use the GPU."""

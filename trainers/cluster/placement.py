@@ -365,7 +365,9 @@ def _seated(
 ) -> Placement:
     """Return the placement in which each rank and each engine has the given (host, GPUs on it). why: the reason for the
     layout, for the user."""
-    cpus = 1 if config.pool.address is None else 0  # a GPU of a pool is used by one run at a time, however many there are
+    cpus = (
+        1 if config.pool.address is None else 0
+    )  # a GPU of a pool is used by one run at a time, however many there are
     engine_seats = tuple(
         Seat(engine_actor_name(config, index), cpus * config.rollout.tp, host, gpus)
         for index, (host, gpus) in enumerate(engines)

@@ -69,13 +69,13 @@ def _hosts(reserved: Sequence[PooledGpu]) -> tuple[Host, ...]:
     living = {host.node: replace(host, num_gpus=0, free_gpus=()) for host in read_hosts()}
     for gpu in reserved:
         if gpu.node not in living:
-            raise UserError(f"pool.address: the pool's host {gpu.host} is gone from the Ray cluster; start the pool again")
+            raise UserError(
+                f"pool.address: the pool's host {gpu.host} is gone from the Ray cluster; start the pool again"
+            )
     numbers: dict[str, list[int]] = {}
     for gpu in reserved:
         numbers.setdefault(gpu.node, []).append(gpu.number)
-    ordered = [
-        replace(living[node], num_gpus=len(here), free_gpus=tuple(here)) for node, here in numbers.items()
-    ]
+    ordered = [replace(living[node], num_gpus=len(here), free_gpus=tuple(here)) for node, here in numbers.items()]
     return (*ordered, *(host for node, host in living.items() if node not in numbers))
 
 

@@ -90,7 +90,9 @@ class TrainerMemory:
         self._note("offload", reports, held)
         return held
 
-    def _note(self, what: Literal["offload", "onload"], reports: Sequence[OffloadReport], held: list[ProcessMemory]) -> None:
+    def _note(
+        self, what: Literal["offload", "onload"], reports: Sequence[OffloadReport], held: list[ProcessMemory]
+    ) -> None:
         self._figures |= {
             f"{what}_gib": max(report.bytes_moved for report in reports) / 2**30,
             f"{what}_copy_s": max(report.copy_s for report in reports),

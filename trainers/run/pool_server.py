@@ -114,7 +114,9 @@ def status_lines(status: PoolStatus) -> list[str]:
         f"pool {status.name}: {len(status.gpus)} GPU(s), {len(status.tenants)} tenant(s), {status.age_s:.0f} s old"
     ]
     places = [f"{gpu.host} {gpu.number}: " for gpu in status.reserved] or [""] * len(status.gpus)
-    lines += [f"  GPU {gpu:<4} {place}{holder}" for gpu, (place, holder) in enumerate(zip(places, status.gpus, strict=True))]
+    lines += [
+        f"  GPU {gpu:<4} {place}{holder}" for gpu, (place, holder) in enumerate(zip(places, status.gpus, strict=True))
+    ]
     for tenant in status.tenants:
         awake = sum(len(tenant.shards[shard]) for shard in tenant.awake)
         left = "unknown" if tenant.remaining is None else str(tenant.remaining)

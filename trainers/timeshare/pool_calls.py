@@ -48,8 +48,8 @@ class StageNote:
 
 @dataclass(frozen=True, slots=True)
 class PooledGpu:
-    """One GPU of a pool, and the bundle of the pool's placement group that reserves it in Ray. Its number in the pool is
-    its position among the pool's GPUs."""
+    """One GPU of a pool, and the bundle of the pool's placement group that reserves it in Ray. Its number in the pool
+    is its position among the pool's GPUs."""
 
     host: str
     """Name of its host."""

@@ -277,8 +277,8 @@ class Shards:
                 failed[engine.name] = str(outcome)
 
     def _end(self, engine: Engine, reason: str) -> None:
-        """Kill the processes of an engine, which frees their memory for certain, and wait until they are gone. Others take
-        their place when the shard is to wake."""
+        """Kill the processes of an engine, which frees their memory for certain, and wait until they are gone. Others
+        take their place when the shard is to wake."""
         info = engine.handle.info
         _log.warning("%s is ended: %s", info, reason)
         family = Family(info.pid) if info.host == socket.gethostname() else None
