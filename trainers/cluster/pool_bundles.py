@@ -16,13 +16,15 @@ from dataclasses import replace
 
 from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
+from ray.exceptions import RaySystemError
+from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup
 
 from ..config.config import Config
 from ..errors import UserError
 from ..timeshare.pool_calls import PooledGpu
 from ..timeshare.pool_client import NAMESPACE, actor_name
-from .gpu_bundles import Bundle, Reservation, create_group, read_hosts, tell_gpus
+from .gpu_bundles import LOOK_S, Bundle, Reservation, create_group, read_hosts, tell_gpus
 from .placement import Host, place_as_mapped, used_gpus, with_reserved_gpus
 
 
@@ -31,19 +33,36 @@ def reserve_pool(name: str, timeout_s: float, stack: ExitStack) -> tuple[PooledG
     this process's first, and of their numbers there.
 
     stack: gives them back when it is closed; Ray also does when this process leaves it, and ends who is on them. This
-    process's Ray namespace must be that of pools. Raises UserError if not all of them are free within `timeout_s`
-    seconds.
+    process's Ray namespace must be that of pools. Raises UserError if the cluster has a pool of this name already, or
+    not all GPUs are free within `timeout_s` seconds.
     """
+    if any(one["name"] == actor_name(name) for one in list_named_actors(all_namespaces=True)):
+        raise UserError(
+            f"--name: got {name!r}, expected another, because the Ray cluster has a pool of that name already"
+        )
     deadline = time.monotonic() + timeout_s
     hosts = read_hosts()
     places = [host for host, one in enumerate(hosts) for _ in range(one.num_gpus)]
     bundles = [Bundle(host, {"GPU": 1}) for host in places]
-    group = create_group(hosts, bundles, deadline, stack, name=actor_name(name), key="--gpus")
+    group = _created(name, hosts, bundles, deadline, stack)
     told = tell_gpus([(group, index) for index in range(len(bundles))], deadline)
     found = sorted((host, *of, bundle) for bundle, (host, of) in enumerate(zip(places, told, strict=True)))
     return tuple(
         PooledGpu(hosts[host].name, hosts[host].node, number, device, bundle) for host, number, device, bundle in found
     )
+
+
+def _created(
+    name: str, hosts: Sequence[Host], bundles: Sequence[Bundle], deadline: float, stack: ExitStack
+) -> PlacementGroup:
+    """Create the pool's group, once that of a pool that has just ended is gone."""
+    while True:
+        try:
+            return create_group(hosts, bundles, deadline, stack, name=actor_name(name), key="--gpus")
+        except RaySystemError as error:
+            if "already exists" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_S)
 
 
 def places_in_pool(config: Config, reserved: Sequence[PooledGpu]) -> Reservation:

@@ -356,8 +356,8 @@ def _build(
 
 
 def _put_to_sleep(hosts: Sequence[EngineHandle], level: int, timeout_s: float) -> None:
-    """Put new engines to sleep, wake them, and put them to sleep again. Their first wake allocates more than later ones,
-    and then there may be less room."""
+    """Put new engines to sleep, wake them, and put them to sleep again: their first wake may need more than later ones,
+    and now all of the GPU is theirs."""
     _started([host.sleep(level) for host in hosts], "start", timeout_s)
     _started([host.wake() for host in hosts], "start", timeout_s)
     _started([host.sleep(level) for host in hosts], "start", timeout_s)
