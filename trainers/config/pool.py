@@ -27,7 +27,8 @@ class PoolConfig(Section):
     context. An engine that keeps more is replaced, and a train worker that keeps more fails."""
     other_runs: CountOrZero = 3
     """Largest number of other runs whose processes sleep on a GPU while an engine of this run is awake there. Engines
-    leave them `pool.residual_mib` for each process, and their keys and values take what is left."""
+    leave `pool.residual_mib` for each of these processes, unless `rollout.gpu_memory_utilization` or `rollout.kv_cache`
+    sets how much they take."""
     order_timeout_s: Positive = 180.0
     """Seconds that the run has to carry out an order of the pool, to put engines to sleep or to wake them. The pool
     ends the processes of a run that takes longer."""
