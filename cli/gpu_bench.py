@@ -23,8 +23,9 @@ def add_gpu_commands(kinds: Any) -> None:
     add(
         "--work", required=True, metavar="NAME",
         help="whole runs: grpo-0.6b grpo-1.7b grpo-4b; train steps alone: train-0.6b train-1.7b train-4b train-moe; "
-        "parts of an engine: engine-logprobs engine-routes; switches of roles: switch-2g; without a GPU: grpo-tiny "
-        "train-tiny train-tiny-moe engine-logprobs-tiny engine-routes-tiny",
+        "parts of an engine: engine-logprobs engine-routes; switches of roles: switch-2g; two runs on one pool of two "
+        "GPUs: pool-0.6b pool-2g; without a GPU: grpo-tiny train-tiny train-tiny-moe engine-logprobs-tiny "
+        "engine-routes-tiny pool-tiny",
     )  # fmt: skip
     add(
         "--layout", nargs="+", metavar="NAME",
@@ -33,6 +34,7 @@ def add_gpu_commands(kinds: Any) -> None:
     add("--backend", default="fsdp", choices=("fsdp", "megatron"), help="train backend; default: fsdp")
     add("--steps", type=int, metavar="N", help="steps of each run, the first of which is not counted; default: 6")
     add("--repeat", type=int, default=1, metavar="N", help="runs of each layout; default: 1")
+    add("--prompts", type=int, metavar="N", help="pool-*: prompts of a step; default: 8")
     add("--weak", action="store_true", help="as many prompts a step for each GPU as there are for one")
     add(
         "--baseline", choices=("trl", "none"),
@@ -58,11 +60,15 @@ def add_gpu_commands(kinds: Any) -> None:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    from ..bench.gpu.works import ENGINE_WORKS, SWITCH_WORKS, TRAIN_WORKS, WORKS
+    from ..bench.gpu.works import ENGINE_WORKS, POOL_WORKS, SWITCH_WORKS, TRAIN_WORKS, WORKS
 
     [work] = known("--work", (arguments.work,), WORKS)
     out = results_folder(arguments, "gpu", new=True)
-    for option, number, least in (("--steps", arguments.steps, 2), ("--repeat", arguments.repeat, 1)):
+    for option, number, least in (
+        ("--steps", arguments.steps, 2),
+        ("--repeat", arguments.repeat, 1),
+        ("--prompts", arguments.prompts, 1),
+    ):
         if number is not None and number < least:
             raise UserError(f"{option}: got {number}, expected at least {least}")
     stop_on_sigterm()
@@ -70,6 +76,8 @@ def _gpu(arguments: argparse.Namespace) -> int:
         return _gpu_train_steps(arguments, out)
     if work in ENGINE_WORKS:
         return _gpu_engine(arguments, out)
+    if work in POOL_WORKS:
+        return _gpu_pool(arguments, out)
     return (_gpu_switch if work in SWITCH_WORKS else _gpu_runs)(arguments, out)
 
 
@@ -100,6 +108,16 @@ def _gpu_switch(arguments: argparse.Namespace, out: Path) -> int:
         raise UserError(f"{arguments.overrides[0]}: no run is made for --work {arguments.work}, expected no overrides")
     options = SwitchOptions(out, arguments.work, arguments.backend, layouts=chosen(arguments.layout, ("colocated-1",)))
     return _measured(lambda tell: run_switch(options, tell), out)
+
+
+def _gpu_pool(arguments: argparse.Namespace, out: Path) -> int:
+    from ..bench.gpu.pool.benchmark import PoolOptions, run_pool
+
+    options = PoolOptions(
+        out, arguments.work, arguments.backend, steps=arguments.steps, prompts=arguments.prompts,
+        model=arguments.model, limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
+    )  # fmt: skip
+    return _measured(lambda tell: run_pool(options, tell), out)
 
 
 def _gpu_train_steps(arguments: argparse.Namespace, out: Path) -> int:

@@ -37,9 +37,9 @@ def suspend(pid: int) -> None:
         time.sleep(0.001)
 
 
-def start_ray() -> None:
+def start_ray(num_gpus: int | None = None) -> None:
     """Start this process's Ray cluster unless it is there. Its CPUs are a number only, enough for the actors of a run
-    that joins it."""
+    that joins it. num_gpus: so many logical GPUs; None for those of the machine."""
     import ray  # GPU tests run where there is none
 
     if ray.is_initialized():
@@ -50,7 +50,10 @@ def start_ray() -> None:
 
     with any_agent_port():
         # `local`: a test beside this one may have a cluster that was started by `ray start`, which Ray would join.
-        ray.init("local", num_cpus=16, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+        ray.init(
+            "local", num_cpus=16, num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING,
+            log_to_driver=False,
+        )  # fmt: skip
 
 
 def fork_ray_workers() -> None:

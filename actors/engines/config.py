@@ -12,6 +12,9 @@ BUILTIN_MODELS = ("builtin:tiny-qwen3", "builtin:tiny-qwen3-moe")
 GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45
 """Largest share of each GPU's memory that an engine takes by default, first on GPUs of its own, then on GPUs that train
 workers use at the same time."""
+MOST_OF_A_GPU, SMALLEST_SHARE = 0.95, 0.1
+"""Largest share of a GPU's memory that all processes on a pool's GPU take together, and smallest that an engine can do
+with."""
 GPU_BATCH, CPU_BATCH = 512, 256
 """Largest number of samples that an engine generates at the same time by default, first for vLLM on GPUs, then for all
 other engines."""
@@ -99,7 +102,8 @@ class RolloutConfig(Section):
     samples of `rollout.max_model_len` tokens need more."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Largest share of each GPU's memory that an engine takes for weights, key-value cache and computation. It takes
-    less if less is free when it starts. Unset: 0.9, or 0.45 on GPUs that it shares with train workers."""
+    less if less is free when it starts. Unset: 0.9, or 0.45 on GPUs that it shares with train workers; on the GPUs of a
+    pool what `pool.other_runs` leaves, at most 0.9."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine (`AsyncEngineArgs`) by their names in vLLM, such as `{quantization: fp8}` or
     `{max_num_batched_tokens: 8192}`. Arguments for which Headrace has a key of its own are refused."""
@@ -161,10 +165,26 @@ def engine_batch(rollout: RolloutConfig, *, gpu: bool) -> int:
     return rollout.max_batch or (GPU_BATCH if gpu and rollout.engine == "vllm" else CPU_BATCH)
 
 
-def memory_share(rollout: RolloutConfig, *, shared: bool) -> float:
-    """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1]. shared: whether train
-    workers use the same GPUs."""
-    return rollout.gpu_memory_utilization or (SHARED_GPU_SHARE if shared else GPU_SHARE)
+def memory_share(rollout: RolloutConfig, *, shared: bool, kept_free: int = 0, gpu_bytes: int = 0) -> float:
+    """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1].
+
+    shared: whether train workers use the same GPUs at the same time. kept_free: bytes that it leaves for processes that
+    sleep on a GPU of `gpu_bytes` bytes (0: not known, and nothing is left for them). Raises ValueError if too little is
+    left for an engine.
+    """
+    if rollout.gpu_memory_utilization is not None:
+        return rollout.gpu_memory_utilization
+    share = SHARED_GPU_SHARE if shared else GPU_SHARE
+    if not kept_free or not gpu_bytes:
+        return share
+    left = MOST_OF_A_GPU - kept_free / gpu_bytes
+    if left < SMALLEST_SHARE:
+        raise ValueError(
+            f"pool.other_runs: got processes that may keep {kept_free >> 20} MiB asleep on a GPU of {gpu_bytes >> 20} "
+            f"MiB, expected less than {MOST_OF_A_GPU - SMALLEST_SHARE:.0%} of it; a smaller pool.other_runs or "
+            "pool.residual_mib leaves more for an engine, and rollout.gpu_memory_utilization sets its share"
+        )
+    return min(share, left)
 
 
 class RouterReplayConfig(Section):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...codecs.imports import import_object
 from ...codecs.schema import DTYPES
 from ...codecs.tokens.routes import RouteSpec
+from ..memory import gpu_sizes
 from ..weights.transports.protocol import ReceiverConfig
 from .config import ModelConfig, RolloutConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
 from .protocol import GenerationEngine
@@ -27,6 +28,8 @@ class EngineConfig:
     """Torch device of an `hf` engine; a `vllm` engine runs on GPUs if it is a GPU."""
     shared_gpu: bool = False
     """True if train workers use the engine's GPUs at the same time."""
+    kept_free_bytes: int = 0
+    """Number of bytes of each GPU that the engine leaves for processes that sleep there while it is awake."""
     max_model_len: int | None = None
     """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes; None: the model's own
     limit."""
@@ -97,7 +100,9 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
         tp=rollout.tp,
         max_num_seqs=engine_batch(rollout, gpu=config.on_gpu),
         kv_cache_bytes=None if rollout.kv_cache == "auto" else rollout.kv_cache << 20,
-        gpu_memory_utilization=memory_share(rollout, shared=config.shared_gpu),
+        gpu_memory_utilization=memory_share(
+            rollout, shared=config.shared_gpu, kept_free=config.kept_free_bytes, gpu_bytes=min(gpu_sizes(), default=0)
+        ),
         max_model_len=config.max_model_len,
         seed=config.seed,
         receiver=config.receiver,

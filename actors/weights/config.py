@@ -19,7 +19,7 @@ class SyncConfig(Section):
     NCCL cannot do."""
     bucket_mib: Count | None = None
     """Size of a bucket in MiB. A bucket is the piece of the weights that is sent and verified at a time; two are in
-    flight. Unset: 512 between GPUs with `ipc` or `collective`, else 64."""
+    flight. Unset: 512 between GPUs with `ipc` or `collective`, but for runs on a pool's GPUs, else 64."""
     in_flight: Literal["keep", "wait", "abort"] = "wait"
     """Treatment of requests that are running when new weights arrive. `wait` lets them finish first. `keep` pauses them
     and continues them with the new weights. `abort` cancels them, and the rest of each response is requested again.

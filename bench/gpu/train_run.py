@@ -47,22 +47,28 @@ class TrainTask:
 
     def arguments(self) -> list[str]:
         """Return the arguments of `headrace` that start the run."""
-        work = self.work
-        keys = [
-            f"run.dir={self.folder}", "run.checkpoint_minutes=0", f"model.path={self.model}",
-            f"data.train={self.model / PROMPTS}", "data.answer_field=''", "data.chat_template=messages",
-            f"data.max_prompt_tokens={work.prompt_tokens[1]}", f"reward.functions=[{{kind: '{REWARD}'}}]",
-            f"rollout.max_new_tokens={work.max_new_tokens}", f"algorithm.steps={self.steps}",
-            f"algorithm.prompts_per_step={self.prompts}", f"algorithm.group_size={work.group_size}",
-            f"trainer.backend={self.backend}", "validation.every=0", "logging.tensorboard=false",
-            "logging.samples.every=0",
-        ]  # fmt: skip
-        if self.layout.name == CPU:
-            keys += [
-                "rollout.engine=hf", "model.dtype=float32", "trainer.mixed_precision=false", "resources.threads=1",
-            ]  # fmt: skip
-        config = str(EXAMPLES / work.example)
-        return ["train", config, *keys, *self.layout.overrides(), *self.overrides]
+        keys = run_keys(
+            self.work, self.model, self.folder, steps=self.steps, prompts=self.prompts, backend=self.backend,
+            gpu=self.layout.name != CPU,
+        )  # fmt: skip
+        return ["train", str(EXAMPLES / self.work.example), *keys, *self.layout.overrides(), *self.overrides]
+
+
+def run_keys(
+    work: GrpoWork, model: Path, folder: Path, *, steps: int, prompts: int, backend: str, gpu: bool
+) -> list[str]:
+    """Return the keys of a run of `work`, as `key=value`, but for where its engines and train ranks stand. model: model
+    folder, with the prompts. folder: of the run. prompts: number of prompts of a step. gpu: whether it has GPUs."""
+    keys = [
+        f"run.dir={folder}", "run.checkpoint_minutes=0", f"model.path={model}", f"data.train={model / PROMPTS}",
+        "data.answer_field=''", "data.chat_template=messages", f"data.max_prompt_tokens={work.prompt_tokens[1]}",
+        f"reward.functions=[{{kind: '{REWARD}'}}]", f"rollout.max_new_tokens={work.max_new_tokens}",
+        f"algorithm.steps={steps}", f"algorithm.prompts_per_step={prompts}", f"algorithm.group_size={work.group_size}",
+        f"trainer.backend={backend}", "validation.every=0", "logging.tensorboard=false", "logging.samples.every=0",
+    ]  # fmt: skip
+    if gpu:
+        return keys
+    return [*keys, "rollout.engine=hf", "model.dtype=float32", "trainer.mixed_precision=false", "resources.threads=1"]
 
 
 @dataclass(slots=True)

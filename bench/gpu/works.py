@@ -69,6 +69,13 @@ GRPO_WORKS = {
     "grpo-4b": GrpoWork("4b", "gpu-4b.yaml", *_LONG, trl_micro=4, trl_memory=0.25, trl_recompute=True),
 }
 """Name of a work -> a run of that work. `grpo-tiny` also runs without a GPU, to try out the command."""
+_SHORT = (192, 128, (64, 192))
+POOL_WORKS = {
+    "pool-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=2, group_size=4, steps=4),
+    "pool-0.6b": GrpoWork("0.6b", "gpu-0.6b.yaml", *_SHORT, prompts=8, steps=20),
+    "pool-2g": GrpoWork("2g", "gpu-1.7b.yaml", *_SHORT, prompts=8, steps=10),
+}
+"""Name of a work -> the run of each of two tenants of a pool of two GPUs. `pool-tiny` also runs without a GPU."""
 SWITCH_WORKS = {"switch-2g": ("2B", "2g")}
 """Name of a work that times switches of roles -> the model's size for the engine, a key of `bench.weights`, and for the
 trainer, a key of `shapes.SHAPES`. Both have the same dimensions."""
@@ -135,4 +142,4 @@ ROUTE_WORKS = {
 of Qwen3-30B-A3B as fit into 80 GiB twice, and then once as a trainer's."""
 ENGINE_WORKS = {**LOGPROB_WORKS, **ROUTE_WORKS}
 """Name of a work that times engines -> its samples. The works `*-tiny` also run without a GPU."""
-WORKS = (*GRPO_WORKS, *SWITCH_WORKS, *TRAIN_WORKS, *ENGINE_WORKS)
+WORKS = (*GRPO_WORKS, *POOL_WORKS, *SWITCH_WORKS, *TRAIN_WORKS, *ENGINE_WORKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,11 +28,11 @@ TENANT = (
 
 
 class SharedPool:
-    """A pool of two GPUs, which are numbers only, in this process's Ray cluster."""
+    """A pool of two GPUs in this process's Ray cluster."""
 
     def __init__(self, folder: Path, name: str) -> None:
+        """Find the pool, which has been started."""
         self.folder, self.name = folder, name
-        self.actor = start_actor(folder, name, 2)
         self.client = PoolClient(name)
 
     def run(self, name: str, train_gpu: int, *overrides: str) -> tuple[int, str]:
@@ -88,9 +89,31 @@ class SharedPool:
 
 @contextlib.contextmanager
 def shared_pool(folder: Path) -> Iterator[SharedPool]:
+    """A pool whose GPUs are numbers only."""
     process_pool.start_ray()
-    pool = SharedPool(folder, f"{NAME}-{folder.name}")
+    name = f"{NAME}-{folder.name}"
+    actor = start_actor(folder, name, 2)
     try:
-        yield pool
+        yield SharedPool(folder, name)
     finally:
-        ray.kill(pool.actor, no_restart=True)
+        ray.kill(actor, no_restart=True)
+
+
+@contextlib.contextmanager
+def pool_of_gpus(folder: Path) -> Iterator[SharedPool]:
+    """A pool that `headrace pool start` has made of this process's Ray cluster, which has GPUs, and that is stopped at
+    the end as by Ctrl-C."""
+    name, address = f"{NAME}-{folder.name}", process_pool.ray_address()
+    asked = ["--name", name, "--address", address, "--dir", str(folder)]
+    server = runs.start_command(["headrace.cli", "pool", "start", *asked], folder)
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "server.json").exists():
+            assert server.poll() is None and time.monotonic() < deadline, server.communicate(timeout=5)[0]
+            time.sleep(0.1)
+        yield SharedPool(folder, name)
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+    finally:
+        server.kill()
+        server.communicate()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...actors.protocols import OffloadReport, device_bytes_in_use, offloaded_error
 from ...codecs.host.host_memory import available_memory
+from ...codecs.host.pinned_memory import pin, unpin
 from ...codecs.integers import ALIGN, round_up
 
 
@@ -126,15 +126,15 @@ class Residence:
             raise OSError(f"offload: the model needs {nbytes} bytes of host memory, only {available} are available")
         host = torch.empty(nbytes, dtype=torch.uint8)
         if self._device.type == "cuda":
-            # torch's own pinned memory is rounded up to a power of two, which would waste up to half of it.
-            code = int(_cuda_runtime().cudaHostRegister(host.data_ptr(), nbytes, 0))
-            if code:
-                raise OSError(f"offload: {nbytes} bytes of host memory could not be pinned (CUDA error {code})")
+            try:
+                pin(host)
+            except OSError as error:
+                raise OSError(f"offload: {error}") from error
         self._host = host
 
     def _free(self) -> None:
         if len(self._host) and self._device.type == "cuda":
-            _cuda_runtime().cudaHostUnregister(self._host.data_ptr())
+            unpin(self._host)
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def _room(self, one: _Moved) -> torch.Tensor:
@@ -154,10 +154,6 @@ class Residence:
 def _content(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of a storage as a tensor, uint8 `[nbytes]`, which shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 def _copied(moved: Iterable[_Moved]) -> int:

@@ -40,6 +40,10 @@ from ..errors import UserError
 from .evaluation_plans import evaluation_plans
 from .placement import Placement
 
+POOL_BUCKET_MIB = 64
+"""Size in MiB of the buckets of a run that shares a pool's GPUs. Trainer and engines keep two each in GPU memory, also
+while others use the GPU."""
+
 
 def transport(config: Config, placement: Placement) -> str:
     """Return the kind of weight transport that the run uses; `auto` is resolved by where its actors are. Raises
@@ -162,12 +166,24 @@ def engine_config(
         config.scripted,
         device=device,
         shared_gpu=shared_gpu,
+        kept_free_bytes=0 if device == "cpu" else neighbour_bytes(config),
         max_model_len=config.engine_length,
         log=engine_log(config, name),
         seed=config.run.seed,
         receiver=ReceiverConfig(name, sync, device, handle, handle.store.key),
         routes=route_spec(config),
     )
+
+
+def neighbour_bytes(config: Config) -> int:
+    """Return how much of each GPU's memory an engine leaves free for processes that sleep there: those of the run's own
+    trainer, and of an engine and a trainer of each of `pool.other_runs` runs; 0 for a run without a pool, or whose
+    engines' memory is set by `rollout.kv_cache`."""
+    if config.pool.address is None or config.rollout.kv_cache != "auto":
+        return 0
+    engine = config.pool.residual_mib
+    trainer = engine + 2 * bucket_mib(config, "ipc", "cuda")
+    return trainer + config.pool.other_runs * (engine + trainer) << 20
 
 
 def engine_modules(config: Config) -> tuple[str, ...]:
@@ -372,6 +388,8 @@ def bucket_mib(config: Config, kind: str, device: str) -> int:
     `kind`."""
     if config.sync.bucket_mib is not None:
         return config.sync.bucket_mib
+    if config.pool.address is not None:
+        return POOL_BUCKET_MIB
     return 512 if device.startswith("cuda") and kind in ("ipc", "collective") else 64
 
 

@@ -19,7 +19,7 @@ import ray
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ...actors.protocols import ActorInfo
 from ..config.config import Config
@@ -47,13 +47,19 @@ class Reservation:
     group: PlacementGroup | None = None
     """Ray's placement group with all bundles; None for a run without GPUs, whose actors Ray places as it likes."""
     bundles: Mapping[str, int] = field(default_factory=dict)
-    """Name of each actor -> index of its bundle in `group`."""
+    """Name of each actor -> index of its bundle in `group`. An actor without one stands beside the group."""
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Return Ray's options for the actor of `seat`. They stay the same for a process that replaces it."""
         if self.group is None:
             return {"num_cpus": seat.cpus}
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[seat.name])
+        strategy: Any
+        if seat.name in self.bundles:
+            bundle = self.bundles[seat.name]
+            strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        else:
+            assert seat.host is not None, "in a run with GPUs every actor has a host"
+            strategy = NodeAffinitySchedulingStrategy(self.placement.hosts[seat.host].node, soft=False)
         return {"num_cpus": seat.cpus, "num_gpus": GPU_SHARE if seat.gpus else 0, "scheduling_strategy": strategy}
 
     def devices(self, seat: Seat) -> tuple[str, ...] | None:
@@ -176,7 +182,7 @@ def _fits_when_idle(config: Config, hosts: Sequence[Host]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bundle:
+class Bundle:
     """One bundle of a placement group."""
 
     host: int
@@ -197,11 +203,11 @@ def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservati
     for seat in placement.seats:
         if seat.host is not None and seat.gpus:
             cpus[seat.host, seat.gpus[0]] += seat.cpus
-    bundles = [_Bundle(host, {"GPU": 1, "CPU": cpus[host, gpu]}) for host, gpu in places]
-    bundles += [_Bundle(seat.host or 0, {"CPU": seat.cpus}) for seat in placement.rollouts]
+    bundles = [Bundle(host, {"GPU": 1, "CPU": cpus[host, gpu]}) for host, gpu in places]
+    bundles += [Bundle(seat.host or 0, {"CPU": seat.cpus}) for seat in placement.rollouts]
     with ExitStack() as kept:
-        group = _create_group(placement.hosts, bundles, deadline, kept)
-        told = _tell_gpus([(group, index) for index in range(len(places))], deadline)
+        group = create_group(placement.hosts, bundles, deadline, kept)
+        told = tell_gpus([(group, index) for index in range(len(places))], deadline)
         given: dict[int, dict[int, str]] = {host: {} for host in used}
         index_of: dict[tuple[int, int], int] = {}
         for index, ((host, _), (number, device)) in enumerate(zip(places, told, strict=True)):
@@ -231,9 +237,9 @@ def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> No
         for host in used_gpus(placement):
             for _ in range(free.get(placement.hosts[host].node, 0)):
                 kept = stack.enter_context(ExitStack())
-                group = _create_group(placement.hosts, [_Bundle(host, {"GPU": 1})], deadline, kept)
+                group = create_group(placement.hosts, [Bundle(host, {"GPU": 1})], deadline, kept)
                 taken.append((host, kept, group))
-        told = _tell_gpus([(group, 0) for _, _, group in taken], deadline)
+        told = tell_gpus([(group, 0) for _, _, group in taken], deadline)
         given |= {(host, number): kept for (host, kept, _), (number, _) in zip(taken, told, strict=True)}
         if not taken and time.monotonic() > settled:
             host, gpu = missing[0]
@@ -246,18 +252,26 @@ def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> No
         given[place].close()
 
 
-def _create_group(
-    hosts: Sequence[Host], bundles: Sequence[_Bundle], deadline: float, stack: ExitStack
+def create_group(
+    hosts: Sequence[Host],
+    bundles: Sequence[Bundle],
+    deadline: float,
+    stack: ExitStack,
+    *,
+    name: str = "",
+    key: str = "resources.layout",
 ) -> PlacementGroup:
     """Create a placement group, each bundle on its host, and wait until Ray has reserved it. stack: removes the group
     when it is closed; Ray also does when this process leaves it.
 
-    Raises UserError at the deadline.
+    name: name in this process's Ray namespace, by which other processes find the group; "" for none. key: config key or
+    option that asks for these GPUs, for the error. Raises UserError at the deadline.
     """
     began = time.monotonic()
     group = placement_group(
         [{name: amount for name, amount in bundle.resources.items() if amount} for bundle in bundles],
         strategy="PACK",
+        name=name,
         bundle_label_selector=[{NODE_LABEL: hosts[bundle.host].node} for bundle in bundles],
     )
     stack.callback(remove_placement_group, group)
@@ -265,14 +279,14 @@ def _create_group(
         if time.monotonic() > deadline:
             count = sum(bundle.resources.get("GPU", 0) for bundle in bundles)
             raise UserError(
-                f"resources.layout: Ray did not give {count:g} whole GPU(s) with their logical CPUs within "
+                f"{key}: Ray did not give {count:g} whole GPU(s) with their logical CPUs within "
                 f"{time.monotonic() - began:.0f} s ({BY_START_TIMEOUT}), expected them to be free; "
                 "`ray status` shows who holds them"
             )
     return group
 
 
-def _tell_gpus(bundles: Sequence[tuple[PlacementGroup, int]], deadline: float) -> list[tuple[int, str]]:
+def tell_gpus(bundles: Sequence[tuple[PlacementGroup, int]], deadline: float) -> list[tuple[int, str]]:
     """Return for each bundle, given as (group, index), its GPU: the number on its host, and CUDA's name. Raises
     ActorFailed if Ray's workers do not answer before the deadline."""
 

@@ -19,6 +19,7 @@ from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles
 from ..config.config import Config
+from ..errors import UserError
 from . import actor_specs
 from .placement import Placement
 
@@ -153,8 +154,12 @@ def engine_parts(config: Config, params: int, gpu_bytes: int | None) -> dict[str
     if rollout.kv_cache != "auto":
         cache = rollout.kv_cache << 20
     else:
-        share = int(memory_share(rollout, shared=True) * (gpu_bytes or 0))
-        cache = max(0, share - weights - ENGINE_WORKSPACE_BYTES)
+        shared, kept_free = config.pool.address is None, actor_specs.neighbour_bytes(config)
+        try:
+            share = memory_share(rollout, shared=shared, kept_free=kept_free, gpu_bytes=gpu_bytes or 0)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        cache = max(0, int(share * (gpu_bytes or 0)) - weights - ENGINE_WORKSPACE_BYTES)
     return {"weights": weights, "keys and values": cache, "workspace": ENGINE_WORKSPACE_BYTES}
 
 

@@ -61,7 +61,7 @@ class Placement:
     sentence: str
     """The layout and the reason for it, in one sentence for the user."""
     hosts: tuple[Host, ...] = ()
-    """All hosts, the driver's first. Their GPUs are numbered through in this order."""
+    """All hosts, the driver's first, or in the order of a pool. Their GPUs are numbered through in this order."""
     engines: tuple[Seat, ...] = ()
     """Seats of the actors that have an engine, in the order of the engines."""
     ranks: tuple[Seat, ...] = ()
@@ -127,22 +127,52 @@ def plan_placement(config: Config, hosts: Sequence[Host]) -> Placement:
             f"resources.trainer_gpus: got {list(resources.trainer_gpus or ())}, expected it unset, because there is "
             f"no GPU on {_names(hosts)}"
         )
-    if num_gpus and uses_gpus(config) and config.pool.address is not None:
-        raise UserError(
-            f"pool.address: got {config.pool.address!r} with {num_gpus} GPU(s) in the Ray cluster, expected a cluster "
-            "without GPUs, because each run still reserves its GPUs for itself"
-        )
     if not num_gpus or not uses_gpus(config):
         why = "there is no GPU" if not num_gpus else "the engine and the backend are scripted"
         return _on_cpus(config, hosts, why)
     if mapped:
-        return _place_as_mapped(config, hosts)
+        return place_as_mapped(config, hosts)
     layouts = ("separate", "colocated") if resources.layout == "auto" else (resources.layout,)
     for layout in layouts:
         counts = _place(layout, config, hosts)
         if counts is not None:
             return _placement(config, hosts, layout, counts)
     raise UserError(_refusal(config, hosts))
+
+
+def place_as_mapped(config: Config, hosts: tuple[Host, ...]) -> Placement:
+    """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe, on hosts whose GPUs are
+    numbered through in this order. Raises UserError if it cannot be."""
+    resources, size = config.resources, gpus_per_engine(config)
+    assert resources.trainer_gpus is not None and resources.rollout_gpus is not None, "checks.py demands both"
+    trainer = [_find("trainer_gpus", number, hosts) for number in resources.trainer_gpus]
+    rollout = [_find("rollout_gpus", number, hosts) for number in resources.rollout_gpus]
+    for group in list(train_groups(config.trainer.topology))[-1]:
+        if len({trainer[rank][0] for rank in group}) > 1:
+            raise UserError(
+                f"resources.trainer_gpus: got {list(resources.trainer_gpus)}, expected GPUs of one host for the ranks "
+                f"{', '.join(map(str, group))}, which are a tensor-parallel group"
+            )
+    engines = []
+    for start in range(0, len(rollout), size):
+        part = sorted(rollout[start : start + size])
+        host, first = part[0]
+        if part != [(host, first + offset) for offset in range(size)]:
+            raise UserError(
+                f"resources.rollout_gpus: got {list(resources.rollout_gpus[start : start + size])} for engine "
+                f"{start // size}, expected {size} neighbouring GPUs of one host (rollout.tp={config.rollout.tp})"
+            )
+        engines.append((host, tuple(gpu for _, gpu in part)))
+    reason = "as resources.trainer_gpus and resources.rollout_gpus say"
+    placement = _seated(config, hosts, [(host, (gpu,)) for host, gpu in trainer], engines, reason)
+    for index, host in enumerate(hosts):
+        needed = sum(seat.cpus for seat in placement.seats if seat.host == index)
+        if needed > host.free_cpus:
+            raise UserError(
+                f"resources.trainer_gpus: got processes that need {needed} logical CPUs on {host.name}, expected at "
+                f"most {host.free_cpus:g}, which are free there"
+            )
+    return placement
 
 
 def with_reserved_gpus(placement: Placement, reserved: Mapping[int, Mapping[int, str]]) -> Placement:
@@ -310,41 +340,6 @@ def _placement(config: Config, hosts: tuple[Host, ...], layout: str, counts: _Co
     return _seated(config, hosts, in_order, engines, _reason(config, hosts, layout))
 
 
-def _place_as_mapped(config: Config, hosts: tuple[Host, ...]) -> Placement:
-    """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe. Raises UserError if it
-    cannot be."""
-    resources, size = config.resources, gpus_per_engine(config)
-    assert resources.trainer_gpus is not None and resources.rollout_gpus is not None, "checks.py demands both"
-    trainer = [_find("trainer_gpus", number, hosts) for number in resources.trainer_gpus]
-    rollout = [_find("rollout_gpus", number, hosts) for number in resources.rollout_gpus]
-    for group in list(train_groups(config.trainer.topology))[-1]:
-        if len({trainer[rank][0] for rank in group}) > 1:
-            raise UserError(
-                f"resources.trainer_gpus: got {list(resources.trainer_gpus)}, expected GPUs of one host for the ranks "
-                f"{', '.join(map(str, group))}, which are a tensor-parallel group"
-            )
-    engines = []
-    for start in range(0, len(rollout), size):
-        part = sorted(rollout[start : start + size])
-        host, first = part[0]
-        if part != [(host, first + offset) for offset in range(size)]:
-            raise UserError(
-                f"resources.rollout_gpus: got {list(resources.rollout_gpus[start : start + size])} for engine "
-                f"{start // size}, expected {size} neighbouring GPUs of one host (rollout.tp={config.rollout.tp})"
-            )
-        engines.append((host, tuple(gpu for _, gpu in part)))
-    reason = "as resources.trainer_gpus and resources.rollout_gpus say"
-    placement = _seated(config, hosts, [(host, (gpu,)) for host, gpu in trainer], engines, reason)
-    for index, host in enumerate(hosts):
-        needed = sum(seat.cpus for seat in placement.seats if seat.host == index)
-        if needed > host.free_cpus:
-            raise UserError(
-                f"resources.trainer_gpus: got processes that need {needed} logical CPUs on {host.name}, expected at "
-                f"most {host.free_cpus:g}, which are free there"
-            )
-    return placement
-
-
 def _find(key: str, number: int, hosts: Sequence[Host]) -> tuple[int, int]:
     """Return the host's index and the number on that host of a GPU that is numbered over all hosts. Raises UserError if
     there is no such GPU or the run cannot have it."""
@@ -370,11 +365,14 @@ def _seated(
 ) -> Placement:
     """Return the placement in which each rank and each engine has the given (host, GPUs on it). why: the reason for the
     layout, for the user."""
+    cpus = (
+        1 if config.pool.address is None else 0
+    )  # a GPU of a pool is used by one run at a time, however many there are
     engine_seats = tuple(
-        Seat(engine_actor_name(config, index), config.rollout.tp, host, gpus)
+        Seat(engine_actor_name(config, index), cpus * config.rollout.tp, host, gpus)
         for index, (host, gpus) in enumerate(engines)
     )
-    rank_seats = tuple(Seat(f"train worker {rank}", 1, host, gpus) for rank, (host, gpus) in enumerate(ranks))
+    rank_seats = tuple(Seat(f"train worker {rank}", cpus, host, gpus) for rank, (host, gpus) in enumerate(ranks))
     used = {(host, gpu) for host, gpus in (*ranks, *engines) for gpu in gpus}
     processes = len(ranks) + sum(len(gpus) for _, gpus in engines)
     layout: Layout = "separate" if len(used) == processes else "colocated"

@@ -70,6 +70,7 @@ def open_cluster(config: Config) -> Cluster:
         address=resources.ray_address,
         num_cpus=resources.num_cpus,
         demand=demand(config),
+        pooled=config.pool.address is not None,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
         object_store_mib=object_store_mib(config),
     )
@@ -80,8 +81,18 @@ class Cluster:
     started here is then stopped, and `close` waits until its processes have exited."""
 
     def __init__(
-        self, *, address: str | None, num_cpus: int | None, demand: Demand, namespace: str, object_store_mib: int
+        self,
+        *,
+        address: str | None,
+        num_cpus: int | None,
+        demand: Demand,
+        namespace: str,
+        object_store_mib: int,
+        pooled: bool = False,
     ) -> None:
+        """address: cluster to join; None starts one with `num_cpus` logical CPUs. demand: CPUs that must be free in a
+        cluster that is joined. pooled: whether engines and train workers stand on a pool's GPUs, if the cluster has
+        some; they then need no CPU."""
         if num_cpus is not None and num_cpus < demand.cpus:
             raise UserError(
                 f"resources.num_cpus: got {num_cpus}, expected at least {demand.cpus}: {demand} need a logical CPU each"
@@ -106,7 +117,8 @@ class Cluster:
         else:
             with _own_signal_handlers():
                 ray.init(address=address, **quiet)
-            self._check(demand)
+            on_gpus = pooled and ray.cluster_resources().get("GPU", 0.0) > 0
+            self._check(Demand(demand.rollout_actors, 0, 0) if on_gpus else demand)
         self._started = set(psutil.Process().children()) - before if self.owned else set()
         self.num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
 

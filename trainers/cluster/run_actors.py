@@ -30,7 +30,7 @@ from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
 from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, TrainHandle
-from .placement import ON_CPUS, Placement, Seat
+from .placement import ON_CPUS, Placement, Seat, uses_gpus
 from .ray_cluster import Cluster
 
 H = TypeVar("H", bound=ActorHandle)
@@ -213,7 +213,7 @@ class StartingActors:
             with nullcontext() if loan is None else loan.holding("rollout"):
                 _build(generators, [], timeout_s, times)
                 if loan is not None:
-                    _started([host.sleep(loan.sleep_level) for host in self.hosts], "start", timeout_s)
+                    _put_to_sleep(self.hosts, loan.sleep_level, timeout_s)
         else:
             _build(generators, self.workers, timeout_s, times)
         counts = [host.num_workers() for host in self.hosts]
@@ -254,11 +254,12 @@ class _ActorStarter:
         """Each actor started so far, with the function that derives its settings."""
         self._reservation = reservation
         self.placement = reservation.placement
-        self._device = "cpu" if self.placement.layout == "cpu" else "cuda:0"
+        self._device = "cpu" if self.placement.layout == "cpu" or not uses_gpus(config) else "cuda:0"
         self._one_host = cluster.num_nodes == 1
         self.keeps_in_host = actor_specs.keeps_in_host(config, self.placement)
         """Whether train rank 0 keeps versions of the weights in its host memory."""
-        self._shares = self.placement.shared and config.resources.switch_roles != "always"
+        by_turns = config.resources.switch_roles == "always" or config.pool.address is not None
+        self._shares = self.placement.shared and not by_turns
         """Whether engines and train workers are in the memory of a GPU at the same time."""
 
     def engine(self, index: int) -> EngineHandle:
@@ -352,6 +353,14 @@ def _build(
         if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
             raise UserError(str(error.cause)) from error
         raise
+
+
+def _put_to_sleep(hosts: Sequence[EngineHandle], level: int, timeout_s: float) -> None:
+    """Put new engines to sleep, wake them, and put them to sleep again: their first wake may need more than later ones,
+    and now all of the GPU is theirs."""
+    _started([host.sleep(level) for host in hosts], "start", timeout_s)
+    _started([host.wake() for host in hosts], "start", timeout_s)
+    _started([host.sleep(level) for host in hosts], "start", timeout_s)
 
 
 def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:

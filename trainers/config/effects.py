@@ -227,7 +227,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "resources.residual_mib": (_is("resources.switch_roles", "auto", "always"),),
     **{
         f"pool.{name}": (_set("pool.address"),)
-        for name in ("name", "weight", "sleep_level", "residual_mib", "order_timeout_s")
+        for name in ("name", "weight", "sleep_level", "residual_mib", "other_runs", "order_timeout_s")
     },
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
     "logging.samples.every": (_unset("run.replay"),),

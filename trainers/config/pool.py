@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ...dataplane.section import Count, Positive, Section
+from ...dataplane.section import Count, CountOrZero, Positive, Section
 
 
 class PoolConfig(Section):
@@ -25,6 +25,10 @@ class PoolConfig(Section):
     residual_mib: Count = 1536
     """Largest GPU memory in MiB that a process may keep after it has fallen asleep or was offloaded, such as its CUDA
     context. An engine that keeps more is replaced, and a train worker that keeps more fails."""
+    other_runs: CountOrZero = 3
+    """Largest number of other runs whose processes sleep on a GPU while an engine of this run is awake there. Engines
+    leave `pool.residual_mib` for each of these processes, unless `rollout.gpu_memory_utilization` or `rollout.kv_cache`
+    sets how much they take."""
     order_timeout_s: Positive = 180.0
     """Seconds that the run has to carry out an order of the pool, to put engines to sleep or to wake them. The pool
     ends the processes of a run that takes longer."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ...actors.memory import ProcessMemory
+from ...actors.protocols import OffloadReport
 from ..cluster.calls import ActorFailed, gather, gather_each
 from ..cluster.handles import EngineHandle, TrainHandle
 from ..cluster.run_actors import RunActors
@@ -60,23 +61,44 @@ class TrainerMemory:
         self._timeout_s = timeout_s
         self._most_bytes = most_bytes
         self._key = key
+        self._figures: dict[str, float] = {}
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What the last `offload` and `onload` moved and held, of the slowest or fullest worker: `offload_gib`,
+        `offload_copy_s` and `offload_groups_s` (destroying the process groups), the same of `onload`, and
+        `trainer_gib_offloaded` and `trainer_gib_onloaded`. Empty before the first."""
+        return dict(self._figures)
 
     def onload(self) -> list[ProcessMemory]:
         """Have all train workers take their memory back; returns what each holds then. Raises ActorFailed if one
         fails."""
         workers = self._actors.workers
-        gather([worker.onload() for worker in workers], "onload", self._timeout_s)
-        return gather([worker.memory() for worker in workers], "onload", self._timeout_s)
+        reports = gather([worker.onload() for worker in workers], "onload", self._timeout_s)
+        held = gather([worker.memory() for worker in workers], "onload", self._timeout_s)
+        self._note("onload", reports, held)
+        return held
 
     def offload(self, fall_s: float) -> list[ProcessMemory]:
         """Have all train workers offload, and wait until their GPU memory has fallen; returns what each holds then.
         Raises ActorFailed, naming the worker, if it does not fall within `fall_s` seconds."""
         workers = self._actors.workers
-        gather([worker.offload() for worker in workers], "offload", self._timeout_s)
+        reports = gather([worker.offload() for worker in workers], "offload", self._timeout_s)
         held, wrong = fallen(workers, lambda worker, held: self._most_bytes, fall_s, self._timeout_s, self._key)
         for worker, why in wrong.items():
             raise ActorFailed(f"offload: {worker.info} {why}")
+        self._note("offload", reports, held)
         return held
+
+    def _note(
+        self, what: Literal["offload", "onload"], reports: Sequence[OffloadReport], held: list[ProcessMemory]
+    ) -> None:
+        self._figures |= {
+            f"{what}_gib": max(report.bytes_moved for report in reports) / 2**30,
+            f"{what}_copy_s": max(report.copy_s for report in reports),
+            f"{what}_groups_s": max(report.groups_s for report in reports),
+            f"trainer_gib_{what}ed": max(one.held_bytes for one in held) / 2**30,
+        }
 
 
 def measured(handles: Sequence[EngineHandle | TrainHandle], timeout_s: float) -> list[ProcessMemory | ActorFailed]:

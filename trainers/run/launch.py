@@ -417,7 +417,7 @@ def launched(
         ending_actors = ExitStack()
         stack.callback(ending_actors.close)
         heartbeat.enter("placing the actors", start_s)
-        reservation = reserve_places(config, start_s)
+        reservation = reserve_places(config, start_s) if membership is None else membership.places()
         placement = reservation.placement
         kind = actor_specs.transport(config, placement)  # refuses one that cannot work before any actor starts
         decision = decide_roles(config, placement, min(gpu_sizes(), default=None))

@@ -12,6 +12,9 @@ from typing import Literal
 
 from ...codecs.host.owned_folder import process_start
 from ...dataplane.client.client import DataPlaneClient
+from ..cluster.gpu_bundles import Reservation, read_hosts
+from ..cluster.placement import plan_placement
+from ..cluster.pool_bundles import places_in_pool
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..grpo.borrowing.borrowed_gpus import BorrowsGpus
@@ -50,9 +53,19 @@ class PoolMembership:
         start = process_start(os.getpid())
         assert start is not None, "this process runs"
         processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()))
-        client = PoolClient(config.pool.name)
-        self.tenant = Tenant(client, tenant_map(config), processes, config.pool.order_timeout_s)
+        self._client = PoolClient(config.pool.name)
+        self.tenant = Tenant(self._client, tenant_map(config), processes, config.pool.order_timeout_s)
         self.tenant.join()
+
+    def places(self) -> Reservation:
+        """Return the places of the run's actors: on the GPUs that the pool has reserved, or, where its GPUs are numbers
+        only, wherever Ray puts them. Raises UserError if the run cannot be placed."""
+        reserved = self._client.status().reserved
+        return (
+            places_in_pool(self._config, reserved)
+            if reserved
+            else Reservation(plan_placement(self._config, read_hosts()))
+        )
 
     @property
     def sleep_level(self) -> int:

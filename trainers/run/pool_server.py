@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from ..cluster.pool_bundles import reserve_pool
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
 from ..errors import UserError
 from ..observe.prometheus import PrometheusEndpoint
 from ..timeshare.pool import PoolBounds
 from ..timeshare.pool_actor import PoolActor, PoolSetup
-from ..timeshare.pool_calls import PoolStatus
+from ..timeshare.pool_calls import PooledGpu, PoolStatus
 from ..timeshare.pool_client import NAMESPACE, PoolClient, actor_name
 from .pool_folder import AUTH_MODE, SERVER, ServedPool, write_pool
 from .pool_metrics import PoolCollector
 
 CALLS = 1 << 12
 """Number of calls that a pool's actor answers at the same time; most of them wait for news."""
+RESERVE_S = 60.0
+"""Seconds within which Ray must have given the pool all GPUs of its cluster."""
 
 
 @contextmanager
@@ -36,13 +39,15 @@ def served_pool(
 ) -> Iterator[ServedPool]:
     """Context manager that starts a pool, or starts it again from its journal in `folder`, and stops it at the end.
 
-    num_gpus: number of GPUs, which are numbers only in a cluster without GPUs; None for those of the cluster. address:
-    Ray cluster to join; None starts one with `num_cpus` logical CPUs (None: those of this machine). prometheus_port:
-    port on loopback at which the pool's figures are served; 0 for any free one, None for none. Raises UserError if the
-    cluster has a pool of this name already, or not as many GPUs, or if the port is taken.
+    num_gpus: number of GPUs, which are numbers only in a cluster without GPUs; None for those of the cluster, which are
+    reserved in Ray for as long as the pool is there. address: Ray cluster to join; None starts one with `num_cpus`
+    logical CPUs (None: those of this machine). prometheus_port: port on loopback at which the pool's figures are
+    served; 0 for any free one, None for none. Raises UserError if the cluster has a pool of this name already, or not
+    as many GPUs, if others hold some of them, or if the port is taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = _cluster(address, num_cpus)
+    held = ExitStack()
     try:
         present = int(ray.cluster_resources().get("GPU", 0))
         if num_gpus is None and not present:
@@ -50,7 +55,8 @@ def served_pool(
         if num_gpus is not None and present and num_gpus != present:
             raise UserError(f"--gpus: got {num_gpus}, expected {present}, the number of GPUs of the Ray cluster")
         num_gpus = num_gpus or present
-        actor = start_actor(folder, name, num_gpus)
+        reserved = reserve_pool(name, RESERVE_S, held) if present else ()
+        actor = start_actor(folder, name, num_gpus, reserved)
         try:
             address, mode = ray.get_runtime_context().gcs_address, os.environ.get(AUTH_MODE, "disabled")
             assert address is not None, "Ray has been started above"
@@ -63,6 +69,7 @@ def served_pool(
             (folder / SERVER).unlink(missing_ok=True)
             ray.kill(actor, no_restart=True)
     finally:
+        held.close()
         cluster.close()
 
 
@@ -77,10 +84,11 @@ def _cluster(address: str | None, num_cpus: int | None) -> Cluster:
     )
 
 
-def start_actor(folder: Path, name: str, num_gpus: int) -> Any:
-    """Start the actor of a pool in the Ray cluster that this process has joined; returns Ray's handle of it. Raises
-    UserError if the cluster has a pool of this name already."""
-    setup = PoolSetup(name, str(folder.absolute()), num_gpus, PoolBounds())
+def start_actor(folder: Path, name: str, num_gpus: int, reserved: Sequence[PooledGpu] = ()) -> Any:
+    """Start the actor of a pool in the Ray cluster that this process has joined; returns Ray's handle of it. reserved:
+    where each GPU is; () for GPUs that are numbers only. Raises UserError if the cluster has a pool of this name
+    already."""
+    setup = PoolSetup(name, str(folder.absolute()), num_gpus, PoolBounds(), tuple(reserved))
     options = {"name": actor_name(name), "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1}
     try:
         actor = ray.remote(PoolActor).options(**options, max_concurrency=CALLS).remote(setup)
@@ -105,7 +113,10 @@ def status_lines(status: PoolStatus) -> list[str]:
     lines = [
         f"pool {status.name}: {len(status.gpus)} GPU(s), {len(status.tenants)} tenant(s), {status.age_s:.0f} s old"
     ]
-    lines += [f"  GPU {gpu:<4} {holder}" for gpu, holder in enumerate(status.gpus)]
+    places = [f"{gpu.host} {gpu.number}: " for gpu in status.reserved] or [""] * len(status.gpus)
+    lines += [
+        f"  GPU {gpu:<4} {place}{holder}" for gpu, (place, holder) in enumerate(zip(places, status.gpus, strict=True))
+    ]
     for tenant in status.tenants:
         awake = sum(len(tenant.shards[shard]) for shard in tenant.awake)
         left = "unknown" if tenant.remaining is None else str(tenant.remaining)

@@ -26,7 +26,7 @@ from .dead_tenants import driver_is_gone, end_processes
 from .gap import Gap, gaps
 from .plan import Role
 from .pool import Pool, PoolBounds
-from .pool_calls import TRACE, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
+from .pool_calls import TRACE, PooledGpu, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
 from .pool_journal import PoolJournal
 from .pool_trace import TraceWriter, holders
 
@@ -45,6 +45,8 @@ class PoolSetup:
     """Folder of the journal and of pool_trace.jsonl."""
     num_gpus: int
     bounds: PoolBounds
+    reserved: tuple[PooledGpu, ...] = ()
+    """Where each GPU is; () for GPUs that are numbers only."""
 
 
 class PoolActor:
@@ -130,6 +132,7 @@ class PoolActor:
             tuple(pool.rejected),
             pool.num_rejected,
             os.getpid(),
+            self._setup.reserved,
         )
 
     # ------------------------------------------------------------ inside

@@ -47,6 +47,23 @@ class StageNote:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledGpu:
+    """One GPU of a pool, and the bundle of the pool's placement group that reserves it in Ray. Its number in the pool
+    is its position among the pool's GPUs."""
+
+    host: str
+    """Name of its host."""
+    node: str
+    """Ray's id of the host's node."""
+    number: int
+    """Number of the GPU on its host, counted from 0."""
+    device: str
+    """CUDA's name of the GPU, as in CUDA_VISIBLE_DEVICES."""
+    bundle: int
+    """Index of the bundle in the pool's placement group."""
+
+
+@dataclass(frozen=True, slots=True)
 class TenantLine:
     """What `headrace pool status` shows of one tenant."""
 
@@ -119,3 +136,5 @@ class PoolStatus:
     num_rejected: int
     pid: int
     """Id of the process that keeps the pool; another one after a restart."""
+    reserved: tuple[PooledGpu, ...]
+    """Where each GPU of the pool is; () for a pool whose GPUs are numbers only."""

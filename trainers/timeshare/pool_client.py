@@ -36,7 +36,7 @@ class PoolLost(RuntimeError):
 
 
 def actor_name(pool: str) -> str:
-    """Return the name of the actor that keeps the pool named `pool`."""
+    """Return the name of the actor that keeps the pool named `pool`, which its placement group has, too."""
     return f"headrace-pool-{pool}"
 
 

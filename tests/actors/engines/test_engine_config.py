@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from headrace.actors.engines.config import ModelConfig, RolloutConfig, engine_batch, engine_dtype, memory_share
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.cluster import actor_specs
@@ -28,6 +30,34 @@ def test_an_engine_leaves_room_on_gpus_that_train_workers_use() -> None:
     assert memory_share(VLLM, shared=False) == 0.9
     assert 0 < memory_share(VLLM, shared=True) < 0.5
     assert memory_share(RolloutConfig(engine="vllm", gpu_memory_utilization=0.3), shared=True) == 0.3
+
+
+def test_an_engine_on_a_pools_gpu_leaves_memory_for_those_that_sleep_there() -> None:
+    kept, size = 16 << 30, 80 << 30
+    assert memory_share(VLLM, shared=False, kept_free=kept, gpu_bytes=size) == pytest.approx(0.75)
+    assert memory_share(VLLM, shared=False, kept_free=1 << 30, gpu_bytes=size) == 0.9
+    assert memory_share(VLLM, shared=False, kept_free=kept, gpu_bytes=0) == 0.9, "the GPU's size is not known"
+    asked = RolloutConfig(engine="vllm", gpu_memory_utilization=0.3)
+    assert memory_share(asked, shared=False, kept_free=kept, gpu_bytes=16 << 30) == 0.3
+    with pytest.raises(
+        ValueError, match=r"pool.other_runs: got processes that may keep 16384 MiB asleep on a GPU of 16384"
+    ):
+        memory_share(VLLM, shared=False, kept_free=kept, gpu_bytes=16 << 30)
+
+
+def test_what_sleeps_on_a_pools_gpu_are_the_own_trainer_and_two_processes_of_each_other_run() -> None:
+    pool = {"address": "a", "residual_mib": 1000, "other_runs": 2}
+    rollout = {"engine": "vllm", "num_engines": 2, "num_actors": 1}
+    gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1]}
+    sections = {"pool": pool, "rollout": rollout, "resources": gpus, "algorithm": {"mode": "async"}}
+    kept = actor_specs.neighbour_bytes(build_config(sections))
+    assert kept == (3 * 1128 + 2 * 1000) << 20, "each trainer has two buckets of 64 MiB"
+    handle: Any = SimpleNamespace(store=SimpleNamespace(key="k"))
+    setup = actor_specs.engine_setup(build_config(sections), 1, "m", handle, "cuda:0")
+    assert setup.engine.kept_free_bytes == kept
+    assert actor_specs.engine_setup(build_config(sections), 1, "m", handle, "cpu").engine.kept_free_bytes == 0
+    assert actor_specs.neighbour_bytes(build_config({**sections, "rollout": {**rollout, "kv_cache": 512}})) == 0
+    assert actor_specs.neighbour_bytes(build_config({})) == 0
 
 
 def test_an_engine_takes_sequences_as_long_as_training_and_validation_need() -> None:

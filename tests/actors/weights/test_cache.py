@@ -101,6 +101,31 @@ def test_memory_is_checked_before() -> None:
     write(cache, 1)
 
 
+def test_memory_is_pinned_where_weights_are_on_a_gpu_and_released_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, int] = {}
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(at: int, nbytes: int, flags: int) -> int:
+            pinned[at] = nbytes
+            return 0
+
+        cudaHostUnregister = pinned.pop
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    cache = BucketCache(5.0)
+    write(cache, 1)
+    slot = len(cache._memories[0])
+    assert list(pinned.values()) == [slot, slot]
+    larger = plan_buckets({"w": (torch.float32, (4 * slot,))}, 4096)
+    cache.reserve(larger)
+    assert len(pinned) == 2 and min(pinned.values()) >= 16 * slot, "the smaller slots are released first"
+    cache.close()
+    cache.close()
+    assert not pinned
+
+
 def test_a_reader_is_not_overtaken() -> None:
     """Another thread waits for the end of a read, and says for what when it is too long."""
     cache = BucketCache(0.2)

@@ -18,7 +18,7 @@ from headrace.dataplane.factory import open_data_plane
 from headrace.tests import process_pool
 from headrace.trainers.cluster import actor_specs, gpu_bundles, run_actors
 from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMeter, gather
-from headrace.trainers.cluster.gpu_bundles import reserve_places
+from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
 from headrace.trainers.cluster.placement import Placement
 from headrace.trainers.cluster.ray_cluster import any_agent_port
 from headrace.trainers.config.config import Config
@@ -105,10 +105,10 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, ExitStack], Seen
     monkeypatch.setattr(run_actors, "_build", stop)
     monkeypatch.setattr(run_actors, "check_reports", note)
 
-    def begin(config: Config, stack: ExitStack) -> Seen:
+    def begin(config: Config, stack: ExitStack, reservation: Reservation | None = None) -> Seen:
         plane = stack.enter_context(open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}})))
         cluster: Any = type("OneHost", (), {"num_nodes": 1})
-        reservation = reserve_places(config, START_S)
+        reservation = reservation or reserve_places(config, START_S)
         actor_specs.transport(config, reservation.placement)
         starting = run_actors.start_actors(config, cluster, DriverMeter(), stack, reservation)
         with pytest.raises(Identified):

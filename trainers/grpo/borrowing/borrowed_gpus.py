@@ -147,6 +147,8 @@ class BorrowsGpus:
             "pool/moved_requests": float(count.moved),
             "pool/kept_tokens": float(count.kept_tokens),
             "pool/lost_tokens": float(count.lost_tokens),
+            "pool/engine_gib_asleep": count.asleep_bytes / 2**30,
+            **{f"pool/{name}": value for name, value in self._memory.figures.items()},
         }
 
     def _take_gpus(self) -> None:

@@ -15,6 +15,7 @@ An engine gets requests only after all of `expand` is done. A shard is an engine
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from ....actors.memory import ProcessMemory
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
-from ...supervision.cleanup import wait_until_ended
+from ...supervision.cleanup import Family
 from ...timeshare.commands import Order, Outcome
 from ...timeshare.plan import Role, TenantMap
 from ...timeshare.pool_calls import Stage, StageNote
@@ -36,9 +37,6 @@ from ..weight_sync import HEALTH_S, WeightSync
 _log = logging.getLogger(__name__)
 FALL_S = 10.0
 """Seconds within which the memory of a shard that sleeps must have fallen."""
-DEATH_S = 10.0
-"""Seconds within which a killed engine's process must have ended."""
-
 ATTEMPTS = 3
 """Number of times that a shard tries to get a version while train workers die."""
 
@@ -57,6 +55,8 @@ class Resizes:
     """Number of tokens that these samples took along."""
     lost_tokens: int = 0
     """Largest number of tokens that can have been lost, because an engine died while it was put to sleep."""
+    asleep_bytes: int = 0
+    """Most memory in bytes that an engine held after the last shrink."""
 
 
 class Shards:
@@ -151,11 +151,12 @@ class Shards:
             self._each("sleep", awake, failed, lambda engine: engine.handle.sleep(self._level))
         with self._stage("memory", awake):
             sleeping = {engine.handle: engine for engine in awake if engine.name not in failed}
-            _, wrong = fallen(
+            held, wrong = fallen(
                 list(sleeping), lambda handle, held: self._limit(sleeping[handle], held), FALL_S, self._timeout_s,
                 "pool.residual_mib",
             )  # fmt: skip
             failed |= {sleeping[handle].name: why for handle, why in wrong.items()}
+            self.count.asleep_bytes = max((one.held_bytes for one in held), default=self.count.asleep_bytes)
         for engine in awake:
             engine.broken |= self._level == 2
             self._asleep_since.setdefault(engine.name, time.monotonic())
@@ -276,13 +277,18 @@ class Shards:
                 failed[engine.name] = str(outcome)
 
     def _end(self, engine: Engine, reason: str) -> None:
-        """Kill the process of an engine, which frees its memory for certain, and wait until it is gone. Another process
-        takes its place when the shard is to wake."""
-        _log.warning("%s is ended: %s", engine.handle.info, reason)
+        """Kill the processes of an engine, which frees their memory for certain, and wait until they are gone. Others
+        take their place when the shard is to wake."""
+        info = engine.handle.info
+        _log.warning("%s is ended: %s", info, reason)
+        family = Family(info.pid) if info.host == socket.gethostname() else None
+        if family is not None:
+            family.look()  # those that it has started hold the memory, and end after it
         engine.handle.kill()
         engine.dead = engine.asleep = engine.broken = True
         self._asleep_since.setdefault(engine.name, time.monotonic())
-        wait_until_ended(lambda: [engine.handle.info.pid], DEATH_S)
+        if family is not None:
+            family.kill()
 
     @contextmanager
     def _stage(self, event: Stage, engines: Sequence[Engine]) -> Iterator[None]:

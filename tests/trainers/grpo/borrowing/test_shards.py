@@ -33,9 +33,8 @@ class Lent:
         self.engine_bytes = [0] * len(it.hosted)
         for number, hosted in enumerate(it.hosted):
             self._spy(monkeypatch, hosted, number)
-        monkeypatch.setattr(
-            shards_module, "wait_until_ended", lambda pids, timeout_s: True
-        )  # all engines live in this process
+        family = SimpleNamespace(look=lambda: None, kill=lambda: None)
+        monkeypatch.setattr(shards_module, "Family", lambda pid: family)  # all engines live in this process
         self.sync = WeightSync(it.config, [it._worker], it.pool, lasting=False, in_cache=None)
         actors: Any = SimpleNamespace(engines=it.pool, workers=[it._worker], rollouts=[])
         own = TenantMap("a", 1.0, (0,), tuple((gpu,) for gpu in range(len(it.hosted))))

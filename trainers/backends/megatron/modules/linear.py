@@ -18,5 +18,5 @@ class RowLinear(RowParallelLinear):
     RowParallelLinear.forward).
     """
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return super()._forward_impl(input, weight, *args, **{**options, "tp_group": self.tp_group})
+    def _forward_impl(self, *args: Any, **options: Any) -> torch.Tensor:
+        return super()._forward_impl(*args, **{**options, "tp_group": self.tp_group})

@@ -1,0 +1,254 @@
+"""`headrace bench gpu --work pool-*` runs two tenants on a pool of two GPUs, and one that has both GPUs to itself.
+
+    pool start -> tenant `alone`, to its end -> tenants `a` and `b` at once, until `b` has ended -> pool stop, report
+
+Each trains on one GPU and has an engine on both. `a` begins first and goes on until `b`, which the pool admits after
+the first step of `a`, has made its steps. The figures of both are those of the time in which both were at work.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....codecs.imports import MissingExtra
+from ....trainers.errors import UserError
+from ....trainers.timeshare.picture import pool_report
+from ...conditions import conditions
+from ..accounting import complaints
+from ..figures import Figures
+from ..model_folder import make_folder
+from ..nvml import GpuSamples, gpu_names, open_nvml, sampler_of
+from ..switch.trainer import link_bytes_per_s
+from ..works import EXACT, HALF, POOL_WORKS, GrpoWork
+from .figures import (
+    TenantFigures,
+    against_link,
+    double_grants,
+    read_events,
+    read_tenant,
+    shared_window,
+    stage_seconds,
+    switch_figures,
+    tenant_figures,
+)
+from .tenants import NUM_GPUS, TenantTask, follow, served, tenants
+
+ALONE, BOTH = "alone", ("a", "b")
+"""Name of the tenant that has the pool to itself, and names of those that share it."""
+ENDLESS = 1_000_000
+"""Number of steps of tenant `a`, which is ended when `b` has made its own."""
+MOST_GROWTH_GIB = 0.0625
+"""Largest growth, in GiB, of what a process holds asleep that counts as none."""
+_LINK_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """Options of `headrace bench gpu` for the works `pool-*`."""
+
+    out: Path
+    """Folder for the results, the run folders and the pool's, which is new or empty."""
+    work: str
+    """Name of the work, a key of `works.POOL_WORKS`."""
+    backend: str = "fsdp"
+    """Train backend, `fsdp` or `megatron`."""
+    steps: int | None = None
+    """Number of steps of the tenants `alone` and `b`; None means the work's own."""
+    prompts: int | None = None
+    """Number of prompts of a step; None means the work's own."""
+    model: Path | None = None
+    """Model folder to use, which is made if it is not there, and kept; None means one that is removed at the end."""
+    limit_s: float = 400.0
+    """Seconds that the tenant alone may take, and as many for both."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the runs' configuration, as `key=value`."""
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What was measured, as far as it came."""
+
+    alone: TenantFigures
+    both: list[TenantFigures]
+    samples: GpuSamples
+    link: tuple[float, float] | None
+    """Bytes per second of a copy to the host and of one to the device; None without a GPU."""
+    problems: list[str] = field(default_factory=list)
+
+
+def run_pool(options: PoolOptions, tell: Callable[[str], None]) -> Figures:
+    """Run the pool and its tenants, and write results.jsonl, summary.json and the pool's report.html into
+    `options.out`. Raises UserError on a machine with one GPU, and RuntimeError if the pool does not start."""
+    work, gpus = POOL_WORKS[options.work], torch.cuda.device_count()
+    if gpus < NUM_GPUS and (gpus or options.work != "pool-tiny"):
+        raise UserError(f"--work: got {options.work!r} with {gpus} GPU(s), expected {NUM_GPUS} (pool-tiny: or none)")
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    model = (options.model or out / "model").resolve()
+    notes: list[str] = []
+    with ExitStack() as stack:
+        nvml = _opened_nvml(stack, notes) if gpus else None
+        names = gpu_names(nvml, NUM_GPUS) if gpus else []
+        if options.model is None:
+            stack.callback(shutil.rmtree, model, ignore_errors=True)
+        tell("making the model")
+        make_folder(model, work.folder_task("bfloat16" if gpus else "float32"), "cuda" if gpus else "cpu")
+        weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        sampler = None if nvml is None else sampler_of(nvml, NUM_GPUS)
+        found = _Measured(TenantFigures(ALONE, (), (), ()), [], GpuSamples([]), None)
+        with sampler or nullcontext():
+            _run_tenants(options, work, model, found, gpu=bool(gpus), tell=tell)
+        if sampler is not None:
+            found.samples = sampler.samples
+        if gpus:
+            tell("measuring the host link")
+            found.link = _link()
+    facts = conditions(
+        gpus=names, work=options.work, example=work.example, backend=options.backend,
+        steps=options.steps or work.steps, prompts=options.prompts or work.prompts, group_size=work.group_size,
+        prompt_tokens=list(work.prompt_tokens), max_new_tokens=work.max_new_tokens, overrides=list(options.overrides),
+        weight_bytes=weight_bytes,
+    )  # fmt: skip
+    report = Figures(options.work, {}, facts, notes)
+    _judge(report, options, found, weight_bytes, gpu=bool(gpus))
+    tenants_of = [found.alone, *found.both]
+    report.write(out, [{"tenant": one.name, "steps": [dict(record) for record in one.records]} for one in tenants_of])
+    return report
+
+
+# ---------------- The runs.
+
+
+def _run_tenants(
+    options: PoolOptions, work: GrpoWork, model: Path, found: _Measured, *, gpu: bool, tell: Callable[[str], None]
+) -> None:
+    """Run the pool with the tenant alone, then with both, and read what they have logged. What goes wrong is told in
+    `found.problems`."""
+    out, steps = options.out.resolve(), options.steps or work.steps
+
+    def task(name: str, train_gpu: int, num_steps: int) -> TenantTask:
+        return TenantTask(
+            name, work, train_gpu, options.backend, model, out / name, num_steps, options.prompts or work.prompts, gpu,
+            options.overrides,
+        )  # fmt: skip
+
+    tell("starting the pool")
+    with served(out / "pool", gpu=gpu) as pool:
+        for tasks in ([task(ALONE, 0, steps)], [task("a", 0, ENDLESS), task("b", 1, steps)]):
+            with tenants(tasks, pool) as running:
+                problem = follow(running, running[-1], options.limit_s, tell)
+            figures = [read_tenant(one.name, one.folder) for one in tasks]
+            for one in tasks:
+                shutil.rmtree(one.folder / "model", ignore_errors=True)  # gigabytes of weights that mean nothing
+            if tasks[0].name == ALONE:
+                found.alone = figures[0]
+            else:
+                found.both = figures
+            if problem:
+                found.problems.append(problem)
+                return
+
+
+def _opened_nvml(stack: ExitStack, notes: list[str]) -> Any:
+    """Return the module `pynvml`, initialised until `stack` is closed, or None where it cannot be used; `notes` then
+    says why."""
+    try:
+        return stack.enter_context(open_nvml())
+    except (MissingExtra, RuntimeError) as error:
+        notes.append(f"idle shares are left out: {error}")
+        return None
+
+
+def _link() -> tuple[float, float] | None:
+    """Return the bytes per second of the host link in both directions, measured in a process of its own; None if that
+    fails."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        try:
+            return pool.apply_async(_measure_link).get(_LINK_TIMEOUT_S)
+        except (RuntimeError, multiprocessing.TimeoutError):
+            return None
+
+
+def _measure_link() -> tuple[float, float]:
+    return link_bytes_per_s(torch.device("cuda", 0))
+
+
+# ---------------- What they come to.
+
+
+def _judge(report: Figures, options: PoolOptions, found: _Measured, weight_bytes: int, *, gpu: bool) -> None:
+    """Fill in the figures of the report, and complain of what is wrong; draw the pool's picture."""
+    work = POOL_WORKS[options.work]
+    since, until = shared_window(found.both) if found.both else (0.0, 0.0)
+    figures = {"weights_gib": weight_bytes / 2**30} | _walls(found, since, until)
+    trace = options.out / "pool"
+    events = read_events(trace) if (trace / "pool.json").exists() else []
+    if events:
+        (options.out / "pool.html").write_text(pool_report([event for _, event in events]), encoding="utf-8")
+    inside = [(at, event) for at, event in events if since <= at <= until]
+    figures |= switch_figures(stage_seconds(inside, BOTH))
+    figures |= tenant_figures(found.both, since, until)
+    if found.link is not None:
+        figures |= against_link(figures, weight_bytes, *found.link)
+    report.summary = {f"gpu.{report.work}.{name}": value for name, value in figures.items()}
+    report.complaints = [*found.problems, *double_grants(events)]
+    rows = (options.prompts or work.prompts) * work.group_size
+    for tenant in (found.alone, *found.both):
+        report.complaints += [
+            f"{tenant.name}: {line}" for line in complaints(tenant.steps, HALF if gpu else EXACT, rows)
+        ] + _losses(tenant, gpu=gpu)
+    if "wall_vs_alone" not in figures:
+        report.complaints.append("the tenants a and b did not both make two steps side by side, after a run alone")
+    if not gpu:
+        report.notes.append("the pool's GPUs are numbers only: memory is that of the host, and there is no link")
+
+
+def _walls(found: _Measured, since: float, until: float) -> dict[str, float]:
+    """Return the seconds of a step of the tenant alone and of both, their ratio, and the share of the time in which
+    each GPU ran no kernel."""
+    figures: dict[str, float] = {}
+    ends = found.alone.ends
+    alone = found.alone.step_s(ends[0], ends[-1]) if ends else None
+    both = {tenant.name: tenant.step_s(since, until) for tenant in found.both}
+    for name, seconds in {ALONE: alone, **both}.items():
+        if seconds is not None:
+            figures[f"{name}.step_s"] = seconds
+    slowest = max((seconds for seconds in both.values() if seconds is not None), default=None)
+    if alone and slowest is not None and None not in both.values():
+        figures["wall_vs_alone"] = slowest / alone
+    windows = {ALONE: (ends[0], ends[-1])} if ends else {}
+    for name, window in {**windows, "both": (since, until)}.items():
+        if shares := found.samples.idle_shares(*window):
+            figures |= {f"{name}.idle_share.{gpu}": share for gpu, share in enumerate(shares)}
+            figures[f"{name}.idle_share"] = sum(shares) / len(shares)
+    figures |= {f"peak_gib.{gpu}": peak for gpu, peak in enumerate(found.samples.peaks_gib())}
+    return figures
+
+
+def _losses(tenant: TenantFigures, *, gpu: bool) -> list[str]:
+    """Return a sentence for each thing that a tenant lost: tokens, processes, or memory that it did not give back."""
+    if not tenant.records:
+        return [f"{tenant.name}: no step was finished"]
+    last = tenant.records[-1]
+    wrong = [
+        f"{tenant.name}: {key} is {last[key]:g}, expected 0"
+        for key in ("pool/lost_tokens", "rollout/actors_replaced", "run/restarts")
+        if last.get(key)
+    ]
+    grown = tenant_figures([tenant], tenant.ends[0], tenant.ends[-1])
+    for name in ("engine_gib_asleep", "trainer_gib_offloaded"):
+        if gpu and grown.get(f"{name}_growth", 0.0) > MOST_GROWTH_GIB:
+            wrong.append(
+                f"{tenant.name}: pool/{name} grew by {grown[f'{name}_growth']:.3f} GiB over the run, expected at most "
+                f"{MOST_GROWTH_GIB}"
+            )
+    return wrong

@@ -1,0 +1,160 @@
+"""Starts a pool and its tenants as a user does, each by `headrace` in a process of its own, and ends them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....trainers.run.pool_folder import AUTH_MODE, SERVER, ServedPool, find_pool
+from ..nvml import visible_gpus
+from ..train_run import end_process, run_keys
+from ..works import EXAMPLES, GrpoWork
+
+NUM_GPUS = 2
+"""Number of GPUs of the pool."""
+START_S = 120.0
+"""Seconds within which the pool must be there."""
+CPUS = 16
+"""Number of logical CPUs of the pool's Ray cluster, which are numbers only."""
+_LOOK_S = 0.25
+_TAIL = 15
+"""Number of lines at the end of a failed process's output that are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTask:
+    """Settings of one tenant: a run with an engine on each GPU of the pool, which trains on one of them."""
+
+    name: str
+    work: GrpoWork
+    train_gpu: int
+    backend: str
+    """Train backend, `fsdp` or `megatron`."""
+    model: Path
+    """Model folder, with the prompts."""
+    folder: Path
+    """Folder of the run, which does not exist yet."""
+    steps: int
+    prompts: int
+    """Number of prompts of a step."""
+    gpu: bool
+    """True if the pool's GPUs are no numbers only."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the run's configuration from the command line, which come after all others."""
+
+    def arguments(self, address: str) -> list[str]:
+        """Return the arguments of `headrace` that start the run on the pool at `address`."""
+        keys = run_keys(
+            self.work, self.model, self.folder, steps=self.steps, prompts=self.prompts, backend=self.backend,
+            gpu=self.gpu,
+        )  # fmt: skip
+        keys += [
+            f"run.name={self.name}", f"run.seed={self.train_gpu}", f"pool.address={address}", "algorithm.mode=async",
+            f"rollout.num_engines={NUM_GPUS}", "rollout.num_actors=1", f"resources.trainer_gpus=[{self.train_gpu}]",
+            f"resources.rollout_gpus={list(range(NUM_GPUS))}",
+        ]  # fmt: skip
+        return ["train", str(EXAMPLES / self.work.example), *keys, *self.overrides]
+
+
+@dataclass(slots=True)
+class RunningTenant:
+    """A tenant's process."""
+
+    task: TenantTask
+    process: subprocess.Popen[bytes]
+    output: Path
+    """File with what it prints."""
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps in the run's metrics so far."""
+        path = self.task.folder / "metrics.jsonl"
+        return path.read_bytes().count(b'"time/step_s"') if path.exists() else 0
+
+    def problem(self) -> str:
+        """Return a sentence about a process that has failed, with the end of its output; "" otherwise."""
+        code = self.process.poll()
+        return "" if code in (None, 0) else f"{self.task.name}: ended with exit code {code}: {tail(self.output)}"
+
+
+@contextmanager
+def served(folder: Path, *, gpu: bool) -> Iterator[ServedPool]:
+    """Context manager that starts a pool with its files in `folder`, and stops it at the end. gpu: whether it has the
+    first NUM_GPUS GPUs of this process, or numbers only. Raises RuntimeError with its output if it does not start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder.with_name(f"{folder.name}.txt")
+    environment = {AUTH_MODE: "token", **os.environ}
+    arguments = ["pool", "start", "--dir", str(folder), "--cpus", str(CPUS)]
+    if gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(NUM_GPUS))
+    else:
+        arguments += ["--gpus", str(NUM_GPUS)]
+    process = _start(arguments, output, environment)
+    try:
+        deadline = time.monotonic() + START_S
+        while not (folder / SERVER).exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the pool did not start: {tail(output)}")
+            time.sleep(_LOOK_S)
+        yield find_pool(folder)
+    finally:
+        end_process(process)
+
+
+@contextmanager
+def tenants(tasks: Sequence[TenantTask], pool: ServedPool) -> Iterator[list[RunningTenant]]:
+    """Context manager that starts the tenants, and ends those that still run at its end. Their outputs are in text
+    files of the run folders' names, beside them."""
+    environment = {**os.environ, AUTH_MODE: pool.auth_mode}
+    running: list[RunningTenant] = []
+    try:
+        for task in tasks:
+            output = task.folder.with_name(f"{task.folder.name}.txt")
+            running.append(RunningTenant(task, _start(task.arguments(pool.address), output, environment), output))
+        yield running
+    finally:
+        for tenant in running:
+            if tenant.process.poll() is None:
+                tenant.process.terminate()  # all at once: one may wait for another's GPUs
+        for tenant in running:
+            end_process(tenant.process)
+
+
+def follow(running: Sequence[RunningTenant], until: RunningTenant, limit_s: float, tell: Callable[[str], None]) -> str:
+    """Wait until the tenant `until` has ended. Returns a sentence about what was wrong: a tenant that failed, or that
+    did not end within `limit_s` seconds; "" if all is well."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        tell(", ".join(f"{one.task.name}: step {one.steps_done} of {one.task.steps}" for one in running))
+        if problems := [problem for one in running if (problem := one.problem())]:
+            return "; ".join(problems)
+        if until.process.poll() is not None:
+            return ""
+        time.sleep(_LOOK_S)
+    told = [f"{one.task.name} made {one.steps_done} steps, its output ends with: {tail(one.output)}" for one in running]
+    return f"not over after {limit_s:g} s: " + "; ".join(told)
+
+
+def tail(output: Path) -> str:
+    """Return the name and the last lines of a file of output."""
+    lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+    return f"{output}\n" + "\n".join(f"    {line}" for line in lines[-_TAIL:])
+
+
+def _start(arguments: Sequence[str], output: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    # A session of its own: a Ctrl-C ends this process, which then ends the others once.
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "headrace.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
