@@ -61,11 +61,9 @@ class PoolMembership:
         """Return the places of the run's actors: on the GPUs that the pool has reserved, or, where its GPUs are numbers
         only, wherever Ray puts them. Raises UserError if the run cannot be placed."""
         reserved = self._client.status().reserved
-        return (
-            places_in_pool(self._config, reserved)
-            if reserved
-            else Reservation(plan_placement(self._config, read_hosts()))
-        )
+        if reserved:
+            return places_in_pool(self._config, reserved)
+        return Reservation(plan_placement(self._config, read_hosts()))
 
     @property
     def sleep_level(self) -> int:

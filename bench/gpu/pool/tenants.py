@@ -56,6 +56,7 @@ class TenantTask:
         )  # fmt: skip
         keys += [
             f"run.name={self.name}", f"run.seed={self.train_gpu}", f"pool.address={address}", "algorithm.mode=async",
+            "sync.in_flight=keep",  # else training would hold its GPU until the longest sample of the others ends
             f"rollout.num_engines={NUM_GPUS}", "rollout.num_actors=1", f"resources.trainer_gpus=[{self.train_gpu}]",
             f"resources.rollout_gpus={list(range(NUM_GPUS))}",
         ]  # fmt: skip
