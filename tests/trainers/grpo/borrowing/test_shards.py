@@ -176,6 +176,7 @@ def test_seconds_asleep_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert 0 < it.shards.take_asleep_s() < 5
 
 
+@pytest.mark.processes
 def test_what_an_engine_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's memory is that of vLLM's own process, which outlives the actor that has started it."""
     nested = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
