@@ -37,7 +37,7 @@ def suspend(pid: int) -> None:
         time.sleep(0.001)
 
 
-def start_ray(num_gpus: int | None = None) -> None:
+def start_ray(num_gpus: int | None = None, num_cpus: int = 16) -> None:
     """Start this process's Ray cluster unless it is there. Its CPUs are a number only, enough for the actors of a run
     that joins it. num_gpus: so many logical GPUs; None for those of the machine."""
     import ray  # GPU tests run where there is none
@@ -51,7 +51,7 @@ def start_ray(num_gpus: int | None = None) -> None:
     with any_agent_port():
         # `local`: a test beside this one may have a cluster that was started by `ray start`, which Ray would join.
         ray.init(
-            "local", num_cpus=16, num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING,
+            "local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING,
             log_to_driver=False,
         )  # fmt: skip
 

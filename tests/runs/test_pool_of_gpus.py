@@ -28,7 +28,7 @@ QUICK = (*SCRIPTED, "algorithm.steps=4", "scripted.latency_s=0.1", "scripted.tra
 @pytest.fixture
 def two_logical_gpus() -> Iterator[None]:
     process_pool.end_ray()
-    process_pool.start_ray(num_gpus=2)
+    process_pool.start_ray(num_gpus=2, num_cpus=2)  # for the rollout actors of two runs: the others need none
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def wait_until(true: Callable[[], bool], what: str, *running: Future[tuple[int, 
 @pytest.mark.timeout(900)
 def test_two_runs_with_vllm_share_two_gpus(tmp_path: Path) -> None:
     """With the benchmark, which complains of rows that are missing, of log-probs that differ between engine and
-    trainer, of engines that kept their memory, and of GPUs that two held."""
+    trainer, of engines that were replaced, and of GPUs that two held."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     out = tmp_path / "out"
@@ -57,7 +57,6 @@ def test_two_runs_with_vllm_share_two_gpus(tmp_path: Path) -> None:
     output = runs.succeed(runs.start_command(command, tmp_path), timeout_s=800)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["gpu.pool-tiny.lost_tokens"] == 0 and summary["gpu.pool-tiny.expands"] >= 8, output
-    assert summary["gpu.pool-tiny.engine_gib_asleep"] <= 1.5 and summary["gpu.pool-tiny.trainer_gib_offloaded"] <= 1.7
 
 
 def free_gpus() -> float:
@@ -73,9 +72,12 @@ def test_tenants_stand_on_the_gpus_of_a_pool_as_their_maps_say(tmp_path: Path) -
     with pool_of_gpus(tmp_path) as pool, ThreadPoolExecutor() as threads:
         assert [(gpu.number, gpu.device) for gpu in pool.client.status().reserved] == [(0, "0"), (1, "1")]
         assert free_gpus() == 0
+        again = ["headrace.cli", "pool", "start", "--name", pool.name, "--address", process_pool.ray_address()]
+        refused = runs.start_command([*again, "--dir", str(tmp_path / "other")], tmp_path)
         first = threads.submit(pool.run, "a", 0, *QUICK, "algorithm.steps=1000")
         second = threads.submit(pool.run, "b", 1, *QUICK, "run.max_restarts=0", "algorithm.steps=1000")
         wait_until(lambda: bool(runs.metrics(tmp_path / "b")), "b is admitted after the first step of a", first, second)
+        assert "--name: got" in refused.communicate(timeout=60)[0] and refused.returncode == 2
         os.kill(pool.driver("b"), signal.SIGKILL)
         pool.wait_until_left("b")
         code, output = pool.run("c", 1, *QUICK)

@@ -260,12 +260,14 @@ def create_group(
     *,
     name: str = "",
     key: str = "resources.layout",
+    bound: str = BY_START_TIMEOUT,
 ) -> PlacementGroup:
     """Create a placement group, each bundle on its host, and wait until Ray has reserved it. stack: removes the group
     when it is closed; Ray also does when this process leaves it.
 
     name: name in this process's Ray namespace, by which other processes find the group; "" for none. key: config key or
-    option that asks for these GPUs, for the error. Raises UserError at the deadline.
+    option that asks for these GPUs, and `bound` what sets the deadline, for the error. Raises UserError at the
+    deadline.
     """
     began = time.monotonic()
     group = placement_group(
@@ -280,7 +282,7 @@ def create_group(
             count = sum(bundle.resources.get("GPU", 0) for bundle in bundles)
             raise UserError(
                 f"{key}: Ray did not give {count:g} whole GPU(s) with their logical CPUs within "
-                f"{time.monotonic() - began:.0f} s ({BY_START_TIMEOUT}), expected them to be free; "
+                f"{time.monotonic() - began:.0f} s ({bound}), expected them to be free; "
                 "`ray status` shows who holds them"
             )
     return group

@@ -365,9 +365,8 @@ def _seated(
 ) -> Placement:
     """Return the placement in which each rank and each engine has the given (host, GPUs on it). why: the reason for the
     layout, for the user."""
-    cpus = (
-        1 if config.pool.address is None else 0
-    )  # a GPU of a pool is used by one run at a time, however many there are
+    # On a pool's GPUs one run computes at a time, however many stand there.
+    cpus = 1 if config.pool.address is None else 0
     engine_seats = tuple(
         Seat(engine_actor_name(config, index), cpus * config.rollout.tp, host, gpus)
         for index, (host, gpus) in enumerate(engines)

@@ -17,13 +17,12 @@ from dataclasses import replace
 from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
 from ray.exceptions import RaySystemError
-from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup
 
 from ..config.config import Config
 from ..errors import UserError
 from ..timeshare.pool_calls import PooledGpu
-from ..timeshare.pool_client import NAMESPACE, actor_name
+from ..timeshare.pool_client import NAMESPACE, PoolClient, actor_name
 from .gpu_bundles import LOOK_S, Bundle, Reservation, create_group, read_hosts, tell_gpus
 from .placement import Host, place_as_mapped, used_gpus, with_reserved_gpus
 
@@ -36,10 +35,8 @@ def reserve_pool(name: str, timeout_s: float, stack: ExitStack) -> tuple[PooledG
     process's Ray namespace must be that of pools. Raises UserError if the cluster has a pool of this name already, or
     not all GPUs are free within `timeout_s` seconds.
     """
-    if any(one["name"] == actor_name(name) for one in list_named_actors(all_namespaces=True)):
-        raise UserError(
-            f"--name: got {name!r}, expected another, because the Ray cluster has a pool of that name already"
-        )
+    if _is_there(name):
+        raise UserError(f"--name: got {name!r}, expected another, as the Ray cluster has a pool of that name already")
     deadline = time.monotonic() + timeout_s
     hosts = read_hosts()
     places = [host for host, one in enumerate(hosts) for _ in range(one.num_gpus)]
@@ -52,13 +49,23 @@ def reserve_pool(name: str, timeout_s: float, stack: ExitStack) -> tuple[PooledG
     )
 
 
+def _is_there(name: str) -> bool:
+    try:
+        PoolClient(name)
+    except UserError:
+        return False
+    return True
+
+
 def _created(
     name: str, hosts: Sequence[Host], bundles: Sequence[Bundle], deadline: float, stack: ExitStack
 ) -> PlacementGroup:
     """Create the pool's group, once that of a pool that has just ended is gone."""
     while True:
         try:
-            return create_group(hosts, bundles, deadline, stack, name=actor_name(name), key="--gpus")
+            return create_group(
+                hosts, bundles, deadline, stack, name=actor_name(name), key="--gpus", bound="the start of a pool"
+            )
         except RaySystemError as error:
             if "already exists" not in str(error) or time.monotonic() > deadline:
                 raise

@@ -170,6 +170,11 @@ class Loan(Protocol):
         """Context manager that waits for all GPUs of a role, and gives them back at the end of its block."""
         ...
 
+    def expect_freed(self, handles: Sequence[EngineHandle | TrainHandle]) -> None:
+        """Wait until engines that sleep, or train workers that have offloaded, have given their memory back. Raises
+        ActorFailed, naming the process, if one keeps too much."""
+        ...
+
 
 class StartingActors:
     """The actors of a run from the start of their processes until they are built. Their processes start, and import
@@ -210,10 +215,13 @@ class StartingActors:
                 if self._starter.keeps_in_host:
                     _started([worker.cache_weights(0) for worker in self.workers], "start", timeout_s)
                 _started([worker.offload() for worker in self.workers], "start", timeout_s)
+                if loan is not None:
+                    loan.expect_freed(self.workers)
             with nullcontext() if loan is None else loan.holding("rollout"):
                 _build(generators, [], timeout_s, times)
                 if loan is not None:
                     _put_to_sleep(self.hosts, loan.sleep_level, timeout_s)
+                    loan.expect_freed(self.hosts)
         else:
             _build(generators, self.workers, timeout_s, times)
         counts = [host.num_workers() for host in self.hosts]

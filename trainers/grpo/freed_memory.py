@@ -15,7 +15,7 @@ from ..cluster.run_actors import RunActors
 LOOK_S = 0.05
 """Seconds between two measurements of memory that has not fallen yet."""
 
-H = TypeVar("H", EngineHandle, TrainHandle)
+H = TypeVar("H", bound=EngineHandle | TrainHandle)
 
 
 def fallen(

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
+from ...actors.memory import ProcessMemory
 from ...codecs.host.owned_folder import process_start
 from ...dataplane.client.client import DataPlaneClient
+from ..cluster.calls import ActorFailed
 from ..cluster.gpu_bundles import Reservation, read_hosts
+from ..cluster.handles import EngineHandle, TrainHandle
 from ..cluster.placement import plan_placement
 from ..cluster.pool_bundles import places_in_pool
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..grpo.borrowing.borrowed_gpus import BorrowsGpus
-from ..grpo.borrowing.shards import Shards
-from ..grpo.freed_memory import TrainerMemory
+from ..grpo.borrowing.shards import FALL_S, Shards
+from ..grpo.freed_memory import TrainerMemory, fallen
 from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
 from ..supervision.cleanup import wait_until_ended
@@ -61,11 +64,9 @@ class PoolMembership:
         """Return the places of the run's actors: on the GPUs that the pool has reserved, or, where its GPUs are numbers
         only, wherever Ray puts them. Raises UserError if the run cannot be placed."""
         reserved = self._client.status().reserved
-        return (
-            places_in_pool(self._config, reserved)
-            if reserved
-            else Reservation(plan_placement(self._config, read_hosts()))
-        )
+        if reserved:
+            return places_in_pool(self._config, reserved)
+        return Reservation(plan_placement(self._config, read_hosts()))
 
     @property
     def sleep_level(self) -> int:
@@ -74,6 +75,17 @@ class PoolMembership:
     def holding(self, role: Literal["train", "rollout"]) -> AbstractContextManager[None]:
         self._wait()
         return self.tenant.holding(role, self._wait)
+
+    def expect_freed(self, handles: Sequence[EngineHandle | TrainHandle]) -> None:
+        config, residual_bytes = self._config, self._config.pool.residual_mib << 20
+
+        def limit(handle: EngineHandle | TrainHandle, held: ProcessMemory) -> int | None:
+            processes = config.rollout.tp if isinstance(handle, EngineHandle) else 1
+            return None if held.whole_device else residual_bytes * processes
+
+        timeout_s, key = config.resources.start_timeout_s, "pool.residual_mib"
+        for handle, why in fallen(handles, limit, FALL_S, timeout_s, key)[1].items():
+            raise ActorFailed(f"start: {handle.info} {why}")
 
     def _wait(self) -> None:
         self._heartbeat.enter("waiting for the pool's GPUs", math.inf)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.memory import ProcessMemory
+from headrace.actors.protocols import ActorInfo
 from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
 from headrace.trainers.grpo.borrowing import shards as shards_module
 from headrace.trainers.grpo.borrowing.shards import Shards
 from headrace.trainers.grpo.weight_sync import WeightSync
+from headrace.trainers.supervision.cleanup import Family
 from headrace.trainers.timeshare.commands import Order, Outcome
 from headrace.trainers.timeshare.plan import TenantMap
 from headrace.trainers.timeshare.pool_calls import StageNote
@@ -168,3 +174,22 @@ def test_seconds_asleep_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert it.shards.take_asleep_s() == 0, "both are awake"
         it.order("shrink", 0)
         assert 0 < it.shards.take_asleep_s() < 5
+
+
+@pytest.mark.processes
+def test_what_an_engine_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's memory is that of vLLM's own process, which outlives the actor that has started it."""
+    nested = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", nested]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as actor,
+        lent(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it,
+    ):
+        assert actor.stdout is not None
+        child = psutil.Process(int(actor.stdout.readline()))
+        monkeypatch.setattr(shards_module, "Family", Family)
+        info = ActorInfo("engine 0", actor.pid, socket.gethostname())
+        handle: Any = SimpleNamespace(kill=actor.kill, info=info)
+        engine: Any = SimpleNamespace(handle=handle, name="engine 0", dead=False, asleep=False, broken=False)
+        it.shards._end(engine, "it keeps its memory")
+        assert engine.dead and (not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
