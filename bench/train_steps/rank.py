@@ -27,6 +27,7 @@ from ...actors.protocols import MicroBatch
 from ...trainers.backends.config import BackendConfig, TrainerConfig
 from ...trainers.backends.factory import build_backend
 from ...trainers.backends.flops import BACKWARD, BF16_PEAKS, flop_model
+from ...trainers.cluster.actor_specs import GPU_WORKER_THREADS
 from ..gpu_train import LOSS, Rows, by_hand, micro_batch, random_rows
 from ..transfer.results import note
 from .families import profiled
@@ -108,6 +109,8 @@ def run_rank(rank: int, task: TrainTask) -> None:
     """Measure one rank and write its figures into the task's folder. Collective."""
     disable_progress_bar()
     device = _device(rank)
+    if device.type == "cuda":
+        torch.set_num_threads(GPU_WORKER_THREADS)  # as a run's train workers have
     world = task.config.topology.world
     with ExitStack() as stack:
         if world > 1:

@@ -195,7 +195,7 @@ class ResourcesConfig(Section):
     """Number of CPUs of the run's own Ray. Unset: the number of this machine's cores."""
     threads: Count | None = None
     """Number of compute threads of each worker. Unset: the cores divided by the number of engine processes or of train
-    workers, whichever is larger."""
+    workers, whichever is larger; at most 4 for workers on GPUs, whose operations on the host are small."""
     stage_timeout_s: Positive = 300.0
     """Seconds after which a stage of a step (train, log-probs, sync) fails. Rollouts, validation and checkpoints may
     take longer: there an actor fails when it makes no progress (no token, no group, no answer) for this many

@@ -6,15 +6,14 @@ S x S, where S is the number of tokens of the microbatch, which `trainer.tokens_
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from ..flash_attention import attend_rows
+
 NAME = "headrace_varlen"
-_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
 
 
 def attend(
@@ -44,13 +43,7 @@ def attend(
     assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
     # Some models leave normalised queries and keys in float32, but flash attention takes half precision only.
     q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
-    options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
-    if not _SHARED_HEADS:
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-    out = varlen_attn(
-        q, k, v, row_ends, row_ends, longest_row, longest_row, scale=scaling, window_size=(-1, 0), **options
-    )
-    assert isinstance(out, torch.Tensor)
+    out = attend_rows(q, k, v, row_ends, row_ends, (longest_row, longest_row), scaling)
     return out[None], None
 
 

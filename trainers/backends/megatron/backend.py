@@ -19,7 +19,7 @@ from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
 from ..hf_source import HfSource
-from ..layers import compile_layers, recompute_layers
+from ..layers import compile_layers, recompute_layers, uncompiled
 from ..loss_inputs import loss_inputs
 from ..model_split import resolved_packing
 from ..residence import Residence
@@ -32,7 +32,7 @@ from .architecture import check_fits
 from .balance import PipelineBalance
 from .calls import megatron_calls
 from .gathering import OwnPieces, spread_weights
-from .library import get_forward_backward_func
+from .library import MoELayer, get_forward_backward_func
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
 from .pipeline import OpenPipeline
@@ -107,6 +107,9 @@ class MegatronBackend:
             self._balance = PipelineBalance(config, spec, self._policy, self._mesh, self._device)
         layers = list(self._policy.decoder.layers)
         if config.trainer.compile:
+            for layer in layers:
+                if isinstance(layer.mlp, MoELayer):  # its dispatcher names CUDA streams, which cannot be traced
+                    layer.mlp.forward = uncompiled(layer.mlp.forward)
             compile_layers(layers)
         if config.trainer.recompute == "selective":  # Megatron itself does `full`
             recompute_layers(layers, "selective")

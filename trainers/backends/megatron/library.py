@@ -35,6 +35,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,6 +53,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "MoELayer",
     "OptimizerConfig",
     "P2PCommunicator",
     "RowParallelLinear",

@@ -8,7 +8,6 @@ see, so one kernel with a causal mask aligned at the lower right covers all case
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
 
 from .....codecs.gather import exclusive_cumsum
+from ...flash_attention import attend_rows
 from ...layers import uncompiled
 from ...row_layout import to_device
-
-_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +153,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scal
     variable-length flash kernel computes all spans, which compiled layers contain. Otherwise SDPA is used.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
-        if not _SHARED_HEADS:
-            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-        out = varlen_attn(
-            q, k, v, reach.query_ends, reach.key_ends, *reach.longest, scale=scale, window_size=(-1, 0), **options
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
+        return attend_rows(q, k, v, reach.query_ends, reach.key_ends, reach.longest, scale)
     return _attend_by_span(q, k, v, reach, scale)
 
 
