@@ -186,7 +186,7 @@ class _Ours:
 def _ours(rank: int, world: int, device: torch.device, task: TrainTask, micros: Sequence[MicroBatch]) -> _Ours:
     """Make the steps of a backend, which is gone when this returns. Collective."""
     _reset_peak(device)
-    backend = build_backend(BackendConfig(task.model, task.config, LOSS), rank, world)
+    backend = _fresh_backend(task.model, task.config, rank, world)
 
     def step() -> dict[str, float]:
         backend.begin_step()
@@ -204,6 +204,13 @@ def _ours(rank: int, world: int, device: torch.device, task: TrainTask, micros: 
     families, longest = profiled(step, device)
     backend.close()
     return _Ours(tuple(seconds), metrics[0], peak, families, tuple(longest))
+
+
+def _fresh_backend(model: str, trainer: TrainerConfig, rank: int, world: int) -> Any:
+    """Build a backend as in a process that has built none before. torch.compile counts how often it compiled a layer's
+    code for all models of a process together, and compiles no more after the eighth time."""
+    torch.compiler.reset()
+    return build_backend(BackendConfig(model, trainer, LOSS), rank, world)
 
 
 def step_flops(config: Any, lengths: np.ndarray) -> float:
@@ -274,7 +281,7 @@ def _step_off(
 ) -> tuple[float, float, float]:  # fmt: skip
     """Return how far the loss, the gradient and the log-probs of one step are from those on the CPU. Collective."""
     topology = trainer.topology
-    backend = build_backend(BackendConfig(task.small, trainer, LOSS), rank, world)
+    backend = _fresh_backend(task.small, trainer, rank, world)
     every = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)
     mine = range(topology.place(rank).dp, len(rows.ids), topology.dp)
     half = max(1, len(mine) // 2)
