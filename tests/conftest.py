@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.tests import example_counts, process_pool
+from headrace.tests import example_counts, process_pool, socket_origins
 
 TESTS = Path(__file__).parent
 MAY_START = ("processes", "vllm", "gpu", "drill")
@@ -74,12 +74,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     _refuse_processes(item)
 
 
-# ---------------------------------------------------------------- how many examples of a property are tried
+# ---------------------------------------------------------------- how many examples, and whose socket
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has set its hook for warnings from the garbage collector
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" not in config.option.markexpr:
         os.environ[example_counts.LONG] = "1"
+    socket_origins.add_to_warnings(config)
 
 
 # ---------------------------------------------------------------- which worker of pytest-xdist runs a test

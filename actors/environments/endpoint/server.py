@@ -55,7 +55,6 @@ class EndpointServer:
         self._num_calls = 0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
         self._url = ""
 
     @property
@@ -99,27 +98,30 @@ class EndpointServer:
     # ------------------------------------------------------------ start
 
     async def _start(self) -> None:
-        async with self._starting:
-            if self._server is not None:
-                return
-            host = self._config.host
-            listener = _listen(host)
-            settings = uvicorn.Config(
-                self._app(), log_config=None, access_log=False, lifespan="off", ws="none", http=_Connection,
-                timeout_graceful_shutdown=1, limit_concurrency=2 * self._config.max_calls + 64, server_header=False,
-            )  # fmt: skip
-            server = _Server(settings)
-            self._serving = asyncio.create_task(server.serve(sockets=[listener]))
-            async with asyncio.timeout(30.0):
-                while not server.started:
-                    if self._serving.done():
-                        self._serving.result()
-                        raise RuntimeError("rollout.endpoint: the server ended while it started")
-                    await asyncio.sleep(0.005)
-            self._server = server
-            port = listener.getsockname()[1]
-            self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            _log.info("endpoint: %s", self._url)
+        if self._server is None:
+            self._listen()
+        server, serving = self._server, self._serving
+        assert server is not None and serving is not None
+        async with asyncio.timeout(30.0):
+            while not server.started:
+                if serving.done():
+                    serving.result()
+                    raise RuntimeError("rollout.endpoint: the server ended while it started")
+                await asyncio.sleep(0.005)
+
+    def _listen(self) -> None:
+        """Begin to start the server, which `close` ends from now on, even if who waits for its start is cancelled."""
+        host = self._config.host
+        settings = uvicorn.Config(
+            self._app(), log_config=None, access_log=False, lifespan="off", ws="none", http=_Connection,
+            timeout_graceful_shutdown=1, limit_concurrency=2 * self._config.max_calls + 64, server_header=False,
+        )  # fmt: skip
+        listener = _listen(host)
+        self._server = _Server(settings)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        _log.info("endpoint: %s", self._url)
 
     def _app(self) -> Starlette:
         return Starlette(

@@ -173,7 +173,8 @@ class CollectiveSender(Sender):
         tracker.tell(Note("start", f"{name}|{backend}", self._rendezvous.port, update.plan.message))
         if not kept and tracker.world > 1:
             join = functools.partial(self._join, self._rendezvous.port, name, tracker.world, deadline)
-            self._group = bounded(join, deadline, "making the group", lambda: self._look(update, "making the group"))
+            what = "making the group"
+            self._group = bounded(join, deadline, what, lambda: self._look(update, what), Group.leave)
             self._members = update.receivers
         self._started = True
 

@@ -95,7 +95,7 @@ class CollectiveReceiver(Receiver):
             if note is not None:
                 notes.append(note)
 
-        self.group = bounded(join, deadline, "making the group", look)
+        self.group = bounded(join, deadline, "making the group", look, Group.leave)
 
     def leave(self) -> None:
         """Leave the process group. Idempotent."""

@@ -33,6 +33,7 @@ class ReceiverTracker:
         self._arrivals: list[Link] = []
         """Links to receivers that have not said yet which receiver they are."""
         self._lock = threading.RLock()
+        self._closed = False
         self.num_heard = 0
         """Number of messages heard from receivers that have joined."""
         self.groups: dict[int, str] = {}
@@ -69,8 +70,11 @@ class ReceiverTracker:
             self._poll()
 
     def _poll(self) -> None:
-        while (link := self._listener.accept(self._send_s)) is not None:
+        while not self._closed and (link := self._listener.accept(self._send_s)) is not None:
             self._arrivals.append(link)
+        if self._closed:  # by another thread, perhaps before it could see the last arrival
+            self.close()
+            return
         for link in list(self._arrivals):
             self._greet(link)
         for rank, link in list(self._links.items()):
@@ -133,7 +137,8 @@ class ReceiverTracker:
             self.tell(Note("abort", reason))
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections, also one that an `end` in another thread is just accepting. Idempotent."""
+        self._closed = True
         for link in [*self._links.values(), *self._arrivals]:
             link.close()
 

@@ -6,9 +6,11 @@ Members find each other through `actors/rendezvous_store.py`, whose server is in
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -44,27 +46,32 @@ class Group:
         timeout_s: float,
     ) -> None:
         """Join the group. Blocks until all members have joined, so call it within `bounded`. store: a store of this
-        group's own, which the group closes when it is left. host: this process's own address."""
+        group's own, which the group closes when it is left, or when joining fails. host: this process's own address.
+        Raises what torch raises."""
         self.name = name
         self._store = store  # must outlive the group
         self.device = device
         deadline = timedelta(seconds=timeout_s + _GRACE_S)
         prefixed = PrefixStore(name, store)
         self._backend: Any
-        if device.type == "cuda":
-            from torch.distributed import ProcessGroupNCCL
+        try:
+            if device.type == "cuda":
+                from torch.distributed import ProcessGroupNCCL
 
-            options = ProcessGroupNCCL.Options()
-            options._timeout = deadline
-            self._backend = ProcessGroupNCCL(prefixed, rank, world, options)
-            self._backend._set_sequence_number_for_group()
-            self._stream = torch.cuda.Stream(device)
-        else:
-            gloo: Any = cast(Any, ProcessGroupGloo)._Options()
-            gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
-            gloo._timeout = deadline
-            gloo._threads = 2
-            self._backend = ProcessGroupGloo(prefixed, rank, world, gloo)
+                options = ProcessGroupNCCL.Options()
+                options._timeout = deadline
+                self._backend = ProcessGroupNCCL(prefixed, rank, world, options)
+                self._backend._set_sequence_number_for_group()
+                self._stream = torch.cuda.Stream(device)
+            else:
+                gloo: Any = cast(Any, ProcessGroupGloo)._Options()
+                gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
+                gloo._timeout = deadline
+                gloo._threads = 2
+                self._backend = ProcessGroupGloo(prefixed, rank, world, gloo)
+        except BaseException:
+            store.close()
+            raise
 
     def broadcast(self, buffer: torch.Tensor) -> Broadcast:
         """Start a broadcast of `buffer` (uint8 `[n]`): rank 0 sends it, the other ranks receive into it. On a GPU it
@@ -121,34 +128,49 @@ class Broadcast:
             return True
 
 
-def bounded(call: Callable[[], T], deadline: Deadline, what: str, look: Callable[[], None]) -> T:
+def bounded(
+    call: Callable[[], T], deadline: Deadline, what: str, look: Callable[[], None], drop: Callable[[T], None]
+) -> T:
     """Run `call()` in a thread and return its result. The thread is abandoned at the deadline, or when `look` raises.
 
-    look: function that is called repeatedly while the thread runs, and may raise an error to end the wait. Raises
-    WeightTransferError at the deadline, and when `call` fails.
+    look: function that is called repeatedly while the thread runs, and may raise an error to end the wait. drop:
+    function that is given the result of an abandoned thread. Raises WeightTransferError at the deadline, and when
+    `call` fails.
     """
-    found: list[T] = []
-    failed: list[Exception] = []
-    over = threading.Event()
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except Exception as error:  # raised to the caller below
-            failed.append(error)
-        over.set()
-
-    threading.Thread(target=run, daemon=True, name=f"headrace-{what.replace(' ', '-')}").start()
-    while not over.wait(0.01):
-        look()
-        if not deadline.left_s:
-            raise deadline.error(f"{what}: not all members came")
-    if failed:
+    ended: Future[T] = Future()
+    threading.Thread(
+        target=_run, args=(call, ended, drop), daemon=True, name=f"headrace-{what.replace(' ', '-')}"
+    ).start()
+    try:
+        while not wait([ended], 0.01).done:
+            look()
+            if not deadline.left_s:
+                raise deadline.error(f"{what}: not all members came")
+    except BaseException:
+        if not ended.cancel() and ended.exception() is None:  # it has just ended
+            drop(ended.result())
+        raise
+    failed = ended.exception()
+    if failed is not None:
         time.sleep(_MOMENT_S)
         look()  # raises a better error when it knows which member is lost
-        reason = str(failed[0]).strip().splitlines() or [type(failed[0]).__name__]
-        raise deadline.error(f"{what}: {reason[0]}") from failed[0]
-    return found[0]
+        reason = str(failed).strip().splitlines() or [type(failed).__name__]
+        raise deadline.error(f"{what}: {reason[0]}") from failed
+    return ended.result()
+
+
+def _run(call: Callable[[], T], ended: Future[T], drop: Callable[[T], None]) -> None:
+    """Set `ended` to what `call()` returns or raises. Gives the result to `drop` if `ended` was cancelled meanwhile."""
+    try:
+        result = call()
+    except Exception as error:
+        with contextlib.suppress(InvalidStateError):  # nobody waits for it
+            ended.set_exception(error)
+        return
+    try:
+        ended.set_result(result)
+    except InvalidStateError:
+        drop(result)
 
 
 _leaving: set[threading.Thread] = set()

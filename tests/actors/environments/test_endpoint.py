@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,37 @@ def test_strangers_reach_nothing_and_nothing_of_others_is_lost(monkeypatch: pyte
         await world.host.close()
 
     asyncio.run(main())
+
+
+def test_an_episode_that_is_cancelled_while_the_server_starts_leaves_no_listener(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listeners: list[socket.socket] = []
+    listen = serving._listen
+
+    def noted(host: str) -> socket.socket:
+        listeners.append(listen(host))
+        return listeners[-1]
+
+    monkeypatch.setattr(serving, "_listen", noted)
+    episode: Any = object()
+
+    async def main() -> None:
+        for reopened in (False, True):
+            server = serving.EndpointServer(EndpointConfig(enabled=True))
+            opening = asyncio.create_task(server.open(episode))
+            await asyncio.sleep(0)
+            assert len(listeners) == 1 + reopened
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            if reopened:  # the next episode waits for the same server
+                assert str(listeners[-1].getsockname()[1]) in (await server.open(episode)).url
+            await server.close()
+            assert listeners[-1].fileno() == -1
+
+    asyncio.run(main())
+    assert len(listeners) == 2
 
 
 def test_calls_beyond_the_limits_are_told_to_come_again() -> None:

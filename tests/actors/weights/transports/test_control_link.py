@@ -102,6 +102,26 @@ def test_connections_that_no_update_takes_are_bounded(listener: LinkListener, mo
         link.close()
 
 
+def test_a_connection_that_is_accepted_while_another_thread_closes_the_tracker_is_closed(
+    listener: LinkListener, tracker: ReceiverTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = listener.accept
+
+    def closed_meanwhile(timeout_s: float) -> Link | None:
+        link = accept(timeout_s)
+        if link is not None:
+            tracker.close()
+        return link
+
+    monkeypatch.setattr(listener, "accept", closed_meanwhile)
+    link = Link.connect("127.0.0.1", listener.port, KEY, 10.0)
+    wait_until(lambda: bool(listener._waiting))
+    tracker.end("another update was begun")
+    with pytest.raises(ConnectionError, match="closed by the other end"):
+        link.receive(Note, 10.0)
+    link.close()
+
+
 class Ends:
     """A sender and a receiver of `collective` in this process."""
 
