@@ -1,7 +1,8 @@
 """Encodes rows of a batch as a block, which is a few contiguous byte arrays (parts), and reads rows back from blocks.
 
 The parts of a block, in order:
-  part 0                the header: schema of the fields, number of rows, checksums, int32 lengths of the rows `[N]`
+  part 0                the header (see `block_header.py`): schema of the fields, number of rows, checksums, int32
+                        lengths of the rows `[N]`
   then for each field   its values part, in which tokens that rows of a group have in common may stand once
                         (`BlockLayout.shared`); RAGGED and OBJECT fields have an index part after it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
@@ -11,17 +12,24 @@ When the parts are laid end to end, each starts at a multiple of ALIGN bytes (`B
 
 from __future__ import annotations
 
-import functools
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
-import xxhash
 
 from . import objects
 from .batch import Batch, Column, Jagged, Ragged
+from .block_header import decode_header, encode_header, enter_checksums
+from .checksums import (
+    CHECKSUM_ROWS,
+    COPY_BYTES,
+    ChecksumMismatch,
+    FieldSums,
+    RunningSums,
+    mismatch,
+    row_block_ends,
+    xxh3,
+)
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_objects, gather_ragged
 from .integers import ALIGN, ceil_div, distinct, round_up
 from .schema import Field, Kind, Schema
@@ -34,86 +42,6 @@ from .shared_rows import (
     stored_ends,
     stored_pieces,
 )
-
-# ---------------- A block's part 0 describes the other parts without the partition's schema.
-#
-# bytes 0-7    magic and format version
-# bytes 8-15   xxh3 of everything behind them, seeded with a number that the reader knows, too (0 outside a data plane)
-# bytes 16-23  bytes of the manifest
-# then         manifest: msgpack [schema, rows, has lengths, checksums or None], padded with zeros to 4
-# then         int32 lengths `[N]` when a field is PER_TOKEN
-
-MAGIC = b"hrblock1"
-MAX_TOKENS = (1 << 31) - 1
-"""Largest number of tokens that a row may have, because a block stores the rows' lengths as int32."""
-_PREFIX = struct.Struct("<8sQQ")
-_HASHED_FROM = 16
-_MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Contents of a block's header (part 0)."""
-
-    schema: Schema
-    """Fields of the block in the order of their parts."""
-    num_rows: int
-    lengths: np.ndarray | None
-    """Number of tokens of each row, int32 `[N]`; None when no field is PER_TOKEN."""
-    checksums: np.ndarray | None
-    """Checksums (xxh3, uint64), field by field: one for each row block (CHECKSUM_ROWS rows) of the values part, then
-    one for the index part of a field that has one. None when the block was written without checksums."""
-
-
-def encode_header(
-    schema: Schema, num_rows: int, lengths: np.ndarray | None, checksums: list[int] | None, seed: int = 0
-) -> np.ndarray:
-    """Encode a block's header (part 0) as uint8 1-D. Raises ValueError when a row has more than MAX_TOKENS tokens.
-
-    lengths: number of tokens of each row, int `[N]`; None when no field is PER_TOKEN. checksums: as in `Header`. seed:
-    seed of the xxh3 that protects the header itself; a reader must pass the same seed to `decode_header`.
-    """
-    if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
-        longest = int(lengths.argmax())
-        raise ValueError(f"block: row {longest} has {lengths[longest]} tokens, expected at most {MAX_TOKENS}")
-    sums = None if checksums is None else np.array(checksums, dtype="<u8").tobytes()
-    manifest = msgspec.msgpack.encode((_schema_bytes(schema), num_rows, lengths is not None, sums))
-    tail = b"" if lengths is None else lengths.astype("<i4").tobytes()
-    hashed = struct.pack("<Q", len(manifest)) + manifest + bytes(-len(manifest) % 4) + tail
-    digest = xxhash.xxh3_64_intdigest(hashed, seed)
-    return np.frombuffer(MAGIC + struct.pack("<Q", digest) + hashed, dtype=np.uint8)
-
-
-def decode_header(part: np.ndarray, seed: int = 0) -> Header:
-    """Decode a header that `encode_header` wrote with the same seed. Raises ValueError when `part` is not a header, was
-    written with another seed, or has changed since."""
-    data = np.ascontiguousarray(part).tobytes()
-    if len(data) < _PREFIX.size or data[:8] != MAGIC:
-        raise ValueError(f"block header: {len(data)} bytes do not begin with {MAGIC!r}")
-    _, written, manifest_bytes = _PREFIX.unpack_from(data)
-    found = xxhash.xxh3_64_intdigest(data[_HASHED_FROM:], seed)
-    if found != written:
-        raise ValueError(f"block header: xxh3 is {found:016x}, but {written:016x} was written")
-    manifest_end = _PREFIX.size + manifest_bytes
-    schema_bytes, num_rows, has_lengths, sums = _MANIFEST.decode(data[_PREFIX.size : manifest_end])
-    lengths = np.frombuffer(data, "<i4", num_rows, manifest_end + -manifest_bytes % 4) if has_lengths else None
-    checksums = None if sums is None else np.frombuffer(sums, dtype="<u8")
-    return Header(_schema(schema_bytes), num_rows, lengths, checksums)
-
-
-@functools.lru_cache(maxsize=256)
-def _schema_bytes(schema: Schema) -> bytes:
-    return msgspec.msgpack.encode(schema.to_list())
-
-
-@functools.lru_cache(maxsize=256)
-def _schema(data: bytes) -> Schema:
-    return Schema.from_list(msgspec.msgpack.decode(data))
-
-
-CHECKSUM_ROWS = 64
-"""Number of rows of a block that share one xxh3 checksum per field (a row block). A reader of a few rows verifies only
-the row blocks that contain these rows."""
 
 _INDEXED = (Kind.RAGGED, Kind.OBJECT)
 """Kinds of field that have an index part beside the values part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
@@ -188,15 +116,60 @@ class EncodedBlock:
     layout: BlockLayout
     pieces: tuple[tuple[np.ndarray, ...], ...]
     """Bytes of each part, as arrays (uint8) that follow one another: views of the batch's own memory where possible,
-    new memory for the header and for encoded objects. A part has several where rows share tokens."""
+    new memory for the header and for encoded objects. A part has several where rows share tokens. The checksums in the
+    header are zeros until `stream` or `parts` computes them."""
     row_starts: np.ndarray | None
     """Position within the block of each row's first token, counted as if every row were stored whole, int64 `[N]`; None
     without PER_TOKEN fields."""
+    sum_ends: tuple[list[int], ...] | None
+    """For each part behind the header, the byte offset at which each range that has a checksum of its own ends; None
+    for a block without checksums."""
+    seed: int
+    """Seed of the header's own checksum."""
 
     @property
     def parts(self) -> tuple[np.ndarray, ...]:
         """Bytes of each part, uint8 `[part_bytes[i]]`. Parts of several pieces are joined, in new memory."""
+        for _ in self.stream()[1]:  # computes the checksums
+            pass
         return tuple(one[0] if len(one) == 1 else np.concatenate(one) for one in self.pieces)
+
+    def stream(self) -> tuple[list[int], Iterator[np.ndarray]]:
+        """Return the block in pieces, of which the header is the last: the offset of each piece within the block, and
+        an iterator over their bytes.
+
+        The checksums of a piece are computed when the next piece is taken. The cache still has it then if it was copied
+        in between.
+        """
+        parts = self.pieces[1:]
+        if self.sum_ends is not None:
+            parts = [[view for piece in part for view in _cut(piece)] for part in parts]
+        offsets = [
+            at + before
+            for at, part in zip(self.layout.offsets[1:], parts, strict=True)
+            for before in exclusive_cumsum(np.array([piece.nbytes for piece in part])).tolist()
+        ]
+        return [*offsets, 0], self._stream(parts)
+
+    def _stream(self, parts: Sequence[Sequence[np.ndarray]]) -> Iterator[np.ndarray]:
+        if self.sum_ends is None:
+            for part in parts:
+                yield from part
+        else:
+            sums: list[int] = []
+            for part, ends in zip(parts, self.sum_ends, strict=True):
+                running = RunningSums(ends)
+                for piece in part:
+                    yield piece
+                    running.feed(piece.data)
+                sums += running.sums
+            enter_checksums(self.pieces[0][0], sums, self.seed)
+        yield self.pieces[0][0]
+
+
+def _cut(piece: np.ndarray) -> list[np.ndarray]:
+    """Cut a piece of a part into views of at most COPY_BYTES bytes, at least one."""
+    return [piece[start : start + COPY_BYTES] for start in range(0, max(1, piece.nbytes), COPY_BYTES)]
 
 
 def encode_block(
@@ -273,7 +246,7 @@ class BatchEncoder:
     ) -> EncodedBlock:
         assert 0 <= start <= stop <= self._batch.num_rows, (start, stop, self._batch.num_rows)
         pieces: list[tuple[np.ndarray, ...]] = []
-        sums: list[int] = []
+        sum_ends: list[list[int]] = []
         lengths = None if lengths is None else lengths[start:stop]
         for field, column in zip(self._schema.values(), self._columns, strict=True):
             values, index, ends = column.rows(start, stop)
@@ -283,18 +256,17 @@ class BatchEncoder:
                 size = field.item_bytes
                 kept = tuple(values[first * size : behind * size] for first, behind in kept_ranges(shared, lengths))
                 ends = stored_ends(shared, lengths) * size
-            pieces.append(kept)
-            if index is not None:
-                pieces.append((index,))
+            pieces += (kept,) if index is None else (kept, (index,))
             if checksum:
-                sums += map(_xxh3, _row_blocks(kept[0] if len(kept) == 1 else np.concatenate(kept), ends))
-                sums += () if index is None else (_xxh3(index),)
-        pieces.insert(0, (encode_header(self._schema, stop - start, lengths, sums if checksum else None, seed),))
+                sum_ends.append(row_block_ends(ends))
+                sum_ends += () if index is None else ([index.nbytes],)
+        num_checksums = sum(map(len, sum_ends)) if checksum else None
+        pieces.insert(0, (encode_header(self._schema, stop - start, lengths, num_checksums, seed),))
         row_starts = None if tokens is None else tokens[start:stop] - (tokens[start] if start < stop else 0)
         num_tokens = 0 if lengths is None else int(lengths.sum())
         sizes = tuple([sum(piece.nbytes for piece in part) for part in pieces])
         layout = BlockLayout(tuple(self._schema), stop - start, num_tokens, sizes, shared)
-        return EncodedBlock(layout, tuple(pieces), row_starts)
+        return EncodedBlock(layout, tuple(pieces), row_starts, tuple(sum_ends) if checksum else None, seed)
 
 
 class _Encoder:
@@ -343,30 +315,12 @@ def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
     return bounds
 
 
-def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the values part in pieces of CHECKSUM_ROWS rows; the last piece may have fewer. ends: byte offset at which
-    each row ends."""
-    begin = 0
-    for end in _piece_ends(ends):
-        yield values[begin:end]
-        begin = end
-
-
-def _piece_ends(ends: np.ndarray) -> list[int]:
-    """Return the end offsets of every CHECKSUM_ROWS-th row and of the last row, given those of all rows."""
-    return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
-
-
-def _row_ends(field: Field, index: np.ndarray | None, num_rows: int) -> np.ndarray:
-    """Return the byte offset in the values part at which each row ends, int64 `[N]`, for a field that is not
-    PER_TOKEN."""
-    if field.kind is Kind.PER_SAMPLE:
-        return np.arange(1, num_rows + 1, dtype=np.int64) * field.item_bytes
-    assert index is not None
-    if field.kind is Kind.RAGGED:
-        shapes = index.view("<i8").reshape(num_rows, field.ndim)
-        return np.cumsum(shapes.prod(axis=1), dtype=np.int64) * field.item_bytes
-    return index.view("<i8")
+def _row_ends(field: Field, index: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return the byte offset in the values part at which each row ends, int64 `[N]`, for a field with an index part."""
+    if field.kind is Kind.OBJECT:
+        return index.view("<i8")
+    shapes = index.view("<i8").reshape(num_rows, field.ndim)
+    return np.cumsum(shapes.prod(axis=1), dtype=np.int64) * field.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,13 +346,18 @@ def assemble(
     sources: Sequence[RowSource],
     layouts: Sequence[BlockLayout],
     views: BlockViews,
+    *,
+    seed: int | None = None,
 ) -> Batch:
     """Copy the requested rows out of the blocks into a new Batch with memory of its own, in the order requested.
 
     schema: the wanted fields only; each must be in exactly one source. lengths: number of tokens of each row, int64
     `[N]`. layouts, views: layout and parts of each block. Rows that are adjacent both in a block and in the request are
-    copied in one piece. Raises ValueError if a block lacks a requested field or its bytes, or if an object cannot be
-    decoded. Raises ValueError or IndexError if a block has no row of a requested number.
+    copied in one piece. seed: None, or the number given to `encode_blocks`, to check the checksums of all that is
+    copied; the views must then include the headers.
+
+    Raises ValueError if a block lacks a requested field or its bytes, or if an object cannot be decoded. Raises
+    ValueError or IndexError if a block has no row of a requested number. With `seed`, it raises the errors of `verify`.
     """
     lengths = np.ascontiguousarray(lengths, dtype=np.int64)
     columns: dict[str, Column] = {}
@@ -409,30 +368,29 @@ def assemble(
         block, row = source.block, source.row
         runs = find_runs(block, row)
         used = distinct(block).tolist()
+        checks = None
+        if seed is not None:
+            checks = {number: _BlockSums(number, layouts[number], views[number], seed) for number in used}
         for field in wanted:
             parts = {number: layouts[number].field_parts(field) for number in used}
             values = {number: views[number][parts[number][0]] for number in used}
+            sums = None if checks is None else {number: checks[number].of(field, parts[number]) for number in used}
             shared = {number: layouts[number].shared_of(field) for number in used}
             if any(shared.values()):
                 pieces = stored_pieces(block, row, source.start, lengths, shared)
-                columns[field.name] = gather_shared(field, lengths, pieces, values)
+                columns[field.name] = gather_shared(field, lengths, pieces, values, sums)
             elif field.kind is Kind.PER_TOKEN:
-                columns[field.name] = gather_jagged(field, lengths, source.start, runs, values)
+                columns[field.name] = gather_jagged(field, lengths, source.start, runs, values, sums)
             elif field.kind is Kind.PER_SAMPLE:
-                columns[field.name] = gather_dense(field, block, row, runs, values)
+                columns[field.name] = gather_dense(field, block, row, runs, values, sums)
             else:
                 index = {number: views[number][parts[number][1]] for number in used}
                 columns[field.name] = (
-                    gather_ragged(field, block, row, runs, values, index)
+                    gather_ragged(field, block, row, runs, values, index, sums)
                     if field.kind is Kind.RAGGED
-                    else gather_objects(block, row, values, index)
+                    else gather_objects(block, row, values, index, sums)
                 )
     return Batch(schema, len(lengths), columns)
-
-
-class ChecksumMismatch(ValueError):
-    """Bytes of a block differ from those that were written. The message names the field, its rows, and the expected and
-    found xxh3."""
 
 
 def verify(
@@ -444,77 +402,81 @@ def verify(
     *,
     seed: int = 0,
 ) -> None:
-    """Check the xxh3 checksums of the rows that `source` reads from block number `block`.
+    """Check the xxh3 checksums of the rows that `source` reads from block number `block`, without copying them.
 
     Each checksum covers CHECKSUM_ROWS rows of a field. schema: the wanted fields of the block; others are not checked.
     views: parts of the block, which must include the header (part 0). seed: the number given to `encode_blocks`. Raises
     ChecksumMismatch when bytes differ, and ValueError when the block was written without checksums.
     """
-    try:
-        header = decode_header(views[0], seed)
-    except ValueError as error:
-        raise ChecksumMismatch(str(error)) from error
-    if header.checksums is None:
-        raise ValueError("block: written without checksums (integrity was off at its writer), so it cannot be verified")
-    per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
-    row_blocks = [0]
-    if per_field > 1:
-        rows = source.row[source.block == block]
-        if layout.shared is not None:  # a row's common tokens may stand with a row of an earlier row block
-            rows = np.concatenate([rows, np.array(layout.shared.first, rows.dtype)])
-        row_blocks = distinct(rows // CHECKSUM_ROWS).tolist()
-    sums = header.checksums.tolist()
-    for field in header.schema.values():
-        shared = layout.shared_of(field)
-        token_ends = None
-        if header.lengths is not None:
-            lengths = header.lengths.astype(np.int64)
-            token_ends = _piece_ends(np.cumsum(lengths) if shared is None else stored_ends(shared, lengths))
-        if field.name in schema:
-            _verify_field(field, header, token_ends, row_blocks, sums, [views[n] for n in layout.field_parts(field)])
-        del sums[: per_field + (field.kind in _INDEXED)]
+    sums = _BlockSums(block, layout, views, seed)
+    rows = source.row[source.block == block]
+    if layout.shared is not None:  # a row's common tokens may stand with a row of an earlier row block
+        rows = np.concatenate([rows, np.array(layout.shared.first, rows.dtype)])
+    for name in layout.fields:
+        if name in schema:
+            sums.of(schema[name], layout.field_parts(schema[name])).check_rows(rows)
 
 
-def _verify_field(
-    field: Field,
-    header: Header,
-    token_ends: list[int] | None,
-    row_blocks: list[int],
-    sums: list[int],
-    parts: list[np.ndarray],
-) -> None:
-    """Check the checksums of one field; see `verify`. sums: checksums from the block's header, beginning with those of
-    this field: one per row block of its values, then the one of its index part."""
-    values, index = parts[0], parts[1] if len(parts) > 1 else None
-    per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
-    if index is not None:
-        _expect_sum(field, 0, header.num_rows, sums[per_field], index, "index part of ")
-    if per_field == 1:
-        _expect_sum(field, 0, header.num_rows, sums[0], values)
-    if per_field < 2:
-        return
-    if field.kind is Kind.PER_TOKEN:
-        assert token_ends is not None
-        size, ends = field.item_bytes, token_ends
-    else:
-        size, ends = 1, _piece_ends(_row_ends(field, index, header.num_rows))
-    for number in row_blocks:
-        begin = ends[number - 1] * size if number else 0
-        first, behind = number * CHECKSUM_ROWS, min((number + 1) * CHECKSUM_ROWS, header.num_rows)
-        _expect_sum(field, first, behind, sums[number], values[begin : ends[number] * size])
+class _BlockSums:
+    """Checksums of one block that is being read, as its header has them."""
 
+    def __init__(self, block: int, layout: BlockLayout, views: Mapping[int, np.ndarray], seed: int) -> None:
+        """Raise ChecksumMismatch for a damaged header, and ValueError for one without checksums. Arguments as in
+        `verify`."""
+        try:
+            self._header = decode_header(views[0], seed)
+        except ValueError as error:
+            raise ChecksumMismatch(str(error), block) from error
+        if self._header.checksums is None:
+            text = "block: written without checksums (integrity was off at its writer), so it cannot be verified"
+            raise ValueError(text)
+        self._block = block
+        self._layout = layout
+        self._views = views
+        self._sums = self._header.checksums.tolist()
+        self._per_field = ceil_div(self._header.num_rows, CHECKSUM_ROWS)
+        """Number of checksums of a field's values part."""
+        self._first: dict[str, int] = {}
+        """Position of each field's first checksum."""
+        position = 0
+        for name, field in self._header.schema.items():
+            self._first[name] = position
+            position += self._per_field + (field.kind in _INDEXED)
+        self._token_ends: list[int] | None = None
+        """Token at which each row block ends, for fields whose rows are stored whole."""
 
-def _xxh3(data: np.ndarray) -> int:
-    return xxhash.xxh3_64_intdigest(data.data)
+    def of(self, field: Field, parts: Sequence[int]) -> FieldSums:
+        """Return the checksums of a field's values part, after checking the one of its index part. parts: what
+        `BlockLayout.field_parts` returns. Raises ChecksumMismatch, and ValueError if the header does not fit the block.
+        """
+        if field.name not in self._first:
+            raise ValueError(f"field {field.name!r}: not in the block's header")
+        first = self._first[field.name]
+        behind = first + self._per_field
+        index = self._views[parts[1]] if len(parts) > 1 else None
+        if index is not None:
+            expected, found = self._sums[behind], xxh3(index.data)
+            if found != expected:
+                what = f"index part of rows 0 to {self._header.num_rows - 1}"
+                raise mismatch(field.name, self._block, what, expected, found)
+        values, ends = self._views[parts[0]], self._ends(field, index)
+        return FieldSums(field.name, self._block, self._header.num_rows, values, ends, self._sums[first:behind])
 
-
-def _expect_sum(field: Field, first: int, behind: int, expected: int, data: np.ndarray, what: str = "") -> None:
-    found = _xxh3(data)
-    if found != expected:
-        raise ChecksumMismatch(
-            f"field {field.name!r}, {what}rows {first} to {behind - 1}: xxh3 of the bytes read is {found:016x}, "
-            f"but {expected:016x} was written"
-        )
+    def _ends(self, field: Field, index: np.ndarray | None) -> list[int]:
+        """Return the byte offsets in the values part at which row blocks end."""
+        num_rows, lengths, size = self._header.num_rows, self._header.lengths, field.item_bytes
+        if index is not None:
+            return row_block_ends(_row_ends(field, index, num_rows))
+        if field.kind is Kind.PER_SAMPLE:
+            stops = range(CHECKSUM_ROWS, num_rows + CHECKSUM_ROWS, CHECKSUM_ROWS)
+            return [min(stop, num_rows) * size for stop in stops]
+        assert lengths is not None
+        shared = self._layout.shared_of(field)
+        if shared is not None:
+            return [end * size for end in row_block_ends(stored_ends(shared, lengths))]
+        if self._token_ends is None:
+            self._token_ends = row_block_ends(np.cumsum(lengths, dtype=np.int64))
+        return [end * size for end in self._token_ends]
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:

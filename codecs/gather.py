@@ -3,7 +3,8 @@
 Common arguments: `block` and `row` `[N]` give the block number of each wanted row and its position in that block;
 `runs` says which of these rows are adjacent (see `find_runs`). `values` and `index` map each block number to the uint8
 bytes of the field's values and of its index (row shapes or end offsets) in that block. If a row extends beyond these
-bytes, the functions raise ValueError, or IndexError where they select rows by number.
+bytes, the functions raise ValueError, or IndexError where they select rows by number. `sums` has the checksums of all
+that is copied, with which it is checked on the way, so that the functions raise ChecksumMismatch; None checks nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from . import objects
 from .batch import Jagged, Ragged
+from .checksums import Sums
 from .memory import fresh
 from .schema import Field
 
@@ -62,7 +64,12 @@ def find_runs(source: np.ndarray, row: np.ndarray) -> Runs:
 
 
 def copy_runs(
-    out: np.ndarray, sources: Mapping[int, np.ndarray], source: np.ndarray, start: np.ndarray, nbytes: np.ndarray
+    out: np.ndarray,
+    sources: Mapping[int, np.ndarray],
+    source: np.ndarray,
+    start: np.ndarray,
+    nbytes: np.ndarray,
+    sums: Sums | None = None,
 ) -> None:
     """Copy R pieces of bytes into `out`, one after another.
 
@@ -77,11 +84,14 @@ def copy_runs(
             raise ValueError(f"rows reach to byte {end} of {memory[number].nbytes} in source {number}")
     out_stop = np.cumsum(nbytes)
     target = out.data
-    # memoryview slices cost a third of numpy's: with thousands of short rows that is what this loop takes.
-    for number, a, b, c, d in zip(
-        numbers, start.tolist(), stop.tolist(), (out_stop - nbytes).tolist(), out_stop.tolist(), strict=True
-    ):
-        target[c:d] = memory[number][a:b]
+    runs = zip(numbers, start.tolist(), stop.tolist(), (out_stop - nbytes).tolist(), out_stop.tolist(), strict=True)
+    # memoryview slices cost a third of numpy's: with thousands of short rows that is what these loops take.
+    if sums is None:
+        for number, a, b, c, d in runs:
+            target[c:d] = memory[number][a:b]
+    else:
+        for number, a, b, c, d in runs:
+            sums[number].copy(target[c:d], a, b)
 
 
 def copy_rows(
@@ -91,6 +101,7 @@ def copy_rows(
     row: np.ndarray,
     item_bytes: int,
     runs: Runs,
+    sums: Sums | None = None,
 ) -> None:
     """Copy N rows of `item_bytes` bytes each into `out`. source, row: number of each row's source and its position
     there, `[N]`. runs: the runs of these rows."""
@@ -99,11 +110,13 @@ def copy_rows(
     if item_bytes > GATHER_BYTES or len(runs.first) * 4 < len(row):
         counts = np.diff(runs.first, append=len(row))
         start = row[runs.first].astype(np.int64) * item_bytes
-        copy_runs(out, sources, runs.source, start, counts * item_bytes)
+        copy_runs(out, sources, runs.source, start, counts * item_bytes, sums)
         return
     item = np.dtype((np.void, item_bytes))
     target = out.view(item)
     for number, positions in by_source(source):
+        if sums is not None:
+            sums[number].check_rows(row[positions])
         target[positions] = sources[number].view(item)[row[positions]]
 
 
@@ -133,25 +146,38 @@ def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
 Parts = Mapping[int, np.ndarray]
 
 
-def gather_jagged(field: Field, lengths: np.ndarray, start: np.ndarray, runs: Runs, values: Parts) -> Jagged:
+def gather_jagged(
+    field: Field, lengths: np.ndarray, start: np.ndarray, runs: Runs, values: Parts, sums: Sums | None = None
+) -> Jagged:
     """Gather the wanted rows of a PER_TOKEN field. lengths: number of tokens of each row, int64 `[N]`. start: position
     of each row's first token within its block, int64 `[N]`."""
     tokens = runs.totals(lengths)
     assert field.dtype is not None
     out = fresh(field.dtype, (int(tokens.sum()), *field.trailing))
-    copy_runs(as_bytes(out), values, runs.source, start[runs.first] * field.item_bytes, tokens * field.item_bytes)
+    size = field.item_bytes
+    copy_runs(as_bytes(out), values, runs.source, start[runs.first] * size, tokens * size, sums)
     return Jagged(out, lengths)
 
 
-def gather_dense(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts) -> torch.Tensor:
+def gather_dense(
+    field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts, sums: Sums | None = None
+) -> torch.Tensor:
     """Gather the wanted rows of a PER_SAMPLE field from the values parts of their blocks."""
     assert field.dtype is not None
     out = fresh(field.dtype, (len(row), *field.trailing))
-    copy_rows(as_bytes(out), values, block, row, field.item_bytes, runs)
+    copy_rows(as_bytes(out), values, block, row, field.item_bytes, runs, sums)
     return out
 
 
-def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts, index: Parts) -> Ragged:
+def gather_ragged(
+    field: Field,
+    block: np.ndarray,
+    row: np.ndarray,
+    runs: Runs,
+    values: Parts,
+    index: Parts,
+    sums: Sums | None = None,
+) -> Ragged:
     """Gather the wanted rows of a RAGGED field. index: block number -> bytes of the shapes of all rows of the block,
     int64 `[rows of the block, ndim]`. Raises ValueError when the shapes do not fit the values part."""
     sizes = {number: part.nbytes for number, part in values.items()}
@@ -159,7 +185,8 @@ def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, 
     elements = runs.totals(counts)
     assert field.dtype is not None
     out = fresh(field.dtype, (int(elements.sum()),))
-    copy_runs(as_bytes(out), values, runs.source, start[runs.first] * field.item_bytes, elements * field.item_bytes)
+    size = field.item_bytes
+    copy_runs(as_bytes(out), values, runs.source, start[runs.first] * size, elements * size, sums)
     return Ragged(out, shapes)
 
 
@@ -213,9 +240,14 @@ def _elements(field: Field, shapes: np.ndarray, nbytes: int) -> np.ndarray:
     return shapes.prod(axis=1)
 
 
-def gather_objects(block: np.ndarray, row: np.ndarray, values: Parts, index: Parts) -> list[Any]:
+def gather_objects(
+    block: np.ndarray, row: np.ndarray, values: Parts, index: Parts, sums: Sums | None = None
+) -> list[Any]:
     """Gather the wanted rows of an OBJECT field. index: block number -> bytes of the rows' end offsets, int64 `[rows of
     the block]`. A row wanted twice is decoded twice."""
+    if sums is not None:
+        for number, positions in by_source(block):
+            sums[number].check_rows(row[positions])
     ends = {number: index[number].view("<i8").tolist() for number in values}
     memory = {number: part.data for number, part in values.items()}
     out = []

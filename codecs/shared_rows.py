@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .batch import Batch, Jagged
+from .checksums import Sums
 from .gather import Parts, as_bytes, copy_runs
 from .memory import fresh
 from .schema import Field, Kind
@@ -189,15 +190,19 @@ def _joined(block: np.ndarray, begin: np.ndarray, count: np.ndarray) -> tuple[np
 
 
 def gather_shared(
-    field: Field, lengths: np.ndarray, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], values: Parts
+    field: Field,
+    lengths: np.ndarray,
+    pieces: tuple[np.ndarray, np.ndarray, np.ndarray],
+    values: Parts,
+    sums: Sums | None = None,
 ) -> Jagged:
     """Gather the wanted rows of a PER_TOKEN field out of values parts that store common tokens once. lengths: number of
-    tokens of each wanted row, int64 `[N]`. pieces: what `stored_pieces` returned for them. Raises ValueError when a
-    piece reaches beyond its part."""
+    tokens of each wanted row, int64 `[N]`. pieces: what `stored_pieces` returned for them. sums: as in `gather.py`.
+    Raises ValueError when a piece reaches beyond its part."""
     assert field.dtype is not None and field.kind is Kind.PER_TOKEN
     block, begin, count = pieces
     if (begin < 0).any() or (count < 0).any():
         raise ValueError(f"field {field.name!r}: the block's layout describes rows before its first byte")
     out = fresh(field.dtype, (int(lengths.sum()), *field.trailing))
-    copy_runs(as_bytes(out), values, block, begin * field.item_bytes, count * field.item_bytes)
+    copy_runs(as_bytes(out), values, block, begin * field.item_bytes, count * field.item_bytes, sums)
     return Jagged(out, lengths)

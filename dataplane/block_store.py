@@ -8,7 +8,7 @@ in every process that reads or writes: it moves the bytes of blocks, and knows n
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -193,13 +193,14 @@ class BlockStore(Protocol):
     Every call returns or raises within `timeout_s`."""
 
     def put(
-        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write a block and return its final location. The store holds all bytes when this returns.
 
-        location: what `StoreHost.allocate` returned. parts: uint8 1-D each. offsets: first byte of each part when they
-        are laid end to end. Raises RowsCleared when the space was freed meanwhile, and StoreLost naming the process
-        that did not answer.
+        location: what `StoreHost.allocate` returned. parts: uint8 1-D each, the parts in their order; to a location,
+        they may be pieces of parts in any order, each of which is to be copied before the next is taken. offsets: first
+        byte of each when the parts are laid end to end. Raises RowsCleared when the space was freed meanwhile, and
+        StoreLost naming the process that did not answer.
         """
         ...
 

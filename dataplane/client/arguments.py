@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ...codecs.batch import Batch
-from ...codecs.blocks import MAX_TOKENS, RowSource
+from ...codecs.block_header import MAX_TOKENS
+from ...codecs.blocks import RowSource
 from ...codecs.jagged import pack
 from ...codecs.schema import Schema
 from ..directory.samplers import TaskConfig

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.blocks import EncodedBlock, RowSource, assemble
-from ...codecs.gather import exclusive_cumsum
 from ...codecs.integers import distinct
 from ...codecs.schema import Schema
 from ..block_store import BlockStore, PutsMany, ReadsRanges, Want
@@ -17,7 +17,7 @@ from ..config import MAX_BLOCK_ROWS
 from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
 from ..meta import KVBatchMeta, narrow_sources
 from .ranged_read import RangedReader
-from .verification import keys_in, verify_rows
+from .verification import damage_named, keys_in
 
 BLOCK_ROWS = 256
 """Default number of rows in a block. With half as many, a put to the store `simple` takes a third longer. Smaller
@@ -83,14 +83,10 @@ def write_blocks(
     timeout_s = max(0.0, deadline - time.monotonic())
     if space:
         ends = np.cumsum([block.layout.nbytes for block in blocks]).tolist()
-        parts: list[np.ndarray] = []
-        offsets: list[int] = []
-        for base, block in zip([0, *ends[:-1]], blocks, strict=True):
-            for at, pieces in zip(block.layout.offsets, block.pieces, strict=True):
-                sizes = [piece.nbytes for piece in pieces]
-                offsets += [base + at + before for before in exclusive_cumsum(np.array(sizes)).tolist()]
-                parts += pieces
-        store.put(first_id, space, parts, offsets, timeout_s)
+        streams = [block.stream() for block in blocks]
+        bases = [0, *ends[:-1]]
+        offsets = [base + at for base, (places, _) in zip(bases, streams, strict=True) for at in places]
+        store.put(first_id, space, chain.from_iterable(pieces for _, pieces in streams), offsets, timeout_s)
         return None
     if isinstance(store, PutsMany):
         return store.put_many(first_id, [block.parts for block in blocks], timeout_s)
@@ -161,9 +157,9 @@ def _read(
     views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
     for (number, _), parts in zip(wants, got, strict=True):
         views[number] = parts
-    if check:
-        verify_rows(meta, sources, views)
-    return assemble(schema, meta.lengths, sources, [ref.layout for ref in meta.blocks], views)
+    layouts = [ref.layout for ref in meta.blocks]
+    with damage_named(meta, sources):
+        return assemble(schema, meta.lengths, sources, layouts, views, seed=meta.plane_id if check else None)
 
 
 def column_bytes(column: Column) -> int:

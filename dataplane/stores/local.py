@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,7 @@ class LocalHost:
             self._sizes.clear()
             self._blocks.clear()
 
-    def write(self, block_id: int, parts: Sequence[np.ndarray]) -> None:
+    def write(self, block_id: int, parts: Iterable[np.ndarray]) -> None:
         """Store copies of the block's parts. Raises RowsCleared when the block was freed before it was written."""
         copies = tuple(part.copy() for part in parts)
         for copy in copies:
@@ -115,7 +115,7 @@ class LocalStore:
         self._host = host
 
     def put(
-        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         self._host.write(block_id, parts)
         return b""
@@ -138,7 +138,7 @@ class LinkedLocalStore:
         self._link = link
 
     def put(
-        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         self._ask("put", b"p" + messages.encode(_Put(block_id, tuple(parts))), timeout_s)
         return b""

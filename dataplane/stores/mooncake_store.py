@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -187,10 +187,10 @@ class MooncakeStore:
         self._client = MooncakeClient(master, address["protocol"], address["device"])
 
     def put(
-        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write one block; see `put_many`."""
-        return self.put_many(block_id, [parts], timeout_s)[0]
+        return self.put_many(block_id, [tuple(parts)], timeout_s)[0]
 
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float

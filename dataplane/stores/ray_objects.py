@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -177,10 +177,10 @@ class RayObjectsStore:
                 raise self._died("connect", number, started, "no such actor") from None
 
     def put(
-        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write one block; see `put_many`."""
-        return self.put_many(block_id, [parts], timeout_s)[0]
+        return self.put_many(block_id, [tuple(parts)], timeout_s)[0]
 
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float

@@ -17,7 +17,7 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -313,7 +313,7 @@ class SharedMemoryStore:
             ) from None
 
     def put(
-        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Copy the block's parts into its range of the pool.
 

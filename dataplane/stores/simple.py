@@ -18,7 +18,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -283,10 +283,10 @@ class SimpleStore:
         self._link = UnitLink([Unit(*unit) for unit in units])
 
     def put(
-        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write one block; see `put_many`."""
-        return self.put_many(block_id, [parts], timeout_s)[0]
+        return self.put_many(block_id, [tuple(parts)], timeout_s)[0]
 
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float

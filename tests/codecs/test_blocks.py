@@ -3,18 +3,22 @@
 import numpy as np
 import pytest
 import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
+from headrace.codecs import blocks, checksums
+from headrace.codecs.block_header import decode_header
 from headrace.codecs.blocks import (
-    CHECKSUM_ROWS,
     BlockLayout,
-    ChecksumMismatch,
     RowSource,
     assemble,
     encode_block,
     read_header,
     verify,
 )
-from headrace.codecs.jagged import pack, to_padded, unpack
+from headrace.codecs.checksums import CHECKSUM_ROWS, ChecksumMismatch
+from headrace.codecs.jagged import pack, select_rows, to_padded, unpack
 from headrace.codecs.schema import Field, Kind, Schema
 
 SCHEMA = Schema(
@@ -45,6 +49,13 @@ def batch():
 def source_of(block, rows):
     rows = np.asarray(rows, dtype=np.int32)
     return RowSource(block.layout.fields, np.zeros(len(rows), dtype=np.int32), rows, block.row_starts[rows])
+
+
+def read(batch, block, rows, views):
+    """Read rows of a block, and check what is copied."""
+    source = source_of(block, rows)
+    lengths = batch.jagged("ids").lengths[np.asarray(rows)]
+    return assemble(SCHEMA, lengths, [source], [block.layout], [views], seed=0)
 
 
 def part_names(block):
@@ -135,6 +146,88 @@ def test_every_byte_is_under_a_checksum(batch):
             views[number][position] ^= 1
             with pytest.raises(ChecksumMismatch):
                 verify(SCHEMA, everything, 0, block.layout, views)
+            with pytest.raises(ChecksumMismatch):
+                read(batch, block, range(ROWS), views)
+
+
+@pytest.mark.parametrize("copy_bytes", [100, 2 << 20])
+def test_a_reader_copies_no_byte_that_has_changed(batch, copy_bytes, monkeypatch):
+    """A read that checks what it copies fails for each changed byte of a row block that it reads, in any order of the
+    rows; other bytes may change."""
+    monkeypatch.setattr(checksums, "COPY_BYTES", copy_bytes)
+    block = encode_block(batch, 0, ROWS, checksum=True)
+    rng = np.random.default_rng(0)
+    found = 0
+    for rows in (np.arange(ROWS), np.arange(70, 90), rng.permutation(ROWS)[:40], np.array([149, 3, 3, 64])):
+        expected = unpack(select_rows(batch, rows))
+        for number, part in enumerate(block.parts):
+            for position in rng.integers(0, len(part), 30).tolist():
+                views = {other: view.copy() for other, view in enumerate(block.parts)}
+                views[number][position] ^= 1 << int(rng.integers(8))
+                try:
+                    got = unpack(read(batch, block, rows, views))
+                except ChecksumMismatch as error:
+                    assert error.block == 0
+                    found += 1
+                    continue
+                assert number and len(rows) < ROWS, "a reader of the whole block copied a changed byte"
+                for name, values in expected.items():
+                    for one, other in zip(got[name], values, strict=True):
+                        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert found > 30 * len(block.parts)
+
+
+def test_rows_scattered_over_other_row_blocks_are_read_past_a_changed_one(batch):
+    block = encode_block(batch, 0, ROWS, checksum=True)
+    views = {number: view.copy() for number, view in enumerate(block.parts)}
+    for name in ("ids", "image", "reward", "log"):
+        views[block.layout.parts_of(SCHEMA, [name])[0]][0] ^= 1
+    rows = np.random.default_rng(2).permutation(np.arange(CHECKSUM_ROWS, ROWS))
+    assert read(batch, block, rows, views).num_rows == len(rows)
+    with pytest.raises(ChecksumMismatch, match="rows 0 to 63"):
+        read(batch, block, [*rows, 63], views)
+
+
+@pytest.mark.parametrize("copy_bytes", [1, 100, 2 << 20])
+def test_pieces_of_a_block_are_its_parts_with_the_same_checksums(batch, copy_bytes, monkeypatch):
+    block = encode_block(batch, 3, ROWS, checksum=True)
+    expected = np.zeros(block.layout.nbytes, np.uint8)
+    for part, offset in zip(block.parts, block.layout.offsets, strict=True):
+        expected[offset : offset + len(part)] = part
+    monkeypatch.setattr(blocks, "COPY_BYTES", copy_bytes)
+    again = encode_block(batch, 3, ROWS, checksum=True)
+    offsets, pieces = again.stream()
+    memory = np.zeros(again.layout.nbytes, np.uint8)
+    for offset, piece in zip(offsets, pieces, strict=True):
+        assert offset == 0 or piece.nbytes <= copy_bytes
+        memory[offset : offset + piece.nbytes] = piece
+    np.testing.assert_array_equal(memory, expected)
+    assert decode_header(memory[: again.layout.part_bytes[0]]).checksums is not None
+
+
+def test_checksums_are_those_of_the_pieces_at_the_time_of_their_copy(batch):
+    """The header is made when everything else has been copied: its checksums are no second pass ahead of the copy."""
+    block = encode_block(batch, 0, ROWS, checksum=True)
+    offsets, pieces = block.stream()
+    taken = [next(pieces) for _ in offsets[:-1]]
+    assert decode_header(block.pieces[0][0]).checksums.tolist() == [0] * (4 * 3 + 2)
+    (header,) = pieces
+    assert offsets[-1] == 0 and header is block.pieces[0][0] and len(taken) == len(block.layout.part_bytes) - 1
+    assert 0 not in decode_header(header).checksums.tolist()
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.lists(st.integers(0, 9), max_size=8))
+def test_running_sums_do_not_depend_on_how_the_bytes_come(sizes, cuts):
+    data = np.random.default_rng(0).integers(0, 256, sum(sizes), dtype=np.uint8).data
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    running = checksums.RunningSums(ends)
+    begin = 0
+    for size in [*cuts, len(data)]:
+        running.feed(data[begin : begin + size])
+        begin = min(begin + size, len(data))
+    assert running.sums == [
+        xxhash.xxh3_64_intdigest(data[end - size : end]) for end, size in zip(ends, sizes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("flipped", range(3))

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch, Jagged
-from headrace.codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, encode_block, verify
+from headrace.codecs.blocks import EncodedBlock, RowSource, assemble, encode_block, verify
+from headrace.codecs.checksums import ChecksumMismatch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.tests.example_counts import examples
 
@@ -128,12 +129,17 @@ def test_a_changed_byte_of_common_tokens_is_found_by_readers_of_every_row(row: i
     """The group crosses the bounds of row blocks, of which each has a checksum."""
     batch, numbers = batch_of([(40, [2] * 100)])
     block = encode_block(batch, 0, 100, checksum=True, groups=numbers)
-    source = RowSource(("ids",), np.zeros(1, np.int32), np.array([row], np.int32), np.zeros(1, np.int64))
+    assert block.row_starts is not None
+    source = RowSource(("ids",), np.zeros(1, np.int32), np.array([row], np.int32), block.row_starts[[row]])
     parts = {number: part.copy() for number, part in enumerate(block.parts)}
     verify(SCHEMA.subset(["ids"]), source, 0, block.layout, parts)
+    lengths = np.array([42])
+    assemble(SCHEMA.subset(["ids"]), lengths, [source], [block.layout], [parts], seed=0)
     parts[1][5] ^= 1
     with pytest.raises(ChecksumMismatch, match="field 'ids'"):
         verify(SCHEMA.subset(["ids"]), source, 0, block.layout, parts)
+    with pytest.raises(ChecksumMismatch, match="field 'ids'"):
+        assemble(SCHEMA.subset(["ids"]), lengths, [source], [block.layout], [parts], seed=0)
 
 
 def test_fields_of_other_kinds_share_no_tokens() -> None:
