@@ -15,6 +15,7 @@ from typing import Any
 from ..codecs import messages
 from ..codecs.imports import import_ahead
 from .engine_actor import EngineHost, EngineSetup
+from .own_process import keep_freed_memory, settle
 from .protocols import ActorInfo
 from .rollout.actor import RolloutSetup
 from .train.actor import TrainActor
@@ -23,6 +24,8 @@ from .visible_gpus import show_gpus
 
 CONFIGURE = "configure"
 """Name of the call that delivers the settings."""
+BUILD = "build"
+"""Name of the call that builds what the actual actor hosts; the objects that then exist live as long as the actor."""
 
 
 def enter(folder: str) -> None:
@@ -44,6 +47,7 @@ class EarlyEngineActor:
         folder."""
         show_gpus(gpus)  # before an import looks for GPUs
         enter(folder)
+        keep_freed_memory()
         self._host = host
         self._imports = import_ahead(modules)
         self._actor: EngineHost | None = None
@@ -57,7 +61,10 @@ class EarlyEngineActor:
             raise RuntimeError(f"{method}: not configured yet (configure comes first)")
         if self._imports.is_alive():
             await asyncio.to_thread(self._imports.join)
-        return await self._actor.call(method, message, *arguments)
+        reply = await self._actor.call(method, message, *arguments)
+        if method == BUILD:
+            settle()
+        return reply
 
     def configure(self, setup: EngineSetup | RolloutSetup) -> ActorInfo:
         """Make the actual actor from its settings, and return its name and the process id and host of this process."""
@@ -73,6 +80,7 @@ class EarlyTrainActor:
         Ray shows it. folder: the driver's working folder."""
         show_gpus(gpus)  # before an import looks for GPUs
         enter(folder)
+        keep_freed_memory()
         self._imports = import_ahead(modules)
         self._actor: TrainActor | None = None
 
@@ -84,7 +92,10 @@ class EarlyTrainActor:
         if self._actor is None:
             raise RuntimeError(f"{method}: not configured yet (configure comes first)")
         self._imports.join()
-        return self._actor.call(method, message)
+        reply = self._actor.call(method, message)
+        if method == BUILD:
+            settle()
+        return reply
 
     def configure(self, setup: WorkerSetup) -> ActorInfo:
         """Make the actual actor from its settings, and return its name and the process id and host of this process."""

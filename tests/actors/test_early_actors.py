@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from headrace.actors import early_actors
 from headrace.actors.early_actors import EarlyEngineActor, EarlyTrainActor
-from headrace.actors.engine_actor import EngineActor, EngineSetup
+from headrace.actors.engine_actor import EngineActor, EngineHost, EngineSetup
 from headrace.actors.engines.config import ModelConfig, RolloutConfig
 from headrace.actors.engines.factory import MODULES, EngineConfig
 from headrace.actors.protocols import ActorInfo
@@ -37,6 +37,22 @@ def test_an_engine_actor_answers_once_it_is_configured() -> None:
         asyncio.run(ask("version"))
 
 
+def test_an_engine_actor_settles_once_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Host:
+        async def call(self, method: str, message: bytes) -> bytes:
+            told.append(method)
+            return NOTHING
+
+    monkeypatch.setattr(early_actors, "settle", lambda: told.append("settled"))  # it would change this process
+    actor = EarlyEngineActor(lambda _: cast(EngineHost, Host()), [], None, os.getcwd())
+    actor.configure(EngineSetup("engine 3", 1, cast(EngineConfig, None)))
+    for method in ("info", "build", "version"):
+        asyncio.run(actor.call(method, NOTHING))
+    assert told == ["info", "build", "settled", "version"]
+
+
 def test_a_train_actor_waits_for_its_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
     made: list[str] = []
@@ -52,11 +68,14 @@ def test_a_train_actor_waits_for_its_imports(monkeypatch: pytest.MonkeyPatch) ->
             return f"{method} {'this' in sys.modules}".encode()
 
     monkeypatch.setattr(early_actors, "TrainActor", Worker)
+    monkeypatch.setattr(early_actors, "settle", lambda: made.append("settled"))  # it would change this process
     actor = EarlyTrainActor(["this"], None, os.getcwd())
     with pytest.raises(RuntimeError, match="build: not configured yet"):
         actor.call("build", NOTHING)
     assert messages.decode(actor.call("configure", NOTHING, "settings"), ActorInfo).pid == 7
-    assert actor.call("build", NOTHING) == b"build True" and made == ["settings"]
+    assert actor.call("build", NOTHING) == b"build True" and made == ["settings", "settled"]
+    actor.call("begin", NOTHING)
+    assert made == ["settings", "settled"]
 
 
 def test_a_module_that_is_not_there_is_passed_over() -> None:

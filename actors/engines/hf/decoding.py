@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -284,7 +284,8 @@ class _Window:
         its row."""
         self.rows = self.rows[indices]
         at = torch.from_numpy(indices).to(self.model.device)
-        self.cache.batch_select_indices(at)
+        # It copies whole rows; `batch_select_indices` copies number by number, which takes six times as long on a CPU.
+        self.cache.reorder_cache(cast(torch.LongTensor, at))
         self.logits = self.logits[at]
         self.next_position = self.next_position[at]
         if self.mask is not None:

@@ -1,0 +1,35 @@
+"""Settings of a process that an actor has for itself, which would be an imposition on a process that it shares."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Names of the two settings of glibc's allocator in its `malloc.h`."""
+KEPT_BYTES = 128 << 20
+"""Largest number of freed bytes at the top of the heap that a process keeps."""
+HEAP_BYTES = 32 << 20
+"""Smallest block that gets pages of its own, which go back when it is freed: the largest value that glibc accepts."""
+
+
+def keep_freed_memory() -> bool:
+    """Have the allocator keep up to KEPT_BYTES of freed memory, instead of giving them back to the operating system and
+    asking for them again. Returns whether this process has an allocator that can be told so, which is glibc's.
+
+    A step on a CPU frees its tensors and needs as many in the next microbatch or token. With glibc's own limits the
+    system took their pages away each time and cleared others for them, thousands a step.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES))
+
+
+def settle() -> None:
+    """Take all objects that exist now, most of which are imported modules, out of the garbage collector's sight, once
+    it has removed the garbage among them. Otherwise each full collection looks at all of them, which stops the process
+    for a tenth of a second."""
+    gc.collect()
+    gc.freeze()
