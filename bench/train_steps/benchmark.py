@@ -23,7 +23,7 @@ from ..gpu.figures import Figures
 from ..gpu.model_folder import FolderTask, make_folder
 from ..gpu.shapes import SHAPES
 from ..gpu.works import EXAMPLES, TRAIN_WORKS
-from .rank import TrainFigures, TrainTask, read_figures, run_rank
+from .rank import UNCOUNTED, TrainFigures, TrainTask, read_figures, run_rank
 
 EXACT, HALF = 2e-3, 6e-2
 """Largest relative difference of the gradient to float32 on the CPU, when computed in float32 and in bfloat16."""
@@ -101,6 +101,8 @@ def _trainer(options: TrainOptions, gpus: int) -> Any:
     """Return the section `trainer` of the configuration. Raises UserError if it does not fit this machine."""
     if gpus == 0 and not options.work.startswith("train-tiny"):
         raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected a work train-tiny*")
+    if options.steps is not None and options.steps <= UNCOUNTED:
+        raise UserError(f"--steps: got {options.steps}, expected at least {UNCOUNTED + 1}, as the first are not counted")
     for override in options.overrides:
         if not override.startswith("trainer."):
             raise UserError(f"{override}: no run is made for --work {options.work}, expected keys of trainer.* only")
