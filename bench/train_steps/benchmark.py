@@ -102,7 +102,9 @@ def _trainer(options: TrainOptions, gpus: int) -> Any:
     if gpus == 0 and not options.work.startswith("train-tiny"):
         raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected a work train-tiny*")
     if options.steps is not None and options.steps <= UNCOUNTED:
-        raise UserError(f"--steps: got {options.steps}, expected at least {UNCOUNTED + 1}, as the first are not counted")
+        raise UserError(
+            f"--steps: got {options.steps}, expected at least {UNCOUNTED + 1}, as the first are not counted"
+        )
     for override in options.overrides:
         if not override.startswith("trainer."):
             raise UserError(f"{override}: no run is made for --work {options.work}, expected keys of trainer.* only")
