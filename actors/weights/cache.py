@@ -59,7 +59,7 @@ class BucketCache:
         """Operation that holds the lock at the moment; named in error messages."""
         self._memories: list[torch.Tensor] = []
         self._pinned: list[torch.Tensor] = []
-        """Those of the memories that are pinned."""
+        """Memories that are pinned."""
         self._whole: list[CachedVersion] = []
         """Versions that can be read, the newest last."""
 

@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class EngineBench:
-    """What a work `engine-*` measures: a model on disk, settings of an engine for it, and the requests of a round."""
+    """Input of a work `engine-*`: a model on disk, settings of an engine for it, and the requests of a round."""
 
     config: Config
     """Configuration of the example that the work names, with the model and the overrides."""

@@ -62,7 +62,7 @@ class RouteTally:
     damaged: list[str] = field(default_factory=list)
     """Sentences about routes that no router can have chosen."""
     used: np.ndarray = field(init=False)
-    """Whether any token was sent to an expert, bool `[layers, experts]`."""
+    """True for each expert that a token was sent to, bool `[layers, experts]`."""
 
     def __post_init__(self) -> None:
         self.used = np.zeros((len(self.spec.layers), self.spec.num_experts), bool)
@@ -106,7 +106,7 @@ class RouteTally:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the two engines did."""
+    """Results of the two engines."""
 
     rates: Mapping[Way, Sequence[float]]
     """Tokens per second of each engine and round."""

@@ -65,9 +65,10 @@ class TrainerMemory:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What the last `offload` and `onload` moved and held, of the slowest or fullest worker: `offload_gib`,
-        `offload_copy_s` and `offload_groups_s` (destroying the process groups), the same of `onload`, and
-        `trainer_gib_offloaded` and `trainer_gib_onloaded`. Empty before the first."""
+        """Figures of what the last `offload` and `onload` moved and held, of the slowest or fullest worker.
+
+        They are `offload_gib`, `offload_copy_s` and `offload_groups_s` (destroying the process groups), the same of
+        `onload`, `trainer_gib_offloaded` and `trainer_gib_onloaded`. Empty before the first."""
         return dict(self._figures)
 
     def onload(self) -> list[ProcessMemory]:

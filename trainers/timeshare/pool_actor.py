@@ -46,7 +46,7 @@ class PoolSetup:
     num_gpus: int
     bounds: PoolBounds
     reserved: tuple[PooledGpu, ...] = ()
-    """Where each GPU is; () for GPUs that are numbers only."""
+    """Place of each GPU; () for GPUs that are numbers only."""
 
 
 class PoolActor:

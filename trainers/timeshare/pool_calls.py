@@ -137,4 +137,4 @@ class PoolStatus:
     pid: int
     """Id of the process that keeps the pool; another one after a restart."""
     reserved: tuple[PooledGpu, ...]
-    """Where each GPU of the pool is; () for a pool whose GPUs are numbers only."""
+    """Place of each GPU of the pool; () for a pool whose GPUs are numbers only."""

@@ -74,7 +74,7 @@ class PoolOptions:
 
 @dataclass(slots=True)
 class _Measured:
-    """What was measured, as far as it came."""
+    """Figures of the runs, as far as these came."""
 
     alone: TenantFigures
     both: list[TenantFigures]

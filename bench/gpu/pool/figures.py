@@ -23,7 +23,7 @@ SHRINK, EXPAND = ("sleep", "memory"), ("sync", "wake")
 
 @dataclass(frozen=True, slots=True)
 class TenantFigures:
-    """What one tenant has logged."""
+    """Figures that one tenant has logged."""
 
     name: str
     records: tuple[Mapping[str, Any], ...]

@@ -1,4 +1,4 @@
-"""What `headrace pool status` prints of a pool."""
+"""Tests what `headrace pool status` prints about a pool."""
 
 from __future__ import annotations
 
