@@ -124,7 +124,7 @@ def signal_terms(config: Config) -> list[tuple[str, float]]:
 GPU_WORKER_THREADS = 4
 """Largest number of compute threads that a worker with a GPU gets by default. What it computes on the host are many
 small operations, such as laying out a microbatch, and waking the threads of a large host for each takes longer than
-they do: 0.1 s a microbatch of 16k tokens with 32 threads, 1 ms with one."""
+they do: on a host of 32 cores, 0.1 s for a microbatch of 16k tokens."""
 
 
 def threads(config: Config, device: str | None) -> int:

@@ -51,6 +51,12 @@ def fallen(
     return list(found.values()), failed | above
 
 
+def residual_limit(held: ProcessMemory, residual_bytes: int, processes: int) -> int | None:
+    """Return the largest number of bytes that an actor of so many processes may hold on a pool's GPUs while it sleeps;
+    None if nobody can tell its processes from those of other runs there. residual_bytes: limit of one process."""
+    return None if held.whole_device else residual_bytes * processes
+
+
 class TrainerMemory:
     """The memory of a run's train workers, which goes to host memory and back."""
 

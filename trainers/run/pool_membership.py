@@ -22,7 +22,7 @@ from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..grpo.borrowing.borrowed_gpus import BorrowsGpus
 from ..grpo.borrowing.shards import FALL_S, Shards
-from ..grpo.freed_memory import TrainerMemory, fallen
+from ..grpo.freed_memory import TrainerMemory, fallen, residual_limit
 from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
 from ..supervision.cleanup import wait_until_ended
@@ -81,7 +81,7 @@ class PoolMembership:
 
         def limit(handle: EngineHandle | TrainHandle, held: ProcessMemory) -> int | None:
             processes = config.rollout.tp if isinstance(handle, EngineHandle) else 1
-            return None if held.whole_device else residual_bytes * processes
+            return residual_limit(held, residual_bytes, processes)
 
         timeout_s, key = config.resources.start_timeout_s, "pool.residual_mib"
         for handle, why in fallen(handles, limit, FALL_S, timeout_s, key)[1].items():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from headrace.trainers.backends.flash_attention import LONG_ROW
 from headrace.trainers.backends.fsdp.varlen_attention import attend, use_varlen_attention
 
 
@@ -26,9 +27,10 @@ def test_what_it_cannot_do_is_told() -> None:
 
 
 @pytest.mark.gpu
-def test_packed_rows_attend_as_if_alone() -> None:
+@pytest.mark.parametrize("lengths", [(5, 1, 130, 64), (LONG_ROW,), (LONG_ROW, 3)], ids=["short", "long alone", "long"])
+def test_packed_rows_attend_as_if_alone(lengths: tuple[int, ...]) -> None:
+    """Also the long row that is alone, which another kernel computes."""
     torch.manual_seed(0)
-    lengths = (5, 1, 130, 64)
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     shape = (sum(lengths), 64)
     q, k, v = (torch.randn(1, h, *shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ....actors.engines.router import Suspension
-from ....actors.memory import ProcessMemory
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
@@ -31,7 +30,7 @@ from ...supervision.cleanup import Family
 from ...timeshare.commands import Order, Outcome
 from ...timeshare.plan import Role, TenantMap
 from ...timeshare.pool_calls import Stage, StageNote
-from ..freed_memory import fallen
+from ..freed_memory import fallen, residual_limit
 from ..weight_sync import HEALTH_S, WeightSync
 
 _log = logging.getLogger(__name__)
@@ -152,8 +151,9 @@ class Shards:
         with self._stage("memory", awake):
             sleeping = {engine.handle: engine for engine in awake if engine.name not in failed}
             held, wrong = fallen(
-                list(sleeping), lambda handle, held: self._limit(sleeping[handle], held), FALL_S, self._timeout_s,
-                "pool.residual_mib",
+                list(sleeping),
+                lambda handle, held: residual_limit(held, self._residual_bytes, sleeping[handle].num_workers),
+                FALL_S, self._timeout_s, "pool.residual_mib",
             )  # fmt: skip
             failed |= {sleeping[handle].name: why for handle, why in wrong.items()}
             self.count.asleep_bytes = max((one.held_bytes for one in held), default=self.count.asleep_bytes)
@@ -176,11 +176,6 @@ class Shards:
                 self.count.lost_tokens += outcome.lost_tokens
             else:
                 _log.warning("%s", outcome)
-
-    def _limit(self, engine: Engine, held: ProcessMemory) -> int | None:
-        """Return the largest number of bytes that a sleeping engine may hold on its GPUs; None if nobody can tell its
-        processes from those of other runs there."""
-        return None if held.whole_device else self._residual_bytes * engine.num_workers
 
     # ------------------------------------------------------------ expand
 

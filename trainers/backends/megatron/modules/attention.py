@@ -37,7 +37,8 @@ class Reach:
     key_sizes: tuple[int, ...]
     """Number of keys of each span, at least its number of queries."""
     longest: tuple[int, int]
-    """Largest number of queries and largest number of keys of a span."""
+    """Largest number of queries and largest number of keys of a span. A compiled layer that looked at the sizes of all
+    spans would be compiled anew for others."""
     query_ends: torch.Tensor
     """Boundaries of the spans among the queries: 0, then the end of each span, int32 `[spans + 1]`."""
     key_ends: torch.Tensor
