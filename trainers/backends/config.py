@@ -68,6 +68,9 @@ class TrainerConfig(Section):
     """Part of the forward pass that is computed again in the backward pass. `none` keeps all intermediate values.
     `selective` keeps the results of matrix products and of attention, and computes norms, activations and other cheap
     operations again. `full` saves most memory by keeping only the input of each decoder layer."""
+    recompute_layers: Count | None = None
+    """Number of decoder layers of each pipeline stage, its first ones, that `recompute: full` is for; the others keep
+    all intermediate values. `null` means all layers. The smallest number that fits into memory is the fastest."""
     compile: bool = False
     """If true, decoder layers are compiled with torch.compile, which fuses their cheap operations. The first steps of a
     run take a minute longer. It needs a GPU, or a C++ compiler on a CPU."""

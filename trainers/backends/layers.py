@@ -35,8 +35,9 @@ def uncompiled(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function))
 
 
-def recompute_layers(layers: Sequence[nn.Module], mode: Recompute) -> None:
-    """Make each layer keep for the backward pass what `mode` says, and compute the rest again.
+def recompute_layers(layers: Sequence[nn.Module], mode: Recompute, count: int | None = None) -> None:
+    """Make the first `count` layers (None: all) keep for the backward pass what `mode` says, and compute the rest
+    again.
 
     HF's own option works in training mode only, which would also turn dropout on.
     """
@@ -45,7 +46,7 @@ def recompute_layers(layers: Sequence[nn.Module], mode: Recompute) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    for layer in layers:
+    for layer in layers[:count]:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 

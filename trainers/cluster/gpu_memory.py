@@ -180,7 +180,8 @@ def _pass_parts(config: Config, model: Mapping[str, Any]) -> dict[str, int]:
     tokens = ceil_div(trainer.tokens_per_microbatch, trainer.cp)
     kept = tokens * layers * (norms + products)
     if trainer.recompute == "full":
-        kept = tokens * (layers * hidden * size + norms + products)
+        again = min(trainer.recompute_layers or layers, layers)
+        kept = tokens * (again * hidden * size + max(1, layers - again) * (norms + products))
     logits = tokens * model["vocab_size"] // trainer.tp
     if trainer.head == "selected":
         logits = min(logits, GPU_LOGIT_ELEMENTS)

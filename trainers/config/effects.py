@@ -209,6 +209,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
             "mixed_precision", "entropy_metric", "moe.aux_loss_coef", "moe.bias_update_rate", "moe.load_metrics",
         )
     },
+    "trainer.recompute_layers": (MODEL_BACKENDS, _is("trainer.recompute", "full")),
     "trainer.min_lr": (MODEL_BACKENDS, _is("trainer.schedule", "cosine", "linear")),
     "sync.kv": (_is("sync.in_flight", "keep"), MODEL_ENGINES),
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),

@@ -59,6 +59,24 @@ def test_computing_again_changes_no_gradient(tmp_path: Path, save: Any, mode: st
     assert torch.equal(gradient(plain), gradient(again))
 
 
+def test_only_the_first_layers_are_computed_again(tmp_path: Path) -> None:
+    """The forward of a layer that keeps its values runs once for each of the two microbatches."""
+    backend = FsdpBackend(backend_config(save_tiny_model(tmp_path), recompute="full", recompute_layers=1), 0, 1)
+    calls = [0, 0]
+
+    def count(index: int) -> Any:
+        def hook(*_: Any) -> None:
+            calls[index] += 1
+
+        return hook
+
+    for index, layer in enumerate(backend._policy.layers()):
+        mlp: Any = layer.mlp
+        mlp.register_forward_pre_hook(count(index))
+    gradient(backend)
+    assert calls == [4, 2]
+
+
 def test_selective_keeps_matrix_products_and_computes_norms_again(tmp_path: Path) -> None:
     class Counter(TorchDispatchMode):
         def __init__(self) -> None:

@@ -66,6 +66,11 @@ def test_less_is_needed_with_recomputation_and_more_with_a_full_head(tmp_path: P
     assert plain is not None and with_full is not None and with_lean is not None
     assert with_lean.trainer["activations"] < plain.trainer["activations"] / 10
     assert with_full.trainer["logits"] > 10 * plain.trainer["logits"]
+    half = estimate(config(tmp_path, trainer={"recompute": "full", "recompute_layers": 14}))
+    assert half is not None
+    assert half.trainer["activations"] == pytest.approx(
+        (plain.trainer["activations"] + with_lean.trainer["activations"]) / 2, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(

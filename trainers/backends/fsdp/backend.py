@@ -87,7 +87,7 @@ class FsdpBackend:
             check_packing(self._policy, self._device, self._precision(self._policy), half=self._half)
         if config.trainer.compile:
             compile_layers(layers)
-        recompute_layers(layers, config.trainer.recompute)
+        recompute_layers(layers, config.trainer.recompute, config.trainer.recompute_layers)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)

@@ -84,7 +84,8 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
     dtype = torch.bfloat16 if half else torch.float32
     recompute: dict[str, Any] = {}
     if config.trainer.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        count = config.trainer.recompute_layers or model.num_hidden_layers
+        recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 LOGIT_ELEMENTS = 2**24
 """Largest number of float32 logits that a rank computes at a time on a CPU (64 MiB), or twice as many in bfloat16."""
 
-GPU_LOGIT_ELEMENTS = 2**27
-"""Largest number of float32 logits that a rank computes at a time on a GPU (512 MiB), or twice as many in bfloat16.
+GPU_LOGIT_ELEMENTS = 2**26
+"""Largest number of float32 logits that a rank computes at a time on a GPU (256 MiB), or twice as many in bfloat16.
 
 With a lower limit the chunks of a large vocabulary would have too few tokens to keep the GPU's matrix units busy.
 """

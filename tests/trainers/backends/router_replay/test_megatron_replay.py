@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,10 +83,22 @@ def test_own_missing_and_other_routes(model: str) -> None:
         assert not torch.allclose(replayed, logprobs, atol=1e-2)
         [untouched] = backend.logprobs([micro_batch(rows)], 1, reference=True)
         torch.testing.assert_close(untouched, logprobs, rtol=0, atol=1e-6)
-    for recompute in ("full", "selective"):
-        with opened(model, recompute=recompute) as backend:
+    variants: list[dict[str, Any]] = [
+        {"recompute": "full"}, {"recompute": "full", "recompute_layers": 1}, {"recompute": "selective"}
+    ]  # fmt: skip
+    for keeps in variants:
+        with opened(model, **keeps) as backend:
+            passes = [0] * len(backend._policy.decoder.layers)
+            for index, layer in enumerate(backend._policy.decoder.layers):
+                layer.mlp.register_forward_pre_hook(partial(count, passes, index))
             again = gradients(backend, halves(others))
-            assert all(torch.equal(again[name], changed[name]) for name in changed), recompute
+            assert all(torch.equal(again[name], changed[name]) for name in changed), keeps
+            twice = len(passes) if "recompute_layers" not in keeps else 1
+            assert passes == [4] * twice + [2] * (len(passes) - twice), keeps
+
+
+def count(passes: list[int], index: int, *_: Any) -> None:
+    passes[index] += 1
 
 
 def test_a_pass_that_fails_leaves_no_route_and_no_queue(model: str) -> None:
