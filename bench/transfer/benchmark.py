@@ -22,6 +22,7 @@ from .baselines import factory as baselines
 from .contenders import CHECKSUMMED, Contender, Op
 from .pool import PRODUCER, PoolHost, ProcessPool, RayPool, ThreadPool, call
 from .results import (
+    IN_TURNS,
     PAIRED,
     Result,
     RouteSizes,
@@ -31,7 +32,7 @@ from .results import (
     write_records,
     write_summary,
 )
-from .rounds import Pattern, measure
+from .rounds import Pattern, measure, measure_in_turns
 from .step import BLOCK_ROWS, DP, measure_steps
 from .stores import StoreContender
 from .workloads import MOE, MOE_ROUTES, STEP_ENDS, LoadSpec, build_load
@@ -58,6 +59,8 @@ TOGETHER = ("wide-32", "narrow-1")
 """Workloads that are measured in the same rounds, because the summary has the ratio of their times."""
 CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
 """Workloads that can also be measured with checksums. Of those that are chosen, only the first in this list is."""
+CHECKSUM_TURNS = 100
+"""Number of turns in which a store with checksums and the same store without are measured alternately."""
 QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
 QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
 """Stores that `--quick` measures. It leaves out `local`, the reference implementation, which is slow between
@@ -221,6 +224,12 @@ def _first_run(
                     if number + part and not options.quick:
                         pool.restart()  # memory that the processes' heaps keep would add up to all memory
                     results += measure([(pool, contender) for contender in seated], specs, pattern, tell)
+                by_name = {contender.name: contender for contender in everyone}
+                for contender in sums if pattern.ops >= IN_TURNS.keys() else ():
+                    tell(f"{checked}: {contender.name} and the store without checksums, in turns")
+                    pair = (by_name[contender.name.removesuffix(CHECKSUMMED)], contender)
+                    [spec] = [spec for spec in specs if spec.name == checked]
+                    results += measure_in_turns(pool, pair, spec, CHECKSUM_TURNS)
                 for contender in sums:
                     contender.close()
         if "padding" in pattern.ops:

@@ -21,6 +21,9 @@ OWN_PADDING = "headrace"
 MASKED_COPY = "masked copy"
 """Names of the two ways to pad rows that are compared: the functions of `codecs.jagged`, and a masked copy in torch."""
 
+IN_TURNS: dict[str, str] = {"put": "put, in turns", "get": "get, in turns"}
+"""Names of the operations of two contenders that were measured alternately: operation -> name in the results."""
+
 SUMMARY_OPS = ("put", "get", "get8", "clear")
 
 
@@ -123,7 +126,7 @@ class StepResult:
 
 
 def summarise(
-    results: Iterable[Result],
+    results: Sequence[Result],
     steps: Sequence[StepResult],
     stores: Sequence[str],
     baselines: Mapping[str, str],
@@ -156,7 +159,7 @@ def summarise(
             pair = median.get(("wide-32", op, store)), median.get(("narrow-1", op, store))
             if pair[0] and pair[1]:
                 summary[f"wide_vs_narrow.{op}.{store}"] = pair[0] / pair[1]
-        cost = _checksum_cost(median, store)
+        cost = _checksum_cost(results, store)
         if cost is not None:
             summary[f"checksum_cost.{store}"] = cost
     return summary
@@ -210,15 +213,16 @@ def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[st
     return summary
 
 
-def _checksum_cost(median: Mapping[tuple[str, str, str], float], store: str) -> float | None:
-    """Return the time of put and get with checksums divided by the time without, on a workload measured with both; None
-    if there is no such workload."""
-    for workload in dict.fromkeys(workload for workload, _, name in median if name == store + CHECKSUMMED):
-        with_sums = [median.get((workload, op, store + CHECKSUMMED)) for op in ("put", "get")]
-        without = [median.get((workload, op, store)) for op in ("put", "get")]
-        if all(with_sums) and all(without):
-            return sum(map(float, filter(None, with_sums))) / sum(map(float, filter(None, without)))
-    return None
+def _checksum_cost(results: Sequence[Result], store: str) -> float | None:
+    """Return the time of put and get with checksums divided by the time without, the median over the turns of both;
+    None if they were not measured in turns."""
+    totals = {}
+    for name in (store + CHECKSUMMED, store):
+        both = [r.seconds for r in results if r.contender == name and r.op in IN_TURNS.values() and r.seconds]
+        if len(both) != len(IN_TURNS):
+            return None
+        totals[name] = np.sum(both, axis=0)
+    return float(np.median(totals[store + CHECKSUMMED] / totals[store]))
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> None:

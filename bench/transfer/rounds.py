@@ -6,14 +6,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from .contenders import Contender, Op, RowContender, Share, shares
 from .pool import CALL_TIMEOUT_S, PRODUCER, ProcessLost, ProcessPool, call, consumer
 from .process import LoadSize, Span
-from .results import Result
+from .results import IN_TURNS, Result
 from .workloads import WRITE_BACK, LoadSpec
 
 _logger = logging.getLogger(__name__)
@@ -108,6 +108,20 @@ def measure(
                 attempt(case, cases, lambda case=case, ops=ops: _iterate(case, ops, pattern.readers, False))
     close_cases(cases)
     return [result for case in cases for result in case.results()]
+
+
+def measure_in_turns(pool: ProcessPool, pair: Sequence[Contender], spec: LoadSpec, turns: int) -> list[Result]:
+    """Measure put and get of two contenders alternately, so that the ratio of their times does not depend on when each
+    was measured. Returns results of the operations IN_TURNS, whose seconds of one index belong to one turn."""
+    ops: frozenset[Op] = frozenset(("put", "get"))
+    cases = open_cases([(pool, contender) for contender in pair], [spec])
+    for case in cases:
+        attempt(case, cases, lambda case=case: _warm_up(case, Pattern(ops, (), turns)))
+    for turn in range(turns):
+        for case in cases if turn % 2 else reversed(cases):
+            attempt(case, cases, lambda case=case: _iterate(case, ops, (), False))
+    close_cases(cases)
+    return [replace(result, op=IN_TURNS.get(result.op, result.op)) for case in cases for result in case.results()]
 
 
 def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:

@@ -57,7 +57,7 @@ def test_every_case_has_figures_and_says_what_was_absent(small: tuple[TransferRe
     assert failures(report) == []
     assert set(report.absent) == {"transferqueue", "transferqueue_mooncake", "ray put"}
     ops = {result.op for result in report.results if result.contender == "shm"}
-    assert ops == {"put", "get", "get8", "field", "write_back", "clear", "claim"}
+    assert ops == {"put", "get", "get8", "field", "write_back", "clear", "claim", "put, in turns", "get, in turns"}
     assert all(result.p99_s >= result.median_s > 0 for result in report.results if result.op != "claim")
 
 
