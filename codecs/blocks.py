@@ -46,6 +46,10 @@ from .shared_rows import (
 _INDEXED = (Kind.RAGGED, Kind.OBJECT)
 """Kinds of field that have an index part beside the values part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
 
+BlockPieces = tuple[tuple[np.ndarray, ...], ...]
+"""Parts of a block, each as pieces (uint8 1-D) that follow one another. A part has several pieces where rows share
+tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -114,7 +118,7 @@ class EncodedBlock:
     """Block that is ready to be written to a store."""
 
     layout: BlockLayout
-    pieces: tuple[tuple[np.ndarray, ...], ...]
+    pieces: BlockPieces
     """Bytes of each part, as arrays (uint8) that follow one another: views of the batch's own memory where possible,
     new memory for the header and for encoded objects. A part has several where rows share tokens. The checksums in the
     header are zeros until `stream` or `parts` computes them."""
@@ -130,9 +134,13 @@ class EncodedBlock:
     @property
     def parts(self) -> tuple[np.ndarray, ...]:
         """Bytes of each part, uint8 `[part_bytes[i]]`. Parts of several pieces are joined, in new memory."""
+        return tuple(joined(pieces) for pieces in self.complete())
+
+    def complete(self) -> BlockPieces:
+        """Enter the checksums into the header, and return `pieces`."""
         for _ in self.stream()[1]:  # computes the checksums
             pass
-        return tuple(one[0] if len(one) == 1 else np.concatenate(one) for one in self.pieces)
+        return self.pieces
 
     def stream(self) -> tuple[list[int], Iterator[np.ndarray]]:
         """Return the block in pieces, of which the header is the last: the offset of each piece within the block, and
@@ -165,6 +173,17 @@ class EncodedBlock:
                 sums += running.sums
             enter_checksums(self.pieces[0][0], sums, self.seed)
         yield self.pieces[0][0]
+
+
+def part_bytes(block: BlockPieces) -> tuple[int, ...]:
+    """Return the number of bytes of each part."""
+    return tuple([sum([piece.nbytes for piece in pieces]) for pieces in block])
+
+
+def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the bytes of a part's pieces as one array (uint8 1-D): the piece itself if there is only one, else new
+    memory."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _cut(piece: np.ndarray) -> list[np.ndarray]:
@@ -264,9 +283,9 @@ class BatchEncoder:
         pieces.insert(0, (encode_header(self._schema, stop - start, lengths, num_checksums, seed),))
         row_starts = None if tokens is None else tokens[start:stop] - (tokens[start] if start < stop else 0)
         num_tokens = 0 if lengths is None else int(lengths.sum())
-        sizes = tuple([sum(piece.nbytes for piece in part) for part in pieces])
-        layout = BlockLayout(tuple(self._schema), stop - start, num_tokens, sizes, shared)
-        return EncodedBlock(layout, tuple(pieces), row_starts, tuple(sum_ends) if checksum else None, seed)
+        parts = tuple(pieces)
+        layout = BlockLayout(tuple(self._schema), stop - start, num_tokens, part_bytes(parts), shared)
+        return EncodedBlock(layout, parts, row_starts, tuple(sum_ends) if checksum else None, seed)
 
 
 class _Encoder:

@@ -17,6 +17,7 @@ import numpy as np
 from .security.handshake import new_key
 
 if TYPE_CHECKING:
+    from ..codecs.blocks import BlockPieces
     from .meta import BlockRef
 
 
@@ -147,13 +148,11 @@ class PutsMany(Protocol):
     """Protocol of a store that needs a round trip to another process to write, and therefore writes all blocks of a put
     in one call."""
 
-    def put_many(
-        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
-    ) -> tuple[bytes, ...]:
+    def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Write several blocks as `BlockStore.put` does, and return their locations.
 
-        blocks: the parts (byte arrays) of each block; every block has the same number of parts. The first block has the
-        id `first_block_id`, and the ids of the others follow. When this raises, some of the blocks may have been
+        blocks: the parts of each block, each in pieces; every block has the same number of parts. The first block has
+        the id `first_block_id`, and the ids of the others follow. When this raises, some of the blocks may have been
         written.
         """
         ...

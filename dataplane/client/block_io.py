@@ -89,7 +89,7 @@ def write_blocks(
         store.put(first_id, space, chain.from_iterable(pieces for _, pieces in streams), offsets, timeout_s)
         return None
     if isinstance(store, PutsMany):
-        return store.put_many(first_id, [block.parts for block in blocks], timeout_s)
+        return store.put_many(first_id, [block.complete() for block in blocks], timeout_s)
     final = []
     for number, block in enumerate(blocks):
         timeout_s = max(0.0, deadline - time.monotonic())

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ...codecs.blocks import BlockLayout
+from ...codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ...codecs.integers import ALIGN, round_up
 from ..block_store import StoreHost, StoreSpec, Want
 from ..config import StoreConfig
@@ -190,11 +190,9 @@ class MooncakeStore:
         self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple(parts)], timeout_s)[0]
+        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
-    def put_many(
-        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
-    ) -> tuple[bytes, ...]:
+    def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Copy the blocks into one registered buffer and write them to Mooncake, which holds them when this returns.
 
         The library never reads the caller's own memory, because a call that has run out of time would go on reading it.
@@ -202,12 +200,15 @@ class MooncakeStore:
         the write fails or Mooncake does not answer.
         """
         started = time.monotonic()
-        layouts = [BlockLayout((), 0, 0, tuple(part.nbytes for part in parts)) for parts in blocks]
+        layouts = [BlockLayout((), 0, 0, part_bytes(parts)) for parts in blocks]
         bases = np.cumsum([0, *(_aligned(layout.nbytes) for layout in layouts)]).tolist()
         memory = self._client.staging.take(bases[-1])
         for base, layout, parts in zip(bases[:-1], layouts, blocks, strict=True):
-            for offset, part in zip(layout.offsets, parts, strict=True):
-                memory[base + offset : base + offset + part.nbytes] = part
+            for offset, pieces in zip(layout.offsets, parts, strict=True):
+                at = base + offset
+                for piece in pieces:
+                    memory[at : at + piece.nbytes] = piece
+                    at += piece.nbytes
         keys = [_key(self._run_id, first_block_id + number) for number in range(len(blocks))]
         first = memory.ctypes.data
         addresses = [first + base for base in bases[:-1]]

@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import ObjectStoreFullError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ...codecs.blocks import BlockPieces, joined
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .counting_host import CountingHost
@@ -180,11 +181,9 @@ class RayObjectsStore:
         self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple(parts)], timeout_s)[0]
+        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
-    def put_many(
-        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
-    ) -> tuple[bytes, ...]:
+    def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Send the blocks to this node's keeper, and wait until it has copied them.
 
         Raises RowsCleared when the put's reservation has ended, CapacityExceeded when Ray's object store has no room
@@ -193,7 +192,9 @@ class RayObjectsStore:
         started = time.monotonic()
         own, peer = self._own, self._peers[self._own]
         try:
-            reply = self._keepers[own].keep.remote(first_block_id, [list(parts) for parts in blocks])
+            reply = self._keepers[own].keep.remote(
+                first_block_id, [[joined(pieces) for pieces in parts] for parts in blocks]
+            )
             kept = self._wait("put", own, reply, started, timeout_s)
         except ObjectStoreFullError as error:
             text = f"Ray's object store has no room for {len(blocks)} blocks: {error}"

@@ -28,6 +28,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from ...codecs.blocks import BlockPieces, joined
 from ...codecs.imports import MissingExtra
 
 try:
@@ -286,20 +287,18 @@ class SimpleStore:
         self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple(parts)], timeout_s)[0]
+        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
-    def put_many(
-        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
-    ) -> tuple[bytes, ...]:
-        """Send each storage unit its blocks in one message, straight from the parts' own memory, and return once the
-        units hold them."""
+    def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
+        """Send each storage unit its blocks in one message, straight from the parts' own memory where they are in
+        one piece, and return once the units hold them."""
         by_unit: dict[int, list[int]] = {}
         for number in range(len(blocks)):
             by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)
         requests = []
         for unit, numbers in by_unit.items():
             columns = zip(*(blocks[number] for number in numbers), strict=True)
-            data = {str(part): list(values) for part, values in enumerate(columns)}
+            data = {str(part): [joined(pieces) for pieces in column] for part, column in enumerate(columns)}
             body = {"global_indexes": [first_block_id + number for number in numbers], "data": data}
             requests.append(Request(unit, ZMQRequestType.PUT_DATA, body))
         for request, reply in zip(requests, self._link.exchange("put", requests, timeout_s), strict=True):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch, Jagged
-from headrace.codecs.blocks import EncodedBlock, RowSource, assemble, encode_block, verify
+from headrace.codecs.blocks import BlockPieces, EncodedBlock, RowSource, assemble, encode_block, encode_blocks, verify
 from headrace.codecs.checksums import ChecksumMismatch
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.client.block_io import write_blocks
 from headrace.tests.example_counts import examples
 
 SCHEMA = Schema(
@@ -94,6 +99,27 @@ def test_the_bytes_are_those_of_all_tokens_less_the_repeated_ones() -> None:
     saved = (3 * 50 + 20) * SHARED_BYTES
     assert sum(whole.part_bytes[1:]) - sum(shared.part_bytes[1:]) == saved
     assert shared.num_tokens == whole.num_tokens
+
+
+def test_a_store_of_whole_puts_is_given_the_rows_own_memory() -> None:
+    """A part is in several pieces where rows share tokens. Joining them would copy all of it."""
+    batch, numbers = batch_of([(50, [3, 4, 5]), (30, [9, 9])])
+    put: list[BlockPieces] = []
+
+    class Store:
+        def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
+            put.extend(blocks)
+            return (b"",) * len(blocks)
+
+    blocks = encode_blocks(batch, [(0, 3), (3, 5)], checksum=True, groups=numbers)
+    store: Any = Store()
+    assert write_blocks(store, blocks, 1, b"", time.monotonic() + 1) == (b"", b"")
+    memory = [batch.jagged(name).values.numpy() for name in SCHEMA]
+    for block, given_ in zip(blocks, put, strict=True):
+        assert len(given_[1]) == block.layout.num_rows
+        assert all(any(np.shares_memory(piece, own) for own in memory) for part in given_[1:] for piece in part)
+        source = RowSource(tuple(SCHEMA), np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int64))
+        verify(SCHEMA, source, 0, block.layout, {i: np.concatenate(part) for i, part in enumerate(given_)})
 
 
 def test_rows_share_what_is_before_their_first_difference_in_any_field() -> None:

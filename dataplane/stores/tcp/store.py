@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
-from ....codecs.blocks import BlockLayout
+from ....codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ....codecs.gather import as_bytes
 from ....codecs.integers import ALIGN, distinct, round_up
 from ....codecs.memory import fresh
@@ -59,11 +60,9 @@ class TcpStore:
         self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
         """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple(parts)], timeout_s)[0]
+        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
-    def put_many(
-        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
-    ) -> tuple[bytes, ...]:
+    def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Write the blocks to one unit. The first choice is a unit on this host; the others follow when it has no room
         or has died.
 
@@ -72,7 +71,7 @@ class TcpStore:
         """
         started = time.monotonic()
         deadline = started + timeout_s
-        layouts = [BlockLayout((), 0, 0, tuple([part.nbytes for part in parts])) for parts in blocks]
+        layouts = [BlockLayout((), 0, 0, part_bytes(parts)) for parts in blocks]
         order = self._order(first_block_id, deadline)
         full: CapacityExceeded | None = None
         died: StoreLost | None = None
@@ -98,7 +97,7 @@ class TcpStore:
         self,
         number: int,
         first_block_id: int,
-        blocks: Sequence[Sequence[np.ndarray]],
+        blocks: Sequence[BlockPieces],
         layouts: Sequence[BlockLayout],
         wait_s: float,
         deadline: float,
@@ -110,9 +109,14 @@ class TcpStore:
             return locations(unit.ask("put", "put", request, _laid_out(blocks, layouts), deadline))
         room = unit.ask("put", "reserve", encode(Reserve(first_block_id, sum(sizes), wait_s)), (), deadline)
         bases = np.cumsum([0, *sizes[:-1]]).tolist()
-        parts = [part for block in blocks for part in block]
-        offsets = [base + at for base, layout in zip(bases, layouts, strict=True) for at in layout.offsets]
-        near.put(first_block_id, room, parts, offsets, 0.0)
+        pieces = [piece for block in blocks for part in block for piece in part]
+        offsets = [
+            base + at + before
+            for base, layout, block in zip(bases, layouts, blocks, strict=True)
+            for at, part in zip(layout.offsets, block, strict=True)
+            for before in accumulate((piece.nbytes for piece in part[:-1]), initial=0)
+        ]
+        near.put(first_block_id, room, pieces, offsets, 0.0)
         return locations(unit.ask("put", "cut", encode(Cut(first_block_id, sizes)), (), deadline))
 
     def _order(self, first_block_id: int, deadline: float) -> list[int]:
@@ -333,14 +337,14 @@ def _in_pool(want: Want) -> Want:
     return Want(BlockRef(block.block_id, block.location[UNIT_BYTES:], block.layout), want.parts)
 
 
-def _laid_out(blocks: Sequence[Sequence[np.ndarray]], layouts: Sequence[BlockLayout]) -> list[memoryview]:
+def _laid_out(blocks: Sequence[BlockPieces], layouts: Sequence[BlockLayout]) -> list[memoryview]:
     """Return the blocks' parts as pieces of memory, with padding between them, so that they lie as in the pool when
     they are sent one after another."""
     pieces = []
     for parts, layout in zip(blocks, layouts, strict=True):
         ends = [*layout.offsets[1:], layout.nbytes]
-        for part, start, end in zip(parts, layout.offsets, ends, strict=True):
-            pieces.append(part.data)
-            if end - start > part.nbytes:
-                pieces.append(_PAD[: end - start - part.nbytes])
+        for part, start, end, nbytes in zip(parts, layout.offsets, ends, layout.part_bytes, strict=True):
+            pieces += [piece.data for piece in part]
+            if end - start > nbytes:
+                pieces.append(_PAD[: end - start - nbytes])
     return pieces

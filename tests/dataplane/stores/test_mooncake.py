@@ -90,7 +90,9 @@ def test_blocks_and_parts_come_back_exact_in_any_order(host: MooncakeHost, store
     first = wants[-1].block.block_id + 1
     for number in range(3):
         assert next(NEXT_BLOCK) == first + number and host.allocate(first + number, 300_224) == b""
-    locations = store.put_many(first, [parts_of(first + number) for number in range(3)], 10.0)
+    locations = store.put_many(
+        first, [tuple((part,) for part in parts_of(first + number)) for number in range(3)], 10.0
+    )
     wants += [Want(BlockRef(first + n, locations[n], layout_of(SIZES)), ALL) for n in range(3)]
     assert_hold(store, wants[::-1])
     one, two, three = (want.block for want in wants[:3])
