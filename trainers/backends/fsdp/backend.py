@@ -33,6 +33,7 @@ from ..weight_stream import stream_weights
 from .causal_lm import CausalLM
 from .half_parameters import half_parameters
 from .loading import WeightSource, fill, open_source
+from .norms import use_closed_form_norms
 from .output_checks import check_head, check_packing
 from .routers import balance_experts, replay_routers, router_biases
 from .sharding import build_mesh, own_piece, spread, spread_weights
@@ -288,6 +289,8 @@ class FsdpBackend:
             from .varlen_attention import use_varlen_attention  # its kernels need a GPU and half precision
 
             use_varlen_attention(model)
+        if self._device.type == "cpu" and not self._config.trainer.compile:
+            use_closed_form_norms(model)
         return CausalLM(model, self._config.trainer.head)
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
