@@ -97,7 +97,7 @@ def test_a_weight_that_changed_after_the_load_is_named_and_nothing_is_served(mod
         with pytest.raises(EngineBroken, match=message):
             await engine.verify_weights(digests)
         await engine.resume()
-        waiting = asyncio.create_task(engine.generate("waiting", [5], params))
+        waiting = asyncio.create_task(engine.generate("a", [5], params))
         await asyncio.sleep(0.2)
         assert not waiting.done() and not running.done(), "nothing is generated with wrong weights"
         await serve(engine, publisher, 1, named)

@@ -170,6 +170,7 @@ class DirectEngine(ScriptedEngine):
 
     def __init__(self, *args: Any, receiver: ReceiverConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._name = receiver.engine
         self._inbox = WeightInbox(receiver, 0)
         self._update: WeightUpdate | None = None
         self._held = False

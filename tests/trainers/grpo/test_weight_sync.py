@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.engines.protocol import CommitReport
+from headrace.actors.engines.protocol import CommitReport, KeysAndValues, PauseMode
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import WeightTransferError
@@ -36,8 +36,10 @@ class Changing(DirectEngine):
 
     changes = 0
 
-    async def commit_weights(self, *args: Any) -> CommitReport:
-        report = await super().commit_weights(*args)
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
+        report = await super().commit_weights(version, in_flight, kv)
         if self.changes:
             self.changes -= 1
             self.loaded["v"][7] += 1
@@ -74,7 +76,7 @@ def test_nothing_is_compared_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_weights_damaged_in_the_cache_are_found_when_an_engine_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksums of buckets are those of the bytes that the cache has, the digests those of the trainer's weights."""
+    """The checksums of buckets are those of the bytes in the cache, the digests those of the trainer's weights."""
     monkeypatch.setattr(IpcSender, "lasting", False)  # as between GPUs: the publisher then keeps a cache
     with world(monkeypatch, [ScriptedEngine], cache=True, verify="full", staging="full") as it:
         it.trainer.cache_weights(1)
