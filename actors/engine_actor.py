@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..codecs import messages
+from ..codecs.weights.parameter_digests import ParameterDigests
 from .engines.factory import EngineConfig, build_engine
 from .engines.generate_messages import GenerateCall, GenerateReply
 from .engines.protocol import (
@@ -81,6 +82,10 @@ class EngineHost(ABC):
     async def commit_weights(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> CommitReport:
         """Make the engine serve the prepared version of the weights; see `WeightHost.commit_weights`."""
         return await self._engine.commit_weights(version, in_flight, kv)
+
+    async def verify_weights(self, digests: ParameterDigests) -> int:
+        """Make the engine compare its weights with the trainer's; see `WeightHost.verify_weights`."""
+        return await self._engine.verify_weights(digests)
 
     async def drop_weights(self, version: int) -> None:
         """Make the engine discard a prepared version of the weights; see `WeightHost.drop_weights`."""

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from ray.exceptions import RayError, RayTaskError
 
+from ..codecs.weights.parameter_digests import ParameterDigests
 from .engine_actor import EngineActor
 from .engines.generate_messages import GenerateCall
 from .engines.protocol import (
@@ -143,6 +144,9 @@ class RemoteEngine:
         report = await self._call(EngineActor.commit_weights, version, in_flight, kv)
         self._version = report.version
         return report
+
+    async def verify_weights(self, digests: ParameterDigests) -> int:
+        return await self._call(EngineActor.verify_weights, digests)
 
     async def drop_weights(self, version: int) -> None:
         await self._call(EngineActor.drop_weights, version)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ...codecs.integers import ALIGN
+from ...codecs.weights.parameter_digests import ParameterDigest
 
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -71,6 +72,10 @@ class ParameterSet:
         with torch.no_grad():
             for name, source in pairs:
                 self._tensors[name].copy_(source)
+
+    def served(self, weight: ParameterDigest) -> list[torch.Tensor]:
+        """Return the model's tensor of this name, if it has the dtype and shape of the weight as sent."""
+        return [tensor for tensor in [self._tensors[weight.name]] if weight.fits(tensor)]
 
     def drop(self) -> None:
         """Free the memory of the parameters; buffers are kept. `allocate` and then `copy` make the model usable

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from ...codecs.weights.parameter_digests import ParameterDigests
 from ..memory import ProcessMemory
 from ..weights.transports.protocol import WeightUpdate
 
@@ -217,6 +218,17 @@ class WeightHost(Protocol):
         Does nothing if `version` is served already. Raises ValueError if `version` is not the prepared one. Without
         staging it may raise WeightTransferError; the engine then holds no complete version, and its requests, including
         those in flight, wait for the next commit.
+        """
+        ...
+
+    async def verify_weights(self, digests: ParameterDigests) -> int:
+        """Compare the weights that the engine serves with the trainer's `digests`, and return how many were compared:
+        all that the engine keeps in the form in which they were sent. Nothing may be generated meanwhile: pause the
+        engine before the commit.
+
+        Raises ValueError if the engine does not serve the version of `digests`, and EngineBroken, naming a weight, if
+        one differs. The engine then counts as one without a complete version: its requests, including those in flight,
+        wait for the next commit, which may be of the same version.
         """
         ...
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ...codecs.weights.parameter_digests import ParameterDigests
 from ..memory import ProcessMemory
 from ..weights.transports.protocol import WeightTransferError, WeightUpdate
 from .protocol import (
@@ -377,6 +378,11 @@ class Router:
             kept=sum(report.kept for report in reports.values()),
             aborted=sum(report.aborted for report in reports.values()),
         )
+
+    async def verify_weights(self, digests: ParameterDigests) -> int:
+        """Have all engines compare their weights with the trainer's. An engine with a difference is removed from
+        routing. Returns the smallest number of weights that an engine has compared."""
+        return min((await self._each("verify_weights", digests)).values(), default=0)
 
     async def drop_weights(self, version: int) -> None:
         await self._each("drop_weights", version)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...codecs.tokens.routes import RouteSpec
+from ...codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ..memory import ProcessMemory, measure
 from ..weights.transports.protocol import ReceiverConfig, WeightUpdate
 from .incoming_weights import IncomingWeights
@@ -108,6 +109,7 @@ class ScriptedEngine:
         self._version = version
         self._routes = routes
         self._incoming: IncomingWeights[dict[str, torch.Tensor]] = IncomingWeights(receiver, _copied)
+        self._name = "" if receiver is None else receiver.engine
         self._clock = _FlowClock()
         self._requests: dict[str, _Request] = {}
         self._resumed = asyncio.Event()
@@ -117,6 +119,9 @@ class ScriptedEngine:
         self._idle.set()
         self._unusable = ""
         self._broken = ""
+        self._differs = ""
+        """How `loaded` differs from the trainer's weights, as `verify_weights` found; "" if it does not. Requests wait
+        meanwhile."""
         self.loaded: Mapping[str, torch.Tensor] = {}
         """Copies of the weights that are served, by name; empty before the first commit."""
         self.stats = EngineStats()
@@ -179,7 +184,7 @@ class ScriptedEngine:
     async def _admit(self, request: _Request) -> None:
         """Wait until the engine is not paused, and then until all tokens of the request have appeared. An abort ends
         the wait."""
-        while not self._resumed.is_set() and not request.aborted:
+        while (self._differs or not self._resumed.is_set()) and not request.aborted:
             request.changed.clear()
             await request.changed.wait()
         if request.aborted:
@@ -268,7 +273,8 @@ class ScriptedEngine:
             await self._idle.wait()
 
     async def resume(self) -> None:
-        self._clock.thaw()
+        if not self._differs:
+            self._clock.thaw()
         self._resumed.set()
         self._idle.set()  # ends a `pause` that still waits
         if self._num_flowing:
@@ -285,7 +291,7 @@ class ScriptedEngine:
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and verify the new version `update`. Tensors of any names and shapes are accepted, because there is
         no model."""
-        return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
+        return await self._incoming.prepare(update, lambda: -1 if self._broken or self._differs else self._version)
 
     async def commit_weights(
         self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
@@ -306,7 +312,8 @@ class ScriptedEngine:
         try:
             if not self._serves(version):  # else a commit that began earlier has done it
                 async with self._incoming.committing(version) as weights:
-                    self.loaded, self._version, self._broken = weights, version, ""
+                    self.loaded, self._version = weights, version
+                    self._broken = self._differs = ""
                     kept = [request for request in self._requests.values() if request.versions]
                     for request in kept:
                         request.versions.append((self._clock.now() - request.started_s, version))
@@ -318,7 +325,19 @@ class ScriptedEngine:
         return CommitReport(version, paused - clock, done - paused, len(kept), aborted)
 
     def _serves(self, version: int) -> bool:
-        return self._version == version and not self._broken
+        return self._version == version and not self._broken and not self._differs
+
+    async def verify_weights(self, digests: ParameterDigests) -> int:
+        if not self._serves(digests.version):
+            raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+        count, self._differs = await asyncio.to_thread(
+            compare_digests, digests, lambda weight: [self.loaded[weight.name]], self._name
+        )
+        if self._differs:
+            self._clock.freeze()
+            self._tell_all()
+            raise EngineBroken(self._differs)
+        return count
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)

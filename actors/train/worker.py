@@ -13,6 +13,7 @@ import torch
 from ...codecs.batch import Jagged
 from ...codecs.jagged import unpack
 from ...codecs.tokens.routes import ROUTES, RouteSpec
+from ...codecs.weights.parameter_digests import ParameterDigests
 from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
@@ -322,6 +323,12 @@ class TrainWorker:
         """Send the `update` that `open_cached` opened, from rank 0's host memory. Runs in a thread of its own, while
         the ranks do other work."""
         return self._publishes().publish_cached(update)
+
+    @in_thread_of("abort")
+    def weight_digests(self, version: int) -> ParameterDigests:
+        """Return the digests with which engines compare what they loaded, see `WeightPublisher.digests`. Only rank 0 is
+        called."""
+        return self._publishes().digests(version)
 
     @in_thread_of("abort")
     def sent(self) -> int:

@@ -7,6 +7,7 @@ from typing import Literal
 from ...dataplane.section import Count, Positive, Section
 
 Staging = Literal["auto", "full", "none"]
+Verify = Literal["off", "sample", "full"]
 
 
 class SyncConfig(Section):
@@ -45,6 +46,12 @@ class SyncConfig(Section):
     """Seconds after which any single wait of a weight sync fails: the wait for the next bucket, for a receiver to take
     one, or for an engine's running requests to generate a token. The sync as a whole may take longer, as long as it
     makes progress."""
+
+    verify: Verify = "off"
+    """Weights whose bytes are compared with the trainer's after an engine has loaded a new version, while it stands
+    still. `sample` compares eight weights, others in each version; `full` compares all that the engine keeps in the
+    form in which they were sent. An engine with a difference serves nothing until it has loaded a version
+    completely."""
 
     @property
     def keeps_old_kv(self) -> bool:

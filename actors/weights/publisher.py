@@ -17,7 +17,8 @@ from dataclasses import replace
 import torch
 
 from ...codecs.weights.buckets import BucketPlan, plan_buckets, write_piece
-from .cache import BucketCache, CachedVersion
+from ...codecs.weights.parameter_digests import DigestTaker, ParameterDigests, sampled_names
+from .cache import NUM_VERSIONS, BucketCache, CachedVersion
 from .config import SyncConfig
 from .stream import BucketStream, Publication, SendReport
 from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferError, WeightUpdate
@@ -62,6 +63,8 @@ class WeightPublisher:
         thread may read it."""
         self._finished: WeightUpdate | None = None
         """Newest update that the sender has finished; None before the first."""
+        self._digests: dict[int, ParameterDigests] = {}
+        """Digests of the last versions that were gathered, the newest last; empty with `sync.verify=off`."""
 
     def reserve(self, specs: WeightSpecs) -> None:
         """Allocate all the host memory that the version cache needs for this model. Does nothing without a cache.
@@ -116,7 +119,8 @@ class WeightPublisher:
         Raises WeightTransferError or OSError if the sender fails, and ValueError if the weights are not as planned or
         the update is not open. The receivers learn of the failure.
         """
-        gather = _Timed(weights)
+        names = () if self._planned is None else self._planned[1].names
+        gather = _Gathered(weights, self._digest_taker(update.version, names))
         try:
             with self._publishing(update, cached=False) as opened:
                 with self._writing(opened) as draft, self._reading(update.base) as base:
@@ -129,6 +133,7 @@ class WeightPublisher:
         finally:
             for _ in gather:
                 self.sent += 1
+            self._keep_digests(gather)
 
     def cache(self, version: int, specs: WeightSpecs, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write `weights` into the cache as `version` without sending them, for receivers that come later.
@@ -136,21 +141,23 @@ class WeightPublisher:
         `weights` is read to its end even after an error, as in `publish`. Raises ValueError if there is no cache or the
         weights are not as `specs` say.
         """
+        gather = _Gathered(weights, self._digest_taker(version, tuple(specs)))
         try:
             with self._turn(f"cache version {version}"):
                 if self._cache is None:
                     raise ValueError(f"weights: version {version} is to be cached, but the trainer keeps none")
                 plan = self._plan(specs)
                 with self._cache.writing(version, plan) as draft:
-                    for (planned, entries), (name, tensor) in zip(plan.weights, weights, strict=True):
+                    for (planned, entries), (name, tensor) in zip(plan.weights, gather, strict=True):
                         if name != planned:
                             raise ValueError(f"weights: version {version}: got weight {name!r}, expected {planned!r}")
                         for entry in entries:
                             write_piece(entry, tensor, draft.bucket(entry.bucket))
                         self.sent += 1
         finally:
-            for _ in weights:
+            for _ in gather:
                 self.sent += 1
+            self._keep_digests(gather)
 
     def publish_cached(self, update: WeightUpdate) -> SendReport:
         """Send the open `update` from the cache. Nothing is sent if receivers can still read the complete version from
@@ -169,6 +176,16 @@ class WeightPublisher:
                         self.sent += 1
                     stream.finish()
             return stream.report(0.0)
+
+    def digests(self, version: int) -> ParameterDigests:
+        """Return the digests of the weights of `version` that `sync.verify` wants compared, computed when the weights
+        were gathered. Any thread may call it. Raises ValueError unless `version` is one of the last that were
+        gathered."""
+        digests = self._digests
+        if version not in digests:
+            there = ", ".join(map(str, digests)) or "none"
+            raise ValueError(f"weights: no digests of version {version} are kept, only of: {there}")
+        return digests[version]
 
     def abort(self, reason: str) -> None:
         """End the open update, if there is one.
@@ -199,6 +216,18 @@ class WeightPublisher:
             self._views.clear()
             self._planned = list(specs.items()), plan_buckets(specs, self._bucket_bytes)
         return self._planned[1]
+
+    def _digest_taker(self, version: int, names: Sequence[str]) -> DigestTaker:
+        """Return what computes the digests of the weights that `sync.verify` wants compared."""
+        if self._config.verify == "sample":
+            return DigestTaker(version, sampled_names(names, version))
+        return DigestTaker(version, frozenset(names) if self._config.verify == "full" else ())
+
+    def _keep_digests(self, gathered: _Gathered) -> None:
+        if self._config.verify != "off":
+            digests = gathered.digests.result()
+            earlier = [kept for kept in self._digests.values() if kept.version != digests.version]
+            self._digests = {kept.version: kept for kept in [*earlier[1 - NUM_VERSIONS :], digests]}
 
     def _has_whole(self, version: int) -> bool:
         """Return whether the sender still offers a full copy of `version`, which a receiver can read without having any
@@ -257,11 +286,12 @@ class WeightPublisher:
             self._lock.release()
 
 
-class _Timed:
-    """Iterator over another iterator's weights that measures how long it waits for them."""
+class _Gathered:
+    """Iterator over another iterator's weights that measures how long it waits for them, and takes their digests."""
 
-    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]], digests: DigestTaker) -> None:
         self._weights = weights
+        self.digests = digests
         self.waited_s = 0.0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -270,6 +300,8 @@ class _Timed:
     def __next__(self) -> tuple[str, torch.Tensor]:
         start = time.perf_counter()
         try:
-            return next(self._weights)
+            name, tensor = next(self._weights)
         finally:
             self.waited_s += time.perf_counter() - start
+        self.digests.take(name, tensor)
+        return name, tensor

@@ -23,7 +23,7 @@ RUN_S = 800.0
 SCRIPTED = ("rollout.engine=scripted", "trainer.backend=scripted", "warmup.corpus=none", "validation.every=0")
 TENANT = (
     "algorithm.mode=async", "rollout.num_engines=2", "rollout.num_actors=1", "resources.rollout_gpus=[0,1]",
-    "run.trace_step=0",
+    "run.trace_step=0", "sync.verify=full",
 )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
 @pytest.mark.timeout(300)
 def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path: Path) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
-    overrides = (*HF, "rollout.num_engines=2", "sync.transport=ipc")
+    overrides = (*HF, "rollout.num_engines=2", "sync.transport=ipc", "sync.verify=full")
     state = grpo.State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
         runs.step(run, state)
@@ -86,10 +86,13 @@ def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path
         state.version += 1
         report = run.weights.sync(state.version, [first])
         assert (report.engines, report.left_out) == (1, 1)
+        num_weights = report.verified
+        assert num_weights == len(old.state_dict()) - 1, "the tied one is sent under one of its names"
         assert (first.version, second.version) == (2, 1)
         assert runs.difference(old, runs.engine_logprobs(second, "old")) < 1e-3, "the one set aside still serves 1"
         run.weights.catch_up(second)
         assert (second.version, second.left_out) == (2, "")
+        assert run.weights.sync(state.version).verified == num_weights, "those of the engine that caught up"
         model = runs.trainer_model(run, tmp_path / "new")
         answers = runs.engine_logprobs(second, "new")
         assert runs.difference(model, answers) < 1e-3

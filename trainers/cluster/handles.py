@@ -28,6 +28,7 @@ from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import TrainWorker, WorkerReport
 from ...actors.weights.stream import SendReport
 from ...actors.weights.transports.protocol import ReceiverGroup, WeightUpdate
+from ...codecs.weights.parameter_digests import ParameterDigests
 from .calls import ActorHandle, Call
 
 
@@ -78,6 +79,9 @@ class TrainHandle(ActorHandle):
 
     def send_cached(self, update: WeightUpdate) -> Call[SendReport]:
         return self._call(TrainWorker.send_cached, update)
+
+    def weight_digests(self, version: int) -> Call[ParameterDigests]:
+        return self._call(TrainWorker.weight_digests, version)
 
     def abort_update(self, reason: str) -> Call[None]:
         return self._call(TrainWorker.abort_update, reason)
@@ -153,6 +157,9 @@ class EngineHandle(ActorHandle):
 
     def commit_weights(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> Call[CommitReport]:
         return self._call(EngineHost.commit_weights, version, in_flight, kv)
+
+    def verify_weights(self, digests: ParameterDigests) -> Call[int]:
+        return self._call(EngineHost.verify_weights, digests)
 
     def drop_weights(self, version: int) -> Call[None]:
         return self._call(EngineHost.drop_weights, version)

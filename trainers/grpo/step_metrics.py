@@ -159,6 +159,7 @@ def sync_metrics(sync: SyncReport, seconds: float) -> dict[str, float]:
         "sync/pause_s": sync.pause_s,
         "sync/load_s": sync.load_s,
         "sync/engines": float(sync.engines),
+        "sync/verified_params": float(sync.verified),
         "sync/engines_left_out": float(sync.left_out),
     }
 

@@ -9,6 +9,7 @@ hold        engines without staging, if in_flight=wait    the end of their runni
 open        train rank 0                                  the announcement; nothing is sent yet
 transfer    all train workers and all engines             every bucket verified, or a failure that names its engine
 commit      the engines that have the whole version       each engine's pause, load and resume
+verify      the same, if sync.verify says so              each engine's comparison with the trainer's digests
 
 An engine with room for a second version stages it completely before the commit. One without (`staging: none`) only
 joins the transfer and receives during the commit: if that fails, the engine has no complete version, and its requests
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...actors.engines.protocol import CommitReport, EngineDied
+from ...actors.engines.protocol import CommitReport, EngineDied, PauseMode
 from ...actors.protocols import Span
 from ...actors.weights.stream import SendReport
 from ...actors.weights.transports.protocol import WeightTransferError, WeightUpdate
@@ -68,6 +69,9 @@ class SyncReport:
     """Number of requests in flight that were aborted."""
     engines: int
     """Number of engines that now serve the version or a later one."""
+    verified: int
+    """Number of weights that engines have compared with the trainer's since the last report, also while single engines
+    caught up: the sum over the engines."""
     left_out: int
     """Number of engines that serve neither the version nor a later one, without those that a pool has put to sleep."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
@@ -103,6 +107,8 @@ class WeightSync:
         """Whether the version in `_last` was sent completely, so that a transport that keeps versions still has it."""
         self._in_cache = in_cache
         """Newest version that is whole in train rank 0's host memory; None if there is none."""
+        self._verified = 0
+        """Number of weights that engines have compared with the trainer's since the last report."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         """Bring `engines` (None: all engines of the run) to `version`, the version of the train workers' current
@@ -134,6 +140,7 @@ class WeightSync:
                 engine for engine in waiting if (engine.version != version or engine.broken) and not engine.left_out
             ]
         serving = [engine for engine in self._engines.active if engine.version >= version and not engine.broken]
+        verified, self._verified = self._verified, 0
         return SyncReport(
             version=version,
             bytes_sent=sum(report.bytes_sent for report in tally.sends),
@@ -145,6 +152,7 @@ class WeightSync:
             kept=sum(report.kept for report in tally.commits),
             aborted=sum(report.aborted for report in tally.commits),
             engines=len(serving),
+            verified=verified,
             left_out=sum(not engine.asleep for engine in self._engines.engines) - len(serving),
             spans=tuple(tally.spans),
         )
@@ -222,7 +230,33 @@ class WeightSync:
             gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
             self._drop(version, joined)
             ready = [engine for engine in ready if not engine.joins]
-        failures |= self._commit(version, ready, tally)
+        failures |= self._serve(version, ready, sends, tally)
+        self._drop(version, [engine for engine in engines if engine.name in failures])
+        return failures
+
+    def _serve(
+        self, version: int, ready: Sequence[Engine], sends: Sequence[Call[SendReport | None]], tally: _Tally
+    ) -> dict[str, ActorFailed]:
+        """Commit the version in the engines that have prepared it, wait until it is sent, and have them verify it.
+        Returns the engines that failed: name -> failure."""
+        if self._config.verify == "off":
+            failures = self._commit(version, ready, tally)
+            self._wait_sent(version, sends, tally)
+            return failures
+        try:
+            failures = self._stop(ready, tally)
+            failures |= self._commit(version, [engine for engine in ready if engine.name not in failures], tally)
+            loaded = [engine for engine in ready if engine.name not in failures]
+            for engine in loaded:
+                engine.broken = True  # until the comparison shows otherwise
+            self._wait_sent(version, sends, tally)
+            return failures | self._verify(version, loaded)
+        finally:
+            gather_each([engine.handle.resume() for engine in ready], "resume", HEALTH_S)
+
+    def _wait_sent(self, version: int, sends: Sequence[Call[SendReport | None]], tally: _Tally) -> None:
+        """Wait until the train workers have sent the version, and note what it cost. Raises ActorFailed if a worker
+        failed for a reason other than the transfer to an engine."""
         sent = gather_moving(sends, "weight sync", self._bound_s, TrainHandle.sent)
         for outcome in sent:
             if isinstance(outcome, ActorFailed) and not isinstance(outcome.cause, WeightTransferError):
@@ -233,8 +267,6 @@ class WeightSync:
             self._in_cache = version  # whole there even if an engine has lost it on the way
         tally.sends += reports
         tally.blamed = _blamed(sent)
-        self._drop(version, [engine for engine in engines if engine.name in failures])
-        return failures
 
     def _must_be_held(self, engine: Engine) -> bool:
         """Return whether the engine's running requests must end before a transfer begins. They must if in_flight is
@@ -243,10 +275,10 @@ class WeightSync:
         may_join = self._config.staging != "full" if engine.joins is None else engine.joins
         return self._config.in_flight == "wait" and may_join
 
-    def _hold(self, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
-        """Make new requests to `engines` wait, and wait until the running ones have ended. Returns the engines where
-        that failed: name -> failure."""
-        pauses = [engine.handle.pause("wait") for engine in engines]
+    def _hold(self, engines: Sequence[Engine], mode: PauseMode = "wait") -> dict[str, ActorFailed]:
+        """Make new requests to `engines` wait, and wait until the running ones have ended, or for `keep` are frozen.
+        Returns the engines where that failed: name -> failure."""
+        pauses = [engine.handle.pause(mode) for engine in engines]
         return _failures(engines, gather_moving(pauses, "hold", self._bound_s, EngineHandle.progress))
 
     def _notice_late(self, version: int, engines: Sequence[Engine]) -> None:
@@ -306,6 +338,29 @@ class WeightSync:
             tally.spans.append((engine.name, (pause, Span("load weights", wall + report.pause_s, report.load_s))))
             engine.version = version
             self._engines.take_back(engine)
+        return _failures(engines, outcomes)
+
+    def _stop(self, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
+        """Have `engines` stop generating until their weights are verified, so that no token is made by a version that
+        may be wrong. Returns the engines where that failed: name -> failure."""
+        started = time.monotonic()
+        failures = self._hold(engines, "wait" if self._config.in_flight == "wait" else "keep")
+        for engine in engines:
+            tally.held[engine.name] = tally.held.get(engine.name, 0.0) + time.monotonic() - started
+        return failures
+
+    def _verify(self, version: int, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
+        """Have `engines`, which have committed the version, compare their weights with the trainer's. Returns those
+        where that failed, which stay marked as `broken`: name -> failure. Raises ActorFailed if the trainer failed."""
+        if not engines:
+            return {}
+        [digests] = gather([self._workers[0].weight_digests(version)], "weight digests", self._bound_s)
+        calls = [engine.handle.verify_weights(digests) for engine in engines]
+        outcomes = gather_moving(calls, "verify", self._bound_s, EngineHandle.progress)
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if not isinstance(outcome, ActorFailed):
+                engine.broken = False
+                self._verified += outcome
         return _failures(engines, outcomes)
 
     def _answering(self, engines: Sequence[Engine]) -> list[Engine]:

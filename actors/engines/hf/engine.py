@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ....codecs.tokens.routes import RouteSpec
+from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightUpdate
 from ..incoming_weights import IncomingWeights
@@ -88,6 +89,7 @@ class HfEngine:
         self._incoming: IncomingWeights[list[tuple[str, torch.Tensor]]] = IncomingWeights(
             receiver, self._parameters.match
         )
+        self._name = "" if receiver is None else receiver.engine
         self._max_batch = max_batch
         self._seed = seed
         self._version = version
@@ -109,6 +111,9 @@ class HfEngine:
         self._frozen = False  # nor does a batch decode
         self._unusable = ""
         self._broken = ""
+        self._differs = ""
+        """How the weights differ from the trainer's, as `verify_weights` found; "" if they do not. Requests wait
+        meanwhile."""
         self.stats = EngineStats()
 
     @property
@@ -206,7 +211,7 @@ class HfEngine:
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and verify the new version `update`. A tied parameter may be sent under any of its names, or under
         several if the values are equal. Tensors of other float dtypes than the model's are converted."""
-        return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
+        return await self._incoming.prepare(update, lambda: -1 if self._broken or self._differs else self._version)
 
     async def commit_weights(
         self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
@@ -235,7 +240,7 @@ class HfEngine:
         return CommitReport(version, paused - clock, done - paused, kept, running if in_flight == "abort" else 0)
 
     def _serves(self, version: int) -> bool:
-        return self._version == version and not self._broken
+        return self._version == version and not self._broken and not self._differs
 
     async def _swap(self, version: int, kv: KeysAndValues) -> None:
         async with self._swapping:
@@ -246,9 +251,18 @@ class HfEngine:
                     await self._take_back()
                 await self._in_thread(self._parameters.copy, pairs)
                 self._version = version
-                self._broken = ""
+                self._broken = self._differs = ""
                 if kv == "recompute" and self._batch is not None and self._batch.decoding is not None:
                     self._batch.decoding.forget_keys_and_values()
+
+    async def verify_weights(self, digests: ParameterDigests) -> int:
+        async with self._swapping, self._exclusive:
+            if not self._serves(digests.version):
+                raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+            count, self._differs = await self._in_thread(compare_digests, digests, self._parameters.served, self._name)
+        if self._differs:
+            raise EngineBroken(self._differs)
+        return count
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)
@@ -313,7 +327,7 @@ class HfEngine:
 
     @property
     def _usable(self) -> bool:
-        return not self._unusable and not self._broken
+        return not self._unusable and not self._broken and not self._differs
 
     @property
     def _num_running(self) -> int:

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from ....codecs.host.host_memory import available_memory
 from ....codecs.tokens.routes import RouteSpec
+from ....codecs.weights.parameter_digests import ParameterDigests
 from ...memory import ProcessMemory, measure
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
@@ -438,8 +439,25 @@ class VllmEngine:
             await self._thaw()
             return CommitReport(version, stopped - started, loaded - stopped, kept, aborted)
 
+    async def verify_weights(self, digests: ParameterDigests) -> int:
+        """Have each worker compare its weights with the trainer's. Returns the smallest number of weights that a worker
+        has compared: see `ModelLoader.served` for those that can be."""
+        self._expect_alive(f"weights of version {digests.version}")
+        return await self._alone(self._verify(digests))
+
+    async def _verify(self, digests: ParameterDigests) -> int:
+        async with self._updates.turn:
+            if not self._serves(digests.version):
+                raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+            try:
+                return await self._updates.verify(digests)
+            except Exception as error:
+                await self._freeze("keep")
+                raise await self._break(digests.version, error) from error
+
     async def _break(self, version: int, error: Exception) -> Exception:
-        """Keep the engine stopped after a failed load, which leaves a mix of two versions. Returns the error to raise.
+        """Keep the engine stopped after a failed load, which leaves a mix of two versions, or when weights differ from
+        the trainer's. Returns the error to raise.
 
         vLLM stays frozen with the requests in flight, which continue once a complete version has been loaded.
         """

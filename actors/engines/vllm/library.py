@@ -59,6 +59,7 @@ __all__ = [
     "initialize_layerwise_reload",
     "in_place_hindrance",
     "on_cpu",
+    "plain_parameters",
     "set_current_vllm_config",
     "take_what_is_free",
     "token_logprobs",
@@ -182,6 +183,17 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
         if reason := _changed_layout(module):
             return f"{name}.{reason}"
     return ""
+
+
+def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return, by name, the parameters of modules whose weights no kernel repacks, because they have no quantisation
+    method."""
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, module in model.named_modules()
+        if getattr(module, "quant_method", None) is None and not hasattr(module, "process_weights_after_loading")
+        for name, parameter in module.named_parameters(recurse=False)
+    }
 
 
 def _is_plain(method: Any) -> bool:

@@ -19,31 +19,35 @@ from pathlib import Path
 from typing import Any
 
 from ....codecs import messages
+from ....codecs.weights.parameter_digests import ParameterDigests
 from ...weights.transports.protocol import WeightUpdate
 from ..protocol import EngineDied
 from .process import all_of
-from .weights.wire import LoadReport, PrepareState
+from .weights.wire import LoadReport, PrepareState, VerifyReport
 
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order from the engine to its workers; exactly one of `prepare` and `load` is set."""
+    """An order from the engine to its workers; exactly one of `prepare`, `load` and `verify` is set."""
 
     number: int
     """Sequence number of the order."""
     prepare: WeightUpdate | None = None
-    """Update to receive and verify; None in an order to load."""
+    """Update to receive and verify; None in another order."""
     load: int | None = None
-    """Number of the prepared version to load; None in an order to prepare."""
+    """Number of the prepared version to load; None in another order."""
+    verify: ParameterDigests | None = None
+    """Digests to compare with the weights in service; None in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A message from a worker to the engine: at first a greeting, then a `state` or a `report` for each order.
+    """A message from a worker to the engine: at first a greeting, then a `state`, a `report` or a `verified` for
+    each order.
 
-    A message with an order's number but without `state` and `report` says that the load has begun. A message with
+    A message with an order's number but without any of these says that the load has begun. A message with
     `received` only reports progress.
     """
 
@@ -55,6 +59,8 @@ class Answer:
     """Outcome of an order to prepare."""
     report: LoadReport | None = None
     """Outcome of an order to load."""
+    verified: VerifyReport | None = None
+    """Outcome of an order to verify."""
     received: int = 0
     """In a progress message, number of buckets that the worker has received since its start; 0 in all other
     messages."""
@@ -115,6 +121,13 @@ class WorkerLinks:
         await all_of(*([] if meanwhile is None else [meanwhile()]), self._until(lambda: False))
         return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
+    async def verify(self, digests: ParameterDigests) -> list[VerifyReport]:
+        """Have all workers compare their weights with the trainer's, and return their reports. Raises EngineDied if a
+        worker's connection breaks."""
+        await self._order(verify=digests)
+        await self._until(lambda: False)
+        return [one.verified for _, one in sorted(self._answers.items()) if one.verified is not None]
+
     async def close(self) -> None:
         """Close all connections and delete the socket. Idempotent."""
         server, self._server = self._server, None
@@ -124,14 +137,20 @@ class WorkerLinks:
             server.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _order(self, *, prepare: WeightUpdate | None = None, load: int | None = None) -> None:
+    async def _order(
+        self,
+        *,
+        prepare: WeightUpdate | None = None,
+        load: int | None = None,
+        verify: ParameterDigests | None = None,
+    ) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost or len(self._writers) == self._num_workers)
         self._expect_all()
         self._begun.clear()
         self._answers.clear()
         self._number += 1
-        data = messages.encode(Order(self._number, prepare, load))
+        data = messages.encode(Order(self._number, prepare, load, verify))
         for writer in self._writers.values():
             writer.write(_LENGTH.pack(len(data)) + data)
 
@@ -158,7 +177,7 @@ class WorkerLinks:
                     continue
                 async with self._changed:
                     self._writers[worker] = writer
-                    if answer.number == self._number and (answer.state or answer.report):
+                    if answer.number == self._number and (answer.state or answer.report or answer.verified):
                         self._answers[worker] = answer
                     elif answer.number == self._number:
                         self._begun.add(worker)
@@ -184,10 +203,17 @@ class WorkerLink:
         self._send(Answer(worker))
         threading.Thread(target=self._listen, name="weights-link", daemon=True).start()
 
-    def answer(self, order: Order, *, state: PrepareState | None = None, report: LoadReport | None = None) -> None:
-        """Send the outcome of `order`; without `state` and `report`, the message says that the load has begun. Does
-        nothing if the engine is gone."""
-        self._send(Answer(self._worker, order.number, state, report))
+    def answer(
+        self,
+        order: Order,
+        *,
+        state: PrepareState | None = None,
+        report: LoadReport | None = None,
+        verified: VerifyReport | None = None,
+    ) -> None:
+        """Send the outcome of `order`; without any outcome, the message says that the load has begun. Does nothing if
+        the engine is gone."""
+        self._send(Answer(self._worker, order.number, state, report, verified))
 
     def tell_received(self, num_received: int) -> None:
         """Report to the engine how many buckets this worker has received since its start."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from ....codecs.weights.parameter_digests import ParameterDigests
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..protocol import Prepared
 from .links import WorkerLinks
@@ -125,6 +126,23 @@ class WeightUpdates:
             failure = WeightTransferError if all(report.in_transfer for report in failed) else RuntimeError
             raise failure(f"weights of version {version}: {told}")
         self.way = reports[0].way
+
+    async def verify(self, digests: ParameterDigests) -> int:
+        """Have the workers compare their weights with the trainer's. Returns the smallest number of weights that a
+        worker has compared; 0 for weights that no update brought. Raises EngineDied if a worker has died, and
+        RuntimeError, naming a weight, if one differs or cannot be read."""
+        if not self._opened:
+            return 0
+        try:
+            reports = await self._moving(self._links.verify(digests), CALL_PATIENCE_S)
+        except TimeoutError:
+            raise RuntimeError(
+                f"weights of version {digests.version}: not compared with the trainer's for {CALL_PATIENCE_S:.0f} s"
+            ) from None
+        failed = [f"worker {worker}: {report.error}" for worker, report in enumerate(reports) if report.error]
+        if failed:
+            raise RuntimeError("; ".join(failed))
+        return min(report.num_compared for report in reports)
 
     async def close(self) -> None:
         """Close the connections to the workers. Idempotent."""

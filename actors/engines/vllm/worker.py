@@ -2,9 +2,10 @@
 
     prepare   receives a version into staging, verifies it, compares names and shapes; the worker goes on generating
     load      does the steps of vLLM's weight-update session (start, receive, finish); nothing else runs meanwhile
+    verify    compares the weights in service with digests that the trainer made of them
     drop      forgets a prepared version, or stops receiving it
 
-The engine orders `prepare` and `load` over a socket to each worker (`links`), and a thread in the worker carries them
+The engine orders the first three over a socket to each worker (`links`), and a thread in the worker carries them
 out. `drop` is called through vLLM: `WeightWorker` is mixed into vLLM's worker class, whose methods can be called by
 name (`collective_rpc`). The rest of this module is a weight-transfer engine of vLLM's own API, registered as
 `headrace`. vLLM's own update session is not used, for two reasons: it would receive in the worker's only thread, which
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 
 from ....codecs import messages
+from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...weights.inbox import WeightInbox
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
@@ -32,7 +34,7 @@ from .links import Order, WorkerLink
 from .logprobs import SampledLogprobs
 from .weights.loading import ModelLoader
 from .weights.names import WeightNames
-from .weights.wire import BACKEND, LoadReport, PrepareState
+from .weights.wire import BACKEND, LoadReport, PrepareState, VerifyReport
 
 TELL_EVERY_S = 0.25
 """Minimum time in seconds between two messages in which a worker reports how many buckets it has received."""
@@ -69,6 +71,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loader = ModelLoader(self.model, self.vllm_config)
+        self._engine = ""
         self._inbox: WeightInbox | None = None
         self._names: WeightNames | None = None
         self._update: WeightUpdate | None = None
@@ -89,6 +92,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Create the inbox that receives weights, and connect to the engine's socket."""
         config = pickle.loads(init_info.receiver)
         assert isinstance(config, ReceiverConfig)
+        self._engine = config.engine
         self._names = WeightNames(init_info.model)
         rank = self.parallel_config.rank
         self._inbox = WeightInbox(replace(config, device=str(self.device)), rank, on_received=self._tell_received)
@@ -140,7 +144,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
             self._update = None
 
     def _follow(self, order: Order) -> None:
-        """Carry out an order from the engine, to prepare or to load a version. Runs in the link's thread."""
+        """Carry out an order from the engine, to prepare, load or verify a version. Runs in the link's thread."""
         link = self._link
         assert link is not None
         with torch.cuda.stream(self._stream):  # without effect for None
@@ -153,6 +157,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 self._begun = partial(link.answer, order)
                 link.answer(order, report=self._load(order.load))
                 self.loader.look()
+            elif order.verify is not None:
+                link.answer(order, verified=self._verify(order.verify))
 
     def _tell_received(self, num_received: int) -> None:
         """Report to the engine how many buckets have been received, at most once in TELL_EVERY_S seconds."""
@@ -206,6 +212,14 @@ class StagedWeightEngine(library.WeightTransferEngine):
             except Exception as another:
                 error += f"; and on giving up {type(another).__name__}: {another}"
         return LoadReport(time.perf_counter() - started, self.loader.way, error, in_transfer)
+
+    def _verify(self, digests: ParameterDigests) -> VerifyReport:
+        """Compare the weights in service with the trainer's, and report the outcome."""
+        try:
+            with torch.no_grad():
+                return VerifyReport(*compare_digests(digests, self.loader.served(), self._engine))
+        except Exception as error:  # the engine raises it, for all workers at once
+            return VerifyReport(0, f"{type(error).__name__}: {error}")
 
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
         """Load weights bucket by bucket as they arrive. An error leaves a mix of two versions in the model."""

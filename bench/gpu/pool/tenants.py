@@ -59,6 +59,7 @@ class TenantTask:
         keys += [
             f"run.name={self.name}", f"run.seed={self.train_gpu}", f"pool.address={address}", "algorithm.mode=async",
             "sync.in_flight=keep",  # else training would hold its GPU until the longest sample of the others ends
+            "sync.verify=full",  # a woken engine has the trainer's bytes, or the run says that it has not
             f"rollout.num_engines={NUM_GPUS}", "rollout.num_actors=1", f"resources.trainer_gpus=[{self.train_gpu}]",
             f"resources.rollout_gpus={list(range(NUM_GPUS))}", f"trainer.tokens_per_microbatch={MICROBATCH}",
         ]  # fmt: skip

@@ -16,6 +16,7 @@ from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, EngineBroken, KeysAndValues, SamplingParams
 from headrace.actors.weights.transports.protocol import WeightTransferError
+from headrace.codecs.weights.parameter_digests import DigestTaker
 from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
 
@@ -65,6 +66,44 @@ def test_a_sleeping_engine_takes_weights_and_sleeps_on(model_folder: str, tmp_pa
             after = await engine.generate("a", [5], params)
             assert [c.logprobs.tolist() for c in after] == [c.logprobs.tolist() for c in before]
             assert {version} == {one for c in after for one in c.versions.tolist()}
+        await engine.close()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+def test_a_weight_that_changed_after_the_load_is_named_and_nothing_is_served(model_folder: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
+        params = SamplingParams(n=2, max_new_tokens=8)
+        before = await engine.generate("a", [5], params)
+        named = scaled(model_folder, 1.0)
+        taker = DigestTaker(1, list(named))
+        for name, tensor in named.items():
+            taker.take(name, tensor)
+        digests = taker.result()
+        with pytest.raises(ValueError, match="version 1 cannot be verified, served is 0"):
+            await engine.verify_weights(digests)
+        await serve(engine, publisher, 1, named)
+        assert await engine.verify_weights(digests) == len(named)
+        running = asyncio.create_task(engine.generate("running", [5], SamplingParams(max_new_tokens=40)))
+        await asyncio.sleep(0)
+        await engine.pause("keep")
+        with torch.no_grad():
+            dict(engine._model.named_parameters())["model.norm.weight"].view(-1)[3] += 1e-3
+        message = (
+            "engine: weights of version 1: 'model.norm.weight' has digest [0-9a-f]{16} after the load, the trainer's"
+        )
+        with pytest.raises(EngineBroken, match=message):
+            await engine.verify_weights(digests)
+        await engine.resume()
+        waiting = asyncio.create_task(engine.generate("a", [5], params))
+        await asyncio.sleep(0.2)
+        assert not waiting.done() and not running.done(), "nothing is generated with wrong weights"
+        await serve(engine, publisher, 1, named)
+        assert await engine.verify_weights(digests) == len(named)
+        assert [c.logprobs.tolist() for c in await waiting] == [c.logprobs.tolist() for c in before]
+        assert len(await running) == 1
         await engine.close()
         publisher.close()
 

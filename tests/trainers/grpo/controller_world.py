@@ -75,7 +75,7 @@ class Loop:
 
     def _sync(self, version: int, engines: object = None) -> SyncReport:
         self.world.version = max(self.world.version, version)
-        return SyncReport(version, 0, 0, 1, 0.0, 0.0, 0.0, 0, 0, 1, 0, ())
+        return SyncReport(version, 0, 0, 1, 0.0, 0.0, 0.0, 0, 0, 1, 0, 0, ())
 
 
 class Handle:

@@ -36,6 +36,7 @@ from headrace.actors.weights.stream import SendReport
 from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import ReceiverConfig, ReceiverGroup, WeightUpdate
 from headrace.codecs import messages
+from headrace.codecs.weights.parameter_digests import ParameterDigests
 from headrace.trainers.cluster import calls
 from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool
@@ -130,6 +131,9 @@ class TrainProcess(Process):
     def cache_weights(self, version: int) -> None:
         self._publisher.cache(version, self._specs, self._weights())
 
+    def weight_digests(self, version: int) -> ParameterDigests:
+        return self._publisher.digests(version)
+
     def offload(self) -> OffloadReport:
         self.offloaded = True
         return OffloadReport(0, 0.0, 0.0, 0, 0)
@@ -166,6 +170,7 @@ class DirectEngine(ScriptedEngine):
 
     def __init__(self, *args: Any, receiver: ReceiverConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._name = receiver.engine
         self._inbox = WeightInbox(receiver, 0)
         self._update: WeightUpdate | None = None
         self._held = False
@@ -188,7 +193,7 @@ class DirectEngine(ScriptedEngine):
         await super().pause(in_flight)
         self.loaded, self.partial = {}, True
         self.loaded = await asyncio.to_thread(self._receive, update)
-        self._version, self.partial = version, False
+        self._version, self.partial, self._differs = version, False, ""
         await self._go_on()
         return CommitReport(version, 0.0, 0.0, 0, 0)
 

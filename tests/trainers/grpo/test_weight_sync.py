@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.actors.engines.protocol import CommitReport, KeysAndValues, PauseMode
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import WEIGHTS, DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed
@@ -18,6 +20,7 @@ from headrace.trainers.cluster.engine_pool import NoEngineLeft
 from headrace.trainers.grpo import weight_sync
 from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
+from headrace.trainers.grpo.weight_sync import WeightSync
 
 
 def test_a_direct_update_that_fails_in_the_middle_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +29,70 @@ def test_a_direct_update_that_fails_in_the_middle_is_tried_once_more(monkeypatch
         report = it.sync.sync(1)
         assert (report.engines, report.left_out) == (2, 0)
         it.expect(1, 1.0)
+
+
+class Changing(DirectEngine):
+    """Its memory changes after a load, as many times as `changes` says."""
+
+    changes = 0
+
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
+        report = await super().commit_weights(version, in_flight, kv)
+        if self.changes:
+            self.changes -= 1
+            self.loaded["v"][7] += 1
+        return report
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_an_engine_whose_weights_differ_loads_them_again(monkeypatch: pytest.MonkeyPatch, in_flight: str) -> None:
+    with world(monkeypatch, [Changing, ScriptedEngine], verify="full", in_flight=in_flight) as it:
+        it.hosted[0].changes = 1
+        report = it.sync.sync(1)
+        assert (report.engines, report.left_out, report.verified) == (2, 0, 2 * len(WEIGHTS))
+        it.expect(1, 1.0)
+        assert len(it.request(0, "a").result(10)[0].token_ids) == 20, "it was resumed"
+
+
+def test_an_engine_whose_weights_differ_twice_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(monkeypatch, [Changing, ScriptedEngine], verify="sample") as it:
+        it.hosted[0].changes = 2
+        report = it.sync.sync(1)
+        assert (report.engines, report.left_out, report.verified) == (1, 1, len(WEIGHTS))
+        first = it.pool.engines[0]
+        assert first.broken and "engine 0: weights of version 1: 'v' has digest" in first.left_out
+        waiting = it.request(0, "a")
+        assert it.sync.sync(2).verified == 2 * len(WEIGHTS)
+        it.expect(2, 1.0)
+        assert set(waiting.result(10)[0].versions.tolist()) == {2}
+
+
+def test_nothing_is_compared_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(monkeypatch, [Changing]) as it:
+        it.hosted[0].changes = 1
+        assert it.sync.sync(1).verified == 0
+
+
+def test_weights_damaged_in_the_cache_are_found_when_an_engine_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksums of buckets are those of the bytes in the cache, the digests those of the trainer's weights."""
+    monkeypatch.setattr(IpcSender, "lasting", False)  # as between GPUs: the publisher then keeps a cache
+    with world(monkeypatch, [ScriptedEngine], cache=True, verify="full", staging="full") as it:
+        it.trainer.cache_weights(1)
+        sync = WeightSync(it.config, [it._worker], it.pool, lasting=False, in_cache=1)
+        [engine], cache = it.pool.engines, it.trainer._publisher._cache
+        assert cache is not None
+        with cache.reading(1) as cached:
+            cached.memory[5] ^= 1
+        with pytest.raises(ActorFailed, match="engine 0: weights of version 1: 'w' has digest"):
+            sync.catch_up(engine)
+        assert engine.broken
+        with cache.reading(1) as cached:
+            cached.memory[5] ^= 1
+        sync.catch_up(engine)
+        it.expect(1, 1.0)
+        assert sync.sync(1).verified == len(WEIGHTS), "counted in the next report"
 
 
 def test_an_engine_that_fails_twice_is_left_out_and_the_others_have_the_version(

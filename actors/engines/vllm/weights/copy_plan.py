@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .....codecs.weights.parameter_digests import ParameterDigest
 
 _ATEN = torch.ops.aten
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -95,6 +98,22 @@ class CopyPlan:
         Writing the weight there loads it."""
         whole = {name: copies[0] for name, copies in self.copies.items() if len(copies) == 1}
         return {name: copy.target for name, copy in whole.items() if copy.part is None and copy.target.is_contiguous()}
+
+    def read(self, weight: ParameterDigest) -> list[torch.Tensor]:
+        """Return the weight as the parameters hold it: each whole copy of it, or the parts put together again, which
+        takes memory of the weight's size. Returns nothing if this worker does not have all of its elements."""
+        dtype, shape = self.specs.get(weight.name, (None, ()))
+        copies = self.copies.get(weight.name, ())
+        if not copies or shape != weight.shape or str(dtype) != f"torch.{weight.dtype}":
+            return []
+        if all(copy.part is None for copy in copies):
+            return [copy.target for copy in copies]
+        if sum(copy.target.numel() for copy in copies) != math.prod(shape):
+            return []
+        whole = torch.empty(shape, dtype=dtype, device=copies[0].target.device)
+        for copy in copies:
+            (whole if copy.part is None else copy.part.of(whole)).copy_(copy.target)
+        return [whole]
 
 
 class PlanRecorder:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .....codecs.weights.parameter_digests import ParameterDigest
 from .. import library
 from .copy_plan import CopyPlan, ParameterPlaces, PlanRecorder
 from .names import WeightNames
@@ -124,6 +125,24 @@ class ModelLoader:
         It is the same mapping as long as the parameters stay where they are.
         """
         return _NOWHERE if self._looked is None else self._targets
+
+    def served(self) -> Callable[[ParameterDigest], Sequence[torch.Tensor]]:
+        """Return a function that reads a weight, as it was sent, back from the live parameters; it returns no tensor
+        for a weight that cannot be read back exactly.
+
+        With recorded copies, these are the weights of which this worker has all elements: with tensor parallelism,
+        those that are not split. Without them, because the model was loaded layer by layer, only the parameters of
+        modules whose weights no kernel repacks (such as norms) are read. None are if the loaders convert weights.
+        """
+        plan = self._plan
+        if plan is not None and plan.places.stand():
+            return plan.read
+        own = library.plain_parameters(self._model) if self.way.startswith("layerwise") else {}
+
+        def read(weight: ParameterDigest) -> list[torch.Tensor]:
+            return [own[weight.name]] if weight.name in own and weight.fits(own[weight.name]) else []
+
+        return read
 
     def abandon(self) -> None:
         """End a session that failed half way. The model holds a mix of two versions, but the next session starts from

@@ -32,6 +32,16 @@ class PrepareState:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Outcome of comparing a worker's weights with the trainer's digests."""
+
+    num_compared: int
+    """Number of weights that the worker compared."""
+    error: str = ""
+    """Error that names a weight that differs, or why the comparison failed; "" when nothing differs."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """Outcome of loading a version in one worker."""
 

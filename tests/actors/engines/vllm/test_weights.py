@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from transformers import DynamicCache
 
 from headrace.actors.engines.hf.model import cache_argument
-from headrace.actors.engines.protocol import KeysAndValues, SamplingParams
+from headrace.actors.engines.protocol import EngineBroken, KeysAndValues, SamplingParams
 from headrace.actors.weights.transports.protocol import WeightUpdate
+from headrace.codecs.weights.parameter_digests import DigestTaker
 from headrace.tests.actors.engines.vllm.builder import EOS, VOCAB_SIZE
 from headrace.tests.actors.engines.vllm.conftest import Subject
 
@@ -49,6 +51,32 @@ class TestUpdates:
                     completions = await engine.generate(f"{index}", prompt, SamplingParams(n=2, max_new_tokens=16))
                     subject.expect_logprobs(prompt, completions)
                     assert all((one.versions == engine.version).all() for one in completions)
+
+        subject.run(main())
+
+    def test_weights_that_differ_from_the_trainers_are_not_served(self, subject: Subject) -> None:
+        async def main() -> None:
+            engine, version = subject.engine, subject.engine.version + 1
+            await engine.prepare_weights(subject.update())
+            await engine.commit_weights(version)
+            weights = subject.weights()
+            taker = DigestTaker(version, list(weights))
+            for name, tensor in weights.items():
+                taker.take(name, tensor)
+            digests = taker.result()
+            count = await engine.verify_weights(digests)
+            assert count == sum("norm" in name for name in weights), "kernels of CPUs repack the others"
+            wrong = [replace(one, digest=one.digest ^ (one.name == "model.norm.weight")) for one in digests.weights]
+            with pytest.raises(EngineBroken, match=f"weights of version {version}: 'model.norm.weight' has digest"):
+                await engine.verify_weights(replace(digests, weights=tuple(wrong)))
+            waiting = asyncio.create_task(engine.generate("waits", PROMPTS[0], SamplingParams(max_new_tokens=8)))
+            await engine.resume()
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            await engine.prepare_weights(subject.publisher.publish(version, weights))
+            await engine.commit_weights(version)
+            assert await engine.verify_weights(digests) == count
+            subject.expect_logprobs(PROMPTS[0], await waiting)
 
         subject.run(main())
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace.actors.engines.vllm.weights.copy_plan import CopyPlan, PlanRecorder
+from headrace.codecs.weights.parameter_digests import DigestTaker, compare_digests
 
 HIDDEN, WIDTH = 8, 12
 
@@ -64,6 +65,21 @@ def record(model: torch.nn.Module, load: Callable[[dict[str, torch.Tensor]], Non
         with recorder.watching(list(some.items())), torch.no_grad():
             load(some)
     return recorder.plan()
+
+
+def test_weights_of_which_a_worker_has_everything_are_read_back() -> None:
+    model, sent = Fused(), weights(0)
+    plan = record(model, model.load, sent)
+    assert isinstance(plan, CopyPlan)
+    taker = DigestTaker(1, list(sent))
+    for name, tensor in sent.items():
+        taker.take(name, tensor)
+    read = {weight.name: plan.read(weight) for weight in taker.result().weights}
+    assert {name for name, tensors in read.items() if not tensors} == {"gate", "up", "down"}, "it has half of each"
+    assert compare_digests(taker.result(), plan.read, "engine") == (3, "")
+    with torch.no_grad():
+        model.experts[2, 1, 1] += 1
+    assert "'experts' has digest" in compare_digests(taker.result(), plan.read, "engine")[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

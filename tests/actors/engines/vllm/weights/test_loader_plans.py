@@ -14,6 +14,7 @@ import torch
 
 from headrace.actors.engines.vllm.weights.copy_plan import CopyPlan, PlanRecorder
 from headrace.actors.engines.vllm.weights.names import WeightNames
+from headrace.codecs.weights.parameter_digests import DigestTaker, compare_digests
 from headrace.tests.actors.engines.vllm.builder import build, save_model
 from headrace.tests.actors.engines.vllm.weights.test_copy_plan import Fused, record, weights
 
@@ -48,7 +49,28 @@ def repeat_plan(worker: Any, folder: str) -> str:
         repeated = {name: parameter.clone() for name, parameter in model.named_parameters()}
         load(sent(2))
         different = [name for name, one in model.named_parameters() if not torch.equal(one, repeated[name])]
-        return f"{different} differ" if different else ""
+        return (
+            f"{different} differ" if different else read_back(plan, model, sent(2), worker.parallel_config.world_size)
+        )
+
+
+def read_back(plan: CopyPlan, model: torch.nn.Module, sent: list[tuple[str, torch.Tensor]], tp: int) -> str:
+    """What is wrong with reading the weights back from the model's fused parameters; "" when nothing is."""
+    taker = DigestTaker(1, [name for name, _ in sent])
+    for name, tensor in sent:
+        taker.take(name, tensor)
+    count, error = compare_digests(taker.result(), plan.read, "engine")
+    if error or (count != len(sent) if tp == 1 else not 0 < count < len(sent)):
+        return error or f"{count} of {len(sent)} weights were compared"
+    if tp == 1:
+        for name, parameter in model.named_parameters():
+            for index in (0, parameter.numel() // 2):  # of a fused one, in two of its weights
+                kept = parameter.data.view(-1)[index].clone()
+                parameter.data.view(-1)[index] += 1
+                if not compare_digests(taker.result(), plan.read, "engine")[1]:
+                    return f"a change of {name} was not found"
+                parameter.data.view(-1)[index] = kept
+    return ""
 
 
 @pytest.fixture(params=[("untied", 1), ("moe", 1), pytest.param(("untied", 2), marks=pytest.mark.slow)], ids=str)

@@ -1,0 +1,128 @@
+"""Digests of single weights, by which an engine checks that the weights it serves are those that the trainer sent."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import xxhash
+
+from .gpu_scatter import device_digest
+
+Kind = Literal["xxh3", "device"]
+"""How a digest is computed: `xxh3` is xxh3_64 of the bytes, `device` is `gpu_scatter.device_digest`. Each can be
+computed of a tensor on any device, but only on its own kind of device is it fast."""
+
+NUM_SAMPLED = 8
+"""Number of weights in a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDigest:
+    """Digest of one weight as the trainer has it."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """Dtype in which the weight is sent, such as `bfloat16`."""
+    shape: tuple[int, ...]
+    kind: Kind
+    digest: int
+    """Unsigned 64-bit digest of the weight's bytes."""
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` has the dtype and shape of the weight, so that its digest can be compared."""
+        return tuple(tensor.shape) == self.shape and str(tensor.dtype) == f"torch.{self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDigests:
+    """Digests of some or all weights of one version."""
+
+    version: int
+    weights: tuple[ParameterDigest, ...]
+
+
+class DigestTaker:
+    """Computes the digests of one version, weight by weight, as the trainer gathers them."""
+
+    def __init__(self, version: int, names: Collection[str]) -> None:
+        """names: names of the weights whose digests are wanted."""
+        self._version = version
+        self._names = names
+        self._taken: list[tuple[ParameterDigest, int | torch.Tensor]] = []
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Compute the digest of a weight if it is wanted. On a GPU the work is queued on the current stream. tensor:
+        the whole weight, on any device."""
+        if name in self._names:
+            kind: Kind = "device" if tensor.is_cuda else "xxh3"
+            weight = ParameterDigest(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), kind, 0)
+            self._taken.append((weight, _queued(tensor, kind)))
+
+    def result(self) -> ParameterDigests:
+        """Return the digests of the weights taken, once the GPU has computed them."""
+        digests = _unsigned([digest for _, digest in self._taken])
+        weights = (replace(weight, digest=digest) for (weight, _), digest in zip(self._taken, digests, strict=True))
+        return ParameterDigests(self._version, tuple(weights))
+
+
+def sampled_names(names: Sequence[str], version: int) -> Collection[str]:
+    """Return NUM_SAMPLED of `names`, or all if there are no more. The choice depends only on `names` and `version`."""
+    return frozenset(random.Random(version).sample(names, min(NUM_SAMPLED, len(names))))
+
+
+def compare_digests(
+    expected: ParameterDigests, served: Callable[[ParameterDigest], Sequence[torch.Tensor]], engine: str
+) -> tuple[int, str]:
+    """Compare an engine's weights with the trainer's digests. Returns the number of weights compared, and an error text
+    that names the first weight that differs; "" if none does.
+
+    engine: the engine's name, for the text. served: function that returns the tensors in which the engine serves a
+    weight, each of the weight's dtype and shape; none if the weight cannot be compared, because the engine keeps it in
+    another form.
+    """
+    compared: list[ParameterDigest] = []
+    queued: list[int | torch.Tensor] = []
+    for weight in expected.weights:
+        for tensor in served(weight):
+            compared.append(weight)
+            queued.append(_queued(tensor, weight.kind))
+    found = {
+        weight.name: (weight.digest, digest)
+        for weight, digest in zip(compared, _unsigned(queued), strict=True)
+        if weight.digest != digest
+    }
+    count = len({weight.name for weight in compared})
+    if not found:
+        return count, ""
+    name, (wanted, got) = next(iter(found.items()))
+    more = f", and {len(found) - 1} more differ" if len(found) > 1 else ""
+    return count, (
+        f"{engine}: weights of version {expected.version}: {name!r} has digest {got:016x} after the load, the "
+        f"trainer's is {wanted:016x} ({count} weights were compared{more})"
+    )
+
+
+def _queued(tensor: torch.Tensor, kind: Kind) -> int | torch.Tensor:
+    """Return the digest of a tensor, for `device` as a tensor that the device may still be computing."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return device_digest(flat) if kind == "device" else _xxh3(flat)
+
+
+def _xxh3(flat: torch.Tensor) -> int:
+    """Return xxh3_64 of the bytes, read where they are. Not through a numpy view: torch would never again let the
+    trainer free that storage to offload it."""
+    host = flat.cpu()
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * len(host)).from_address(host.data_ptr()) if len(host) else b"")
+
+
+def _unsigned(digests: Sequence[int | torch.Tensor]) -> list[int]:
+    """Return the digests as unsigned integers, waiting once for all that a device still computes."""
+    pending = [digest for digest in digests if isinstance(digest, torch.Tensor)]
+    ready = iter(torch.stack(pending).tolist() if pending else ())
+    return [(next(ready) if isinstance(digest, torch.Tensor) else digest) & (1 << 64) - 1 for digest in digests]
