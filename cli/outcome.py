@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from types import FrameType
@@ -14,6 +16,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 DONE, FAILED, MISTAKE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+ONE_STOP_S = 2.0
+"""Seconds within which several signals to stop are taken for one."""
 
 
 def mistake(sentences: Sequence[str]) -> int:
@@ -50,3 +54,25 @@ def stop_on_sigterm() -> None:
 
 def _terminate(_signum: int, _frame: FrameType | None) -> None:
     raise Terminated
+
+
+def stop_at_once() -> None:
+    """Make SIGINT and SIGTERM raise an exception in the main thread, whatever it does.
+
+    Python alone lets asyncio.run wait for the next `await` at a SIGINT, which an engine that starts does not reach for
+    minutes. Signals within ONE_STOP_S of the first are taken for the same one, as `timeout` sends its signal to the
+    process and to its group, and the second would end the cleaning up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    last = -math.inf
+
+    def stop(signum: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > ONE_STOP_S:
+            last = now
+            raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
