@@ -77,7 +77,6 @@ def _gpu(arguments: argparse.Namespace) -> int:
     ):
         if number is not None and number < least:
             raise UserError(f"{option}: got {number}, expected at least {least}")
-    stop_at_once()
     tell = Progress(lambda line: print(line, flush=True), started)
     if work in TRAIN_WORKS:
         return _gpu_train_steps(arguments, tell, out)
@@ -181,12 +180,13 @@ def _measured(report: Figures, run: Callable[[], None], show: Callable[[Console]
             console.print(report.interrupted, style="red", highlight=False, markup=False, soft_wrap=True)
         return judged(console, report.complaints, results)
 
-    try:
-        run()
-    except BaseException:
-        if report.interrupted:
-            finish()
-        raise
+    with stop_at_once():
+        try:
+            run()
+        except BaseException:
+            if report.interrupted:
+                finish()
+            raise
     return finish()
 
 

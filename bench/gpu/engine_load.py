@@ -169,8 +169,8 @@ async def time_in_turns(
             found[way] = await run(way, number)
             note(notes, round=number, way=way, tokens_per_s=found[way])
         if number >= 0:
-            for way, rate in found.items():
-                rates.setdefault(way, []).append(rate)
+            for way in ways:
+                rates.setdefault(way, []).append(found[way])
             tell.finish(round_name(number))
 
 
