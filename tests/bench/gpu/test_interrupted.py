@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -185,8 +186,8 @@ def test_two_signals_are_one_and_one_that_gets_lost_is_raised_again(monkeypatch:
     ("work", "options", "phase", "figure"),
     [
         pytest.param("train-tiny", ("--tokens", "64"), "step 5 of", "tokens_per_s", id="train"),
-        pytest.param("grpo-tiny", (), "cpu: 3 of", "cpu.step_s", id="grpo"),
-        pytest.param("pool-tiny", (), "alone: 3 of", "alone.step_s", id="pool"),
+        pytest.param("grpo-tiny", (), r"cpu: ([3-9]|\d\d+) of", "cpu.step_s", id="grpo"),
+        pytest.param("pool-tiny", (), r"alone: ([3-9]|\d\d+) of", "alone.step_s", id="pool"),
         pytest.param(
             "engine-routes-tiny",
             (),
@@ -207,7 +208,7 @@ def test_the_command_ends_at_a_signal_with_its_figures(
     assert process.stdout is not None
     try:
         lines: list[str] = []
-        while not lines or phase not in lines[-1]:
+        while not lines or not re.search(phase, lines[-1]):
             lines.append(process.stdout.readline())
             assert lines[-1], f"ended early: {lines} {process.communicate()[1]}"
         started = psutil.Process(process.pid).children(recursive=True)
