@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..trainers.errors import UserError
 from .arguments import bench_command, chosen, known, results_folder
-from .outcome import stop_on_sigterm
-from .terminal import command_line, judged, print_table, status_line
+from .outcome import stop_at_once
+from .terminal import command_line, judged, print_table
 
 if TYPE_CHECKING:
     from ..bench.gpu.figures import Figures
+    from ..bench.gpu.progress import Progress
 
 
 def add_gpu_commands(kinds: Any) -> None:
@@ -60,6 +64,8 @@ def add_gpu_commands(kinds: Any) -> None:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()  # before torch is imported
+    from ..bench.gpu.progress import Progress
     from ..bench.gpu.works import ENGINE_WORKS, POOL_WORKS, SWITCH_WORKS, TRAIN_WORKS, WORKS
 
     [work] = known("--work", (arguments.work,), WORKS)
@@ -71,18 +77,18 @@ def _gpu(arguments: argparse.Namespace) -> int:
     ):
         if number is not None and number < least:
             raise UserError(f"{option}: got {number}, expected at least {least}")
-    stop_on_sigterm()
+    tell = Progress(lambda line: print(line, flush=True), started)
     if work in TRAIN_WORKS:
-        return _gpu_train_steps(arguments, out)
+        return _gpu_train_steps(arguments, tell, out)
     if work in ENGINE_WORKS:
-        return _gpu_engine(arguments, out)
+        return _gpu_engine(arguments, tell, out)
     if work in POOL_WORKS:
-        return _gpu_pool(arguments, out)
-    return (_gpu_switch if work in SWITCH_WORKS else _gpu_runs)(arguments, out)
+        return _gpu_pool(arguments, tell, out)
+    return (_gpu_switch if work in SWITCH_WORKS else _gpu_runs)(arguments, tell, out)
 
 
-def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
-    from ..bench.gpu.benchmark import GpuOptions, run_gpu
+def _gpu_runs(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
+    from ..bench.gpu.benchmark import GpuOptions, GpuReport, run_gpu
     from ..bench.gpu.report import conditions_line, gpu_table, write_report
 
     options = GpuOptions(
@@ -91,36 +97,42 @@ def _gpu_runs(arguments: argparse.Namespace, out: Path) -> int:
         baseline=None if arguments.baseline == "none" else arguments.baseline, model=arguments.model,
         limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
     )  # fmt: skip
-    with status_line("starting") as (console, tell):
-        report = run_gpu(options, tell)
-    print_table(console, gpu_table(report))
-    console.print(conditions_line(report), highlight=False, markup=False, soft_wrap=True)
-    for line in report.notes:
-        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
-    path = write_report(report, out, command_line())
-    return judged(console, report.complaints, path)
+    report = GpuReport(arguments.work, out, tell)
+
+    def show(console: Console) -> Path:
+        print_table(console, gpu_table(report))
+        if report.conditions:
+            console.print(conditions_line(report), highlight=False, markup=False, soft_wrap=True)
+        return write_report(report, out, command_line())
+
+    return _measured(report, lambda: run_gpu(options, report), show)
 
 
-def _gpu_switch(arguments: argparse.Namespace, out: Path) -> int:
+def _gpu_switch(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
+    from ..bench.gpu.figures import Figures
     from ..bench.gpu.switch.benchmark import SwitchOptions, run_switch
 
     if arguments.overrides:
         raise UserError(f"{arguments.overrides[0]}: no run is made for --work {arguments.work}, expected no overrides")
     options = SwitchOptions(out, arguments.work, arguments.backend, layouts=chosen(arguments.layout, ("colocated-1",)))
-    return _measured(lambda tell: run_switch(options, tell), out)
+    report = Figures(arguments.work, out, tell)
+    return _measured(report, lambda: run_switch(options, report))
 
 
-def _gpu_pool(arguments: argparse.Namespace, out: Path) -> int:
+def _gpu_pool(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
+    from ..bench.gpu.figures import Figures
     from ..bench.gpu.pool.benchmark import PoolOptions, run_pool
 
     options = PoolOptions(
         out, arguments.work, arguments.backend, steps=arguments.steps, prompts=arguments.prompts,
         model=arguments.model, limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
     )  # fmt: skip
-    return _measured(lambda tell: run_pool(options, tell), out)
+    report = Figures(arguments.work, out, tell)
+    return _measured(report, lambda: run_pool(options, report))
 
 
-def _gpu_train_steps(arguments: argparse.Namespace, out: Path) -> int:
+def _gpu_train_steps(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
+    from ..bench.gpu.figures import Figures
     from ..bench.train_steps.benchmark import TrainOptions, run_train_steps
 
     options = TrainOptions(
@@ -129,31 +141,53 @@ def _gpu_train_steps(arguments: argparse.Namespace, out: Path) -> int:
         prompt_share=arguments.prompt_share, plain=arguments.baseline != "none", model=arguments.model,
         overrides=tuple(arguments.overrides),
     )  # fmt: skip
-    return _measured(lambda tell: run_train_steps(options, tell), out)
+    report = Figures(arguments.work, out, tell)
+    return _measured(report, lambda: run_train_steps(options, report))
 
 
-def _gpu_engine(arguments: argparse.Namespace, out: Path) -> int:
+def _gpu_engine(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
     from ..bench.gpu.engine_load import EngineOptions
     from ..bench.gpu.engine_logprobs import run_engine_logprobs
     from ..bench.gpu.engine_routes import run_engine_routes
+    from ..bench.gpu.figures import Figures
     from ..bench.gpu.works import ROUTE_WORKS
 
     options = EngineOptions(
         out, arguments.work, pairs=arguments.steps or 5, layers=arguments.layers, model=arguments.model,
         overrides=tuple(arguments.overrides),
     )  # fmt: skip
+    report = Figures(arguments.work, out, tell)
     run = run_engine_routes if arguments.work in ROUTE_WORKS else run_engine_logprobs
-    return _measured(lambda tell: run(options, tell), out)
+    return _measured(report, lambda: run(options, report))
 
 
-def _measured(run: Callable[[Callable[[str], None]], Figures], out: Path) -> int:
-    """Run a benchmark of a part of a run, and show its figures. Returns the exit code."""
-    with status_line("starting") as (console, tell):
-        report = run(tell)
-    print_table(console, report.table())
-    for line in report.notes:
-        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
-    return judged(console, report.complaints, out)
+def _measured(report: Figures, run: Callable[[], None], show: Callable[[Console], Path] | None = None) -> int:
+    """Measure a work and show its figures, also those of a work that is interrupted or fails. Returns the exit code.
+
+    show: function that prints the figures and returns where the results are; None means the report's own table.
+    """
+    console = Console()
+
+    def table(console: Console) -> Path:
+        print_table(console, report.table())
+        return report.out
+
+    def finish() -> int:
+        results = (show or table)(console)
+        for line in report.notes:
+            console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+        if report.interrupted:
+            console.print(report.interrupted, style="red", highlight=False, markup=False, soft_wrap=True)
+        return judged(console, report.complaints, results)
+
+    with stop_at_once():
+        try:
+            run()
+        except BaseException:
+            if report.interrupted:
+                finish()
+            raise
+    return finish()
 
 
 def _gpu_train(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ...trainers.errors import UserError
 from .nvml import visible_gpus
@@ -68,7 +67,7 @@ class TrlOutcome:
     peak_gib: float
     """Peak memory of the process's own tensors on the GPU in GiB; vLLM's own process is not in it."""
     problem: str
-    """Sentence about why the run gave no figures; "" if it did."""
+    """Sentence about why the run did not come to its end; "" if it did."""
 
     @property
     def step_s(self) -> float:
@@ -83,9 +82,15 @@ def check_trl() -> str:
     return importlib.metadata.version("trl")
 
 
-def run_trl(task: TrlTask, stem: Path, limit_s: float, tell: Callable[[str], None]) -> TrlOutcome:
+def run_trl(
+    task: TrlTask, stem: Path, limit_s: float, tell: Callable[[str], None], keep: Callable[[TrlOutcome], None]
+) -> None:
     """Run TRL in a process of its own. Its settings, output and figures are written to `stem` with the suffixes
-    .task.json, .txt and .json. limit_s: seconds after which the process is ended without figures."""
+    .task.json, .txt and .json.
+
+    limit_s: seconds after which the process is ended. keep: function that gets the figures of the steps that were made,
+    also if this function is interrupted.
+    """
     settings, result, output = (stem.with_name(stem.name + end) for end in (".task.json", ".json", ".txt"))
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text(json.dumps(asdict(task)))
@@ -102,25 +107,30 @@ def run_trl(task: TrlTask, stem: Path, limit_s: float, tell: Callable[[str], Non
             env=environment,
             start_new_session=True,
         )
+    why = "interrupted"
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            tell("trl: running")
+            done = len(read_trl(result).seconds)
+            tell(f"{stem.name}: {done} of {task.steps} steps made" if done else f"{stem.name}: starting")
             time.sleep(_LOOK_S)
         code = process.poll()
+        why = "" if code == 0 else f"ended with exit code {code}"
+        if code is None:
+            why = f"ended after its limit of {limit_s:g} s"
     finally:
         end_process(process)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what vLLM started, which TRL's process does not wait for
-    if code == 0 and result.exists():
-        return trl_outcome(json.loads(result.read_text()))
-    why = f"ended after its limit of {limit_s:g} s" if code is None else f"ended with exit code {code}"
-    return TrlOutcome((), (), 0.0, f"trl: {why}; its output is in {output}")
+        keep(read_trl(result, f"trl: {why}; its output is in {output}" if why else ""))
 
 
-def trl_outcome(result: dict[str, Any]) -> TrlOutcome:
-    """Return the figures in the JSON object that `trl_steps` writes."""
+def read_trl(path: Path, problem: str = "") -> TrlOutcome:
+    """Return the figures in the JSON file that `trl_steps` writes after each step; none if it is not there."""
+    if not path.exists():
+        return TrlOutcome((), (), 0.0, problem)
+    result = json.loads(path.read_text())
     norms = [log["grad_norm"] for log in result["logs"] if "grad_norm" in log]
-    return TrlOutcome(tuple(result["seconds"]), tuple(norms), result["peak_gib"], "")
+    return TrlOutcome(tuple(result["seconds"]), tuple(norms), result["peak_gib"], problem)
 
 
 def best(outcomes: Sequence[TrlOutcome]) -> TrlOutcome | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,9 @@ from ...codecs.imports import MissingExtra
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
 from ..conditions import conditions
-from ..transfer.results import write_records, write_summary
 from .accounting import StepFigures, counted, median
 from .baseline import TrlOutcome, TrlTask, best, check_trl, run_trl
+from .figures import Figures
 from .layouts import CPU, Layout, parse_layout
 from .model_folder import make_folder
 from .nvml import gpu_names, open_nvml, sampler_of
@@ -74,22 +74,23 @@ class GpuOptions:
 
 
 @dataclass(slots=True)
-class GpuReport:
-    """Results of `headrace bench gpu`."""
+class GpuReport(Figures):
+    """Results of a work `grpo-*`."""
 
-    work: str
-    outcomes: list[TrainOutcome]
-    baselines: list[TrlOutcome]
-    summary: dict[str, float]
-    conditions: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-    """Sentences about figures that are left out, and why."""
-    complaints: list[str] = field(default_factory=list)
-    """Sentences about what was wrong; with any of them the command fails."""
+    outcomes: list[TrainOutcome] = field(default_factory=list)
+    baselines: list[TrlOutcome] = field(default_factory=list)
+
+    def judge(self) -> None:
+        """Judge the runs so far and compute their figures."""
+        self.complaints = [line for outcome in self.outcomes for line in outcome.complaints]
+        self.complaints += [outcome.problem for outcome in self.baselines if outcome.problem]
+        self.summary = summarise(self.work, self.outcomes, self.baselines)
+        self.records = [train_record(self.work, outcome) for outcome in self.outcomes]
+        self.records += [trl_record(self.work, outcome) for outcome in self.baselines]
 
 
-def run_gpu(options: GpuOptions, tell: Callable[[str], None]) -> GpuReport:
-    """Make the model, run all layouts and the baseline, and write results.jsonl and summary.json into `options.out`.
+def run_gpu(options: GpuOptions, report: GpuReport) -> None:
+    """Make the model, run all layouts and the baseline, and write results.jsonl and summary.json, also if interrupted.
 
     Raises UserError when the options fit neither each other nor this machine, before anything is started.
     """
@@ -98,27 +99,29 @@ def run_gpu(options: GpuOptions, tell: Callable[[str], None]) -> GpuReport:
     layouts = chosen_layouts(options, gpus)
     bounds = HALF if gpus else EXACT
     versions = {"trl": check_trl()} if options.baseline else {}
-    report = GpuReport(options.work, [], [], {}, {})
     model = (options.model or options.out / "model").resolve()
     tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]
     for layout in layouts:  # a mistake in the overrides is told before anything is made
         load_config(EXAMPLES / work.example, [*layout.overrides(), *options.overrides])
-    report = GpuReport(options.work, [], [], {}, {})
-    with ExitStack() as stack:
+    trl_runs = ["TRL, run 1", "TRL, run 2"] if options.baseline else []
+    report.tell.plan(*trl_runs[:1], *(task.folder.name for task in tasks), *trl_runs[1:])
+    with report.kept(report.judge), ExitStack() as stack:
         nvml = stack.enter_context(_nvml(report.notes)) if gpus else None
         report.conditions = _conditions(options, gpu_names(nvml, gpus), bounds, versions)
         if options.model is None:
             stack.callback(shutil.rmtree, model, ignore_errors=True)
-        tell("making the model")
+        report.tell("making the model")
         make_folder(model, work.folder_task("bfloat16" if gpus else "float32"), "cuda" if gpus else "cpu")
-        _run_trl(options, model, report, tell)
+        for name in trl_runs[:1]:
+            _run_trl(options, model, report, name)
         for task in tasks:
             sampler = None if nvml is None else sampler_of(nvml, task.layout.gpus)
-            report.outcomes.append(run_train(task, bounds, sampler, tell))
-            _write(options.out, report)  # what was measured stays if a later run is interrupted
-        _run_trl(options, model, report, tell)
-    _write(options.out, report)
-    return report
+            run_train(task, bounds, sampler, report.tell, report.outcomes.append)
+            report.tell.finish(task.folder.name)
+            report.judge()
+            report.write()  # what was measured stays if this process is killed
+        for name in trl_runs[1:]:
+            _run_trl(options, model, report, name)
 
 
 def chosen_layouts(options: GpuOptions, gpus: int) -> list[Layout]:
@@ -213,13 +216,12 @@ def _nvml(notes: list[str]) -> Iterator[Any]:
         yield nvml
 
 
-def _run_trl(options: GpuOptions, model: Path, report: GpuReport, tell: Callable[[str], None]) -> None:
-    if options.baseline is None:
-        return
+def _run_trl(options: GpuOptions, model: Path, report: GpuReport, name: str) -> None:
     work = GRPO_WORKS[options.work]
     task = TrlTask.of(work, model, options.steps or work.steps, gpu=torch.cuda.device_count() > 0)
     stem = options.out / f"trl.{len(report.baselines) + 1}"
-    report.baselines.append(run_trl(task, stem.resolve(), options.limit_s, tell))
+    run_trl(task, stem.resolve(), options.limit_s, report.tell, report.baselines.append)
+    report.tell.finish(name)
 
 
 def _conditions(options: GpuOptions, gpus: list[str], bounds: Bounds, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -232,16 +234,3 @@ def _conditions(options: GpuOptions, gpus: list[str], bounds: Bounds, versions: 
         bounds={name: getattr(bounds, name) for name in ("mismatch_mean", "mismatch_max", "grad_norm")},
     )  # fmt: skip
     return facts | {"versions": {**facts["versions"], **versions}}
-
-
-def _write(out: Path, report: GpuReport) -> None:
-    """Judge the runs so far and write their figures."""
-    report.complaints = [line for outcome in report.outcomes for line in outcome.complaints]
-    report.complaints += [outcome.problem for outcome in report.baselines if outcome.problem]
-    report.summary = summarise(report.work, report.outcomes, report.baselines)
-    out.mkdir(parents=True, exist_ok=True)
-    records = [train_record(report.work, outcome) for outcome in report.outcomes]
-    records += [trl_record(report.work, outcome) for outcome in report.baselines]
-    facts = {**report.conditions, "notes": report.notes, "complaints": report.complaints}
-    write_records(out / "results.jsonl", records, facts)
-    write_summary(out / "summary.json", report.summary, facts)

@@ -27,6 +27,7 @@ from ...trainers.errors import UserError
 from ..conditions import conditions
 from ..transfer.results import note
 from .model_folder import FolderTask, make_folder
+from .progress import Progress
 from .shapes import SHAPES
 from .works import ENGINE_WORKS, EXAMPLES
 
@@ -74,15 +75,6 @@ class EngineBench:
     load: Load
     options: EngineOptions
 
-    def conditions(self, **more: Any) -> dict[str, Any]:
-        """Return the conditions of the measurement, and the items of `more`."""
-        gpus = [torch.cuda.get_device_name(0)] if self.setup.on_gpu else []
-        return conditions(
-            gpus=gpus, work=self.options.work, pairs=self.options.pairs, layers=self.options.layers,
-            samples=len(self.load.prompts) * self.load.params.n, tokens=self.load.tokens,
-            overrides=list(self.options.overrides), **more,
-        )  # fmt: skip
-
 
 def check_options(options: EngineOptions, sections: Sequence[str]) -> None:
     """Raise UserError if the options do not fit this machine, or an override is of none of the `sections` of the
@@ -93,6 +85,17 @@ def check_options(options: EngineOptions, sections: Sequence[str]) -> None:
         if override.partition(".")[0] not in sections:
             expected = " and ".join(f"{section}.*" for section in sections)
             raise UserError(f"{override}: no run is made for --work {options.work}, expected keys of {expected} only")
+
+
+def engine_conditions(options: EngineOptions) -> dict[str, Any]:
+    """Return the conditions of the measurement of a work."""
+    work = ENGINE_WORKS[options.work]
+    samples = work.prompts * work.group_size
+    return conditions(
+        gpus=[torch.cuda.get_device_name(0)] if torch.cuda.device_count() else [],
+        work=options.work, pairs=options.pairs, layers=options.layers, samples=samples,
+        tokens=samples * work.max_new_tokens, overrides=list(options.overrides),
+    )  # fmt: skip
 
 
 def prepare(options: EngineOptions, folder: Path, given: Sequence[str] = ()) -> EngineBench:
@@ -140,28 +143,35 @@ async def timed_round(engine: GenerationEngine, load: Load, number: int) -> tupl
     return sum(len(one.token_ids) for found in answers for one in found) / seconds, answers
 
 
+def round_name(number: int) -> str:
+    """Return the name of a counted round, of which the first has the number 0."""
+    return f"round {number + 1}"
+
+
 async def time_in_turns(
     ways: Sequence[Way],
     pairs: int,
     run: Callable[[Way, int], Awaitable[float]],
     notes: Path,
-    tell: Callable[[str], None],
-) -> dict[Way, list[float]]:
-    """Return the tokens per second of each way in each of `pairs` rounds, after a round that is not counted.
+    tell: Progress,
+    rates: dict[Way, list[float]],
+) -> None:
+    """Time each way in each of `pairs` rounds, after a round that is not counted.
 
     run: function that makes round `number` of a way and returns its tokens per second. notes: file to which each of
-    them is appended as it is known.
+    them is appended as it is known. rates: gets the tokens per second of all ways of each round that is over.
     """
-    rates: dict[Way, list[float]] = {way: [] for way in ways}
     rng = random.Random(0)
     for number in range(-1, pairs):
-        tell(f"round {number + 1} of {pairs}" if number >= 0 else "warming up")
+        tell(f"{round_name(number)} of {pairs}" if number >= 0 else "warming up")
+        found: dict[Way, float] = {}
         for way in rng.sample(ways, len(ways)):
-            rate = await run(way, number)
-            note(notes, round=number, way=way, tokens_per_s=rate)
-            if number >= 0:
-                rates[way].append(rate)
-    return rates
+            found[way] = await run(way, number)
+            note(notes, round=number, way=way, tokens_per_s=found[way])
+        if number >= 0:
+            for way in ways:
+                rates.setdefault(way, []).append(found[way])
+            tell.finish(round_name(number))
 
 
 def ratio_figures(name: str, rates: Sequence[float], base: Sequence[float]) -> dict[str, float]:

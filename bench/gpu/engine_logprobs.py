@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +24,17 @@ from .engine_load import (
     EngineOptions,
     Load,
     check_options,
+    engine_conditions,
     prepare,
     rate_figures,
     ratio_figures,
     request_names,
+    round_name,
     time_in_turns,
     timed_round,
 )
 from .figures import Figures
+from .progress import Progress
 
 Way = Literal["plain", "vllm", "arrays"]
 WAYS: tuple[Way, ...] = ("plain", "vllm", "arrays")
@@ -38,42 +42,70 @@ WAYS: tuple[Way, ...] = ("plain", "vllm", "arrays")
 through Headrace's engine; and those that the worker keeps."""
 
 
-def run_engine_logprobs(options: EngineOptions, tell: Callable[[str], None]) -> Figures:
-    """Make the model, time the ways, and write results.jsonl and summary.json into `options.out`. Raises UserError when
-    the options do not fit this machine, before anything is started."""
+BITS = "comparing log-probs bit by bit"
+"""Name of the part in which the log-probs of all ways are compared."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """Results of the engine, as far as they came."""
+
+    rates: dict[Way, list[float]] = field(default_factory=dict)
+    """Tokens per second of each way and round."""
+    differing: int | None = None
+    """Number of log-probs that differ; None if they were not compared."""
+    way: str | None = None
+    """Way in which the engine brings log-probs when nothing else is asked for; None if it has not started."""
+
+
+def run_engine_logprobs(options: EngineOptions, report: Figures) -> None:
+    """Make the model, time the ways, and write results.jsonl and summary.json, also if interrupted. Raises UserError
+    when the options do not fit this machine, before anything is started."""
     check_options(options, ("rollout",))
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
-        tell("making the model")
+    report.conditions = engine_conditions(options)
+    report.tell.plan(BITS, *map(round_name, range(options.pairs)))
+    found = Measured()
+    with (
+        report.kept(lambda: _judge(report, options, found)),
+        tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder,
+    ):
+        report.tell("making the model")
         bench = prepare(options, Path(folder))
-        tell("starting the engine")
-        rates, differing, way = asyncio.run(_measure(bench, tell))
-    summary = summarise_engine(options.work, bench.load.tokens, rates, differing)
-    report = Figures(options.work, summary, bench.conditions(way=way))
-    if differing:
-        report.complaints.append(f"{differing} log-probs differ from vLLM's own in some bit")
-    if way.startswith("vllm"):
-        report.complaints.append(f"the worker kept no log-probs: {way}")
-    records = [{"op": "engine-logprobs", "way": name, "tokens_per_s": values} for name, values in rates.items()]
-    report.write(options.out, records)
-    return report
+        report.tell("starting the engine")
+        asyncio.run(_measure(bench, found, report.tell))
 
 
-async def _measure(bench: EngineBench, tell: Callable[[str], None]) -> tuple[dict[Way, list[float]], int, str]:
-    """Return the tokens per second of each way and round, the number of log-probs that differ, and the way in which the
-    engine brings log-probs when nothing else is asked for. Each is noted in notes.jsonl as it is known."""
+def _judge(report: Figures, options: EngineOptions, found: Measured) -> None:
+    """Fill in the figures of the report, and complain of what is wrong."""
+    report.summary = summarise_engine(options.work, report.conditions["tokens"], found.rates, found.differing)
+    report.conditions["way"] = found.way
+    if found.differing:
+        report.complaints.append(f"{found.differing} log-probs differ from vLLM's own in some bit")
+    if found.way and found.way.startswith("vllm"):
+        report.complaints.append(f"the worker kept no log-probs: {found.way}")
+    report.records = [
+        {"op": "engine-logprobs", "way": name, "tokens_per_s": values} for name, values in found.rates.items()
+    ]
+
+
+async def _measure(bench: EngineBench, found: Measured, tell: Progress) -> None:
+    """Start the engine, compare log-probs, time the ways and close it. Each figure is noted in notes.jsonl as it is
+    known."""
     engine: Any = build_engine(bench.setup)  # a VllmEngine
     notes = bench.options.out / "notes.jsonl"
     try:
-        tell("comparing log-probs bit by bit")
-        differing = await differing_logprobs(engine, bench.load)
-        way = engine.logprob_way
-        note(notes, differing=differing, way=way)
+        tell(BITS)
+        found.differing = await differing_logprobs(engine, bench.load)
+        found.way = engine.logprob_way
+        note(notes, differing=found.differing, way=found.way)
+        tell.finish(BITS)
 
         async def run(name: Way, number: int) -> float:
             return await _timed(engine, bench.load, name, number)
 
-        return await time_in_turns(WAYS, bench.options.pairs, run, notes, tell), differing, way
+        await time_in_turns(WAYS, bench.options.pairs, run, notes, tell, found.rates)
+        tell("closing the engine")
     finally:
         await engine.close()
 
@@ -121,12 +153,16 @@ async def _timed(engine: Any, load: Load, way: Way, number: int) -> float:
     return tokens / (time.perf_counter() - started)
 
 
-def summarise_engine(work: str, tokens: int, rates: Mapping[Way, Sequence[float]], differing: int) -> dict[str, float]:
+def summarise_engine(
+    work: str, tokens: int, rates: Mapping[Way, Sequence[float]], differing: int | None
+) -> dict[str, float]:
     """Return the flat summary `gpu.{work}.{figure}`: `{way}.tokens_per_s`, medians; `{way}_vs_plain`, the median over
     the rounds of the ratio to the same round's rate without log-probs, with the smallest and the largest; and the
-    number of log-probs that differ."""
+    number of log-probs that differ. Without a round, the rates are left out; differing: None if it is not known."""
     found = rate_figures(rates)
-    for way in WAYS[1:]:
+    for way in WAYS[1:] if rates else ():
         found |= ratio_figures(f"{way}_vs_plain", rates[way], rates["plain"])
-    found |= {"differing_logprobs": float(differing), "tokens_at_most": float(tokens)}
+    if differing is not None:
+        found["differing_logprobs"] = float(differing)
+    found["tokens_at_most"] = float(tokens)
     return {f"gpu.{work}.{name}": value for name, value in found.items()}

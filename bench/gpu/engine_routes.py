@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,19 +24,23 @@ import numpy as np
 from ...actors.engines.factory import EngineConfig, build_engine
 from ...actors.engines.protocol import Completion
 from ...codecs.tokens.routes import RoutesDamaged, RouteSpec, check_routes, missing_tokens
+from ...trainers.errors import UserError
 from ...trainers.run.trust_probe import Rows, TrustReport, compare_rows, route_spec
 from ..transfer.results import note
 from .engine_load import (
     EngineBench,
     EngineOptions,
     check_options,
+    engine_conditions,
     prepare,
     rate_figures,
     ratio_figures,
+    round_name,
     time_in_turns,
     timed_round,
 )
 from .figures import Figures
+from .progress import Progress
 
 Way = Literal["with", "without"]
 WAYS: tuple[Way, ...] = ("with", "without")
@@ -44,6 +48,8 @@ WAYS: tuple[Way, ...] = ("with", "without")
 GIVEN = ("rollout.logprobs=arrays", "router_replay.enabled=true")
 """Settings of the configuration for both engines and the trainer. Log-probs as arrays cost least, so what routes cost
 is not hidden beside them."""
+TRUST = "computing the log-probs of the engine's tokens with the trainer"
+"""Name of the part in which engine and trainer are compared."""
 TRUST_ROWS = 8
 """Largest number of samples whose log-probs the trainer computes, each of another prompt."""
 
@@ -104,58 +110,79 @@ class RouteTally:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
-    """Results of the two engines."""
+    """Results of the two engines and of the trainer, as far as they came."""
 
-    rates: Mapping[Way, Sequence[float]]
+    rates: dict[Way, list[float]] = field(default_factory=dict)
     """Tokens per second of each engine and round."""
-    routes: RouteTally
-    """Routes of all rounds, the one that warms up included."""
-    rows: Rows
+    routes: RouteTally | None = None
+    """Routes of all rounds, the one that warms up included; None before the first."""
+    rows: Rows = field(default_factory=list)
     """Samples of the last round, of the engine with routes."""
-    engines: Mapping[Way, Mapping[str, Any]]
+    engines: dict[Way, dict[str, Any]] = field(default_factory=dict)
     """Settings that vLLM chose itself for each engine, by name."""
+    trust: TrustReport | None = None
+    """Differences between the log-probs of engine and trainer; None if they were not compared."""
 
 
-def run_engine_routes(options: EngineOptions, tell: Callable[[str], None]) -> Figures:
-    """Make the model, time both engines, compare with the trainer, and write results.jsonl and summary.json into
-    `options.out`. Raises UserError when the options do not fit this machine, before anything is started."""
+def run_engine_routes(options: EngineOptions, report: Figures) -> None:
+    """Make the model, time both engines, compare with the trainer, and write results.jsonl and summary.json, also if
+    interrupted. Raises UserError when the options do not fit this machine, before anything is started."""
     check_options(options, ("rollout", "trainer"))
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder:
-        tell("making the model")
+    report.conditions = engine_conditions(options)
+    report.tell.plan(*map(round_name, range(options.pairs)), TRUST)
+    found = Measured()
+    with (
+        report.kept(lambda: _judge(report, options, found)),
+        tempfile.TemporaryDirectory(prefix="headrace-engine-") as folder,
+    ):
+        report.tell("making the model")
         bench = prepare(options, Path(folder), GIVEN)
         spec = route_spec(bench.config.model.path)
         if spec is None:
-            raise ValueError(f"--model: {bench.config.model.path} has no experts, expected a model that has")
-        measured = asyncio.run(_measure(bench, spec, tell))
-        tell("computing the log-probs of the engine's tokens with the trainer")
-        trust = compare_rows(bench.config, spec, measured.rows)
-    note(options.out / "notes.jsonl", **trust_figures(trust))
-    facts = bench.conditions(engines=measured.engines, trainer=trust.backend, compared_tokens=trust.tokens)
-    found = summarise_routes(measured.rates, bench.load.tokens) | measured.routes.figures() | trust_figures(trust)
-    report = Figures(options.work, {f"gpu.{options.work}.{name}": value for name, value in found.items()}, facts)
-    report.complaints = measured.routes.complaints()
-    (report.notes if trust.sound else report.complaints).append(f"engine and trainer: {trust.verdict}")
-    records = [{"op": "engine-routes", "way": way, "tokens_per_s": values} for way, values in measured.rates.items()]
-    report.write(options.out, records)
-    return report
+            raise UserError(f"--model: {bench.config.model.path} has no experts, expected a model that has")
+        asyncio.run(_measure(bench, spec, found, report.tell))
+        report.tell(TRUST)
+        found.trust = compare_rows(bench.config, spec, found.rows)
+        note(options.out / "notes.jsonl", **trust_figures(found.trust))
+        report.tell.finish(TRUST)
 
 
-async def _measure(bench: EngineBench, spec: RouteSpec, tell: Callable[[str], None]) -> Measured:
+def _judge(report: Figures, options: EngineOptions, found: Measured) -> None:
+    """Fill in the figures of the report, and complain of what is wrong."""
+    figures = {"tokens_at_most": float(report.conditions["tokens"])}
+    if found.rates:
+        figures = summarise_routes(found.rates, report.conditions["tokens"])
+    if found.routes is not None:
+        figures |= found.routes.figures()
+        report.complaints = found.routes.complaints()
+    report.conditions["engines"] = found.engines
+    if found.trust is not None:
+        figures |= trust_figures(found.trust)
+        report.conditions |= {"trainer": found.trust.backend, "compared_tokens": found.trust.tokens}
+        told = report.notes if found.trust.sound else report.complaints
+        told.append(f"engine and trainer: {found.trust.verdict}")
+    report.summary = {f"gpu.{options.work}.{name}": value for name, value in figures.items()}
+    report.records = [
+        {"op": "engine-routes", "way": way, "tokens_per_s": values} for way, values in found.rates.items()
+    ]
+
+
+async def _measure(bench: EngineBench, spec: RouteSpec, found: Measured, tell: Progress) -> None:
     """Start both engines, time them in turns and close them. Each figure is noted in notes.jsonl as it is known."""
     engines: dict[Way, Any] = {}  # VllmEngines
     notes = bench.options.out / "notes.jsonl"
-    tally, rows = RouteTally(spec), []
 
     async def run(way: Way, number: int) -> float:
         rate, answers = await timed_round(engines[way], bench.load, number)
         if way == "with":
-            for index, (prompt, found) in enumerate(zip(bench.load.prompts, answers, strict=True)):
-                for sample, answer in enumerate(found):
+            found.routes = tally = found.routes or RouteTally(spec)
+            for index, (prompt, completions) in enumerate(zip(bench.load.prompts, answers, strict=True)):
+                for sample, answer in enumerate(completions):
                     tally.add(f"round {number}, prompt {index}, sample {sample}", len(prompt), answer)
-            rows[:] = first_samples(bench.load.prompts, answers)
+            found.rows = first_samples(bench.load.prompts, answers)
             note(notes, round=number, **tally.figures())
         return rate
 
@@ -167,8 +194,9 @@ async def _measure(bench: EngineBench, spec: RouteSpec, tell: Callable[[str], No
             engine: Any = build_engine(engine_setup(bench, way, spec))
             stack.push_async_callback(engine.close)
             engines[way] = engine
-        rates = await time_in_turns(WAYS, bench.options.pairs, run, notes, tell)
-        return Measured(rates, tally, rows, {way: chosen_by_vllm(engine) for way, engine in engines.items()})
+            found.engines[way] = chosen_by_vllm(engine)
+        await time_in_turns(WAYS, bench.options.pairs, run, notes, tell, found.rates)
+        tell("closing the engines")
 
 
 def engine_setup(bench: EngineBench, way: Way, spec: RouteSpec) -> EngineConfig:

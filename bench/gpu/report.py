@@ -59,7 +59,8 @@ def write_report(report: GpuReport, out: Path, command: str) -> Path:
     ratio = report.summary.get(f"gpu.{report.work}.vs_trl")
     if ratio is not None:
         lines += [f"A step takes {ratio:.2f} of TRL's time (the better of its runs).", ""]
-    lines += [f"- {line}" for line in (*report.notes, *(f"failed: {line}" for line in report.complaints))]
+    stopped = [report.interrupted] if report.interrupted else []
+    lines += [f"- {line}" for line in (*report.notes, *stopped, *(f"failed: {line}" for line in report.complaints))]
     for outcome in report.outcomes:
         lines += ["", f"## {outcome.task.folder.name}", "", *_steps(outcome)]
     lines += ["", "## Conditions", ""]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,23 +89,34 @@ class TrainOutcome:
     """Sentences about what was wrong with the run or its figures."""
 
 
-def run_train(task: TrainTask, bounds: Bounds, sampler: GpuSampler | None, tell: Callable[[str], None]) -> TrainOutcome:
-    """Run `headrace train` to its end, or until it takes longer than its limit, and return the figures of its steps.
+def run_train(
+    task: TrainTask,
+    bounds: Bounds,
+    sampler: GpuSampler | None,
+    tell: Callable[[str], None],
+    keep: Callable[[TrainOutcome], None],
+) -> None:
+    """Run `headrace train` to its end, or until it takes longer than its limit.
 
-    bounds: within them the figures are right. sampler: samples the GPUs meanwhile; None: nobody does. The run's output
-    is in a text file of the run folder's name, beside it. When this function is interrupted, the run is ended first.
+    bounds: within them the figures are right. sampler: samples the GPUs meanwhile; None: nobody does. keep: function
+    that gets the figures of the steps that were made. The run's output is in a text file of the run folder's name,
+    beside it. When this function is interrupted, it ends the run and keeps the figures first.
     """
     output = task.folder.with_name(f"{task.folder.name}.txt")
     output.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    samples = GpuSamples([])
-    if sampler is None:
-        problem = _run(task, output, tell)
-    else:
-        with sampler:
+    problem = "the run was interrupted"
+    try:
+        with sampler or nullcontext():
             problem = _run(task, output, tell)
-        samples = sampler.samples
-    outcome = read_outcome(task, started, samples)
+    finally:
+        samples = GpuSamples([]) if sampler is None else sampler.samples
+        keep(_judged(read_outcome(task, started, samples), bounds, samples, problem, output))
+
+
+def _judged(outcome: TrainOutcome, bounds: Bounds, samples: GpuSamples, problem: str, output: Path) -> TrainOutcome:
+    """Return the outcome with its complaints. problem: sentence about the process, or ""."""
+    task = outcome.task
     shutil.rmtree(task.folder / "model", ignore_errors=True)  # gigabytes of weights that mean nothing
     if problem:
         outcome.complaints.append(f"{task.layout.label}: {problem}; its output is in {output}")
@@ -135,7 +147,8 @@ def read_outcome(task: TrainTask, started: float, samples: GpuSamples) -> TrainO
 def metrics_start(path: Path) -> float:
     """Return the Unix time from which `time/elapsed_s` in a metrics.jsonl counts: that of the file's last change, less
     the seconds in its last line. It is right to some milliseconds, because each line is written when it is made."""
-    last = json.loads(path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2])
+    whole = path.read_bytes().rpartition(b"\n")[0]  # a run that was killed may leave an incomplete last line
+    last = json.loads(whole.rpartition(b"\n")[2])
     return path.stat().st_mtime - last["time/elapsed_s"]
 
 
@@ -160,7 +173,7 @@ def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
             try:
                 code = process.wait(_LOOK_S)
             except subprocess.TimeoutExpired:
-                tell(f"{task.layout.label}: step {_steps_done(task.folder)} of {task.steps}")
+                tell(run_phase(task.folder, task.steps))
                 continue
             return "" if code == 0 else f"the run ended with exit code {code}"
         return f"the run was ended after its limit of {task.limit_s:g} s"
@@ -168,7 +181,13 @@ def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
         end_process(process)
 
 
-def _steps_done(folder: Path) -> int:
+def run_phase(folder: Path, steps: int) -> str:
+    """Return words about what the run in `folder` is at. steps: number of steps that it will make."""
+    done = steps_done(folder)
+    return f"{folder.name}: {done} of {steps} steps made" if done else f"{folder.name}: starting, and the first step"
+
+
+def steps_done(folder: Path) -> int:
     """Return the number of steps in the run's metrics so far."""
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b'"time/step_s"') if path.exists() else 0

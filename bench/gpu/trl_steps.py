@@ -26,9 +26,14 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 
 class Clock(TrainerCallback):
-    """Callback of TRL's trainer that records the wall seconds of each step, and TRL's own figures of it."""
+    """Callback of TRL's trainer that records the wall seconds of each step, and TRL's own figures of it.
 
-    def __init__(self) -> None:
+    They are written after each step, so that a process that is ended early leaves them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: JSON file with the figures, which `baseline.read_trl` reads."""
+        self._path = path
         self.started = 0.0
         self.seconds: list[float] = []
         self.logs: list[dict[str, float]] = []
@@ -41,9 +46,17 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.started)
         print(f"step {len(self.seconds)}: {self.seconds[-1]:.2f} s", flush=True)
+        self._write()
 
     def on_log(self, *_: object, logs: dict[str, float] | None = None, **__: object) -> None:
         self.logs.append({key: value for key, value in (logs or {}).items() if isinstance(value, (int, float))})
+        self._write()
+
+    def _write(self) -> None:
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        beside = self._path.with_suffix(".part")
+        beside.write_text(json.dumps({"seconds": self.seconds, "peak_gib": peak_gib, "logs": self.logs}))
+        beside.replace(self._path)  # whole at all times, as it is read meanwhile
 
 
 def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:
@@ -90,7 +103,7 @@ def trl_config(task: dict[str, Any], folder: str) -> GRPOConfig:
 def main(task_path: str, result_path: str) -> None:
     task = json.loads(Path(task_path).read_text())
     lines = (Path(task["model"]) / "prompts.jsonl").read_text().splitlines()
-    clock = Clock()
+    clock = Clock(Path(result_path))
     trainer = GRPOTrainer(
         model=task["model"],
         reward_funcs=reward,
@@ -99,9 +112,6 @@ def main(task_path: str, result_path: str) -> None:
         callbacks=[clock],
     )
     trainer.train()
-    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    result = {"seconds": clock.seconds, "peak_gib": peak_gib, "logs": clock.logs}
-    Path(result_path).write_text(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads would keep the process alive
 

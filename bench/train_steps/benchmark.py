@@ -6,15 +6,15 @@ Before that, a step of a small model is compared with float32 on the CPU; after 
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
@@ -23,7 +23,8 @@ from ..gpu.figures import Figures
 from ..gpu.model_folder import FolderTask, make_folder
 from ..gpu.shapes import SHAPES
 from ..gpu.works import EXAMPLES, TRAIN_WORKS
-from .rank import UNCOUNTED, TrainFigures, TrainTask, read_figures, run_rank
+from ..spawned import run_ranks
+from .rank import CHECK, PLAIN, PROFILE, UNCOUNTED, TrainFigures, TrainTask, read_figures, run_rank, step_name
 
 EXACT, HALF = 2e-3, 6e-2
 """Largest relative difference of the gradient to float32 on the CPU, when computed in float32 and in bfloat16."""
@@ -59,42 +60,68 @@ class TrainOptions:
     """Keys of the section `trainer`, as `trainer.key=value`."""
 
 
-def run_train_steps(options: TrainOptions, tell: Callable[[str], None]) -> Figures:
-    """Make the models, measure in processes of their own, and write results.jsonl and summary.json into `options.out`.
-    Raises UserError when the options do not fit this machine, before anything is started."""
+def run_train_steps(options: TrainOptions, report: Figures) -> None:
+    """Make the models, measure in processes of their own, and write results.jsonl and summary.json, also if
+    interrupted. Raises UserError when the options do not fit this machine, before anything is started."""
     work, gpus = TRAIN_WORKS[options.work], torch.cuda.device_count()
     trainer = _trainer(options, gpus)
     shape = replace(SHAPES[work.size], layers=options.layers or work.layers)
     tokens = max(options.tokens or work.tokens, options.row_tokens)
     small = replace(SHAPES["tiny-moe" if shape.experts else "tiny"], tied=shape.tied)
     options.out.mkdir(parents=True, exist_ok=True)
+    world = trainer.topology.world
     with tempfile.TemporaryDirectory(prefix="headrace-train-") as folder:
-        tell("making the models")
         model = (options.model or Path(folder, "model")).resolve()
-        dtype = "bfloat16" if gpus else "float32"
-        make_folder(model, FolderTask(shape, dtype, 672, (16, 32), num_prompts=8), "cuda" if gpus else "cpu")
-        make_folder(Path(folder, "small"), FolderTask(small, "float32", 672, (16, 32), num_prompts=8), "cpu")
-        world = trainer.topology.world
         task = TrainTask(
             str(model), str(Path(folder, "small")), trainer.model_dump(), tokens=tokens,
             row_tokens=options.row_tokens, micros=options.micros or work.micros, steps=options.steps or work.steps,
             prompt_share=options.prompt_share, plain=options.plain and world == 1, folder=folder,
             notes=str(options.out / "notes.jsonl"),
         )  # fmt: skip
-        tell("checking a step, then timing steps")
-        spawn(run_rank, args=(task,), nprocs=world)
-        ranks = [read_figures(folder, rank) for rank in range(world)]
-    facts = conditions(
-        gpus=[torch.cuda.get_device_name(number) for number in range(min(world, gpus))],
-        work=options.work, layers=shape.layers, trainer=trainer.model_dump(), tokens=tokens,
-        row_tokens=options.row_tokens, micros=task.micros, steps=task.steps, prompt_share=options.prompt_share,
-    )  # fmt: skip
-    report = Figures(options.work, summarise(options.work, ranks), facts)
-    report.notes = [ranks[0].plain_problem] if ranks[0].plain_problem else []
-    report.complaints = wrong(ranks[0], half=trainer.mixed_precision)
-    records = [{"op": "train-steps", "rank": number, **asdict(figures)} for number, figures in enumerate(ranks)]
-    report.write(options.out, records)
-    return report
+        report.conditions = conditions(
+            gpus=[torch.cuda.get_device_name(number) for number in range(min(world, gpus))],
+            work=options.work, layers=shape.layers, trainer=trainer.model_dump(), tokens=tokens,
+            row_tokens=options.row_tokens, micros=task.micros, steps=task.steps, prompt_share=options.prompt_share,
+        )  # fmt: skip
+        report.tell.plan(*_parts(task))
+        with report.kept(lambda: _judge(report, task, world)):
+            report.tell("making the models")
+            dtype = "bfloat16" if gpus else "float32"
+            make_folder(model, FolderTask(shape, dtype, 672, (16, 32), num_prompts=8), "cuda" if gpus else "cpu")
+            make_folder(Path(folder, "small"), FolderTask(small, "float32", 672, (16, 32), num_prompts=8), "cpu")
+            report.tell("starting the processes")
+            run_ranks(run_rank, task, world, Path(task.notes), report.tell)
+
+
+def _parts(task: TrainTask) -> list[str]:
+    """Return the names of all parts that are measured, in their order."""
+    return [CHECK, *map(step_name, range(task.steps)), PROFILE, *([PLAIN] if task.plain else [])]
+
+
+def _judge(report: Figures, task: TrainTask, world: int) -> None:
+    """Fill in the figures of the report from what all ranks have written, and complain of what is wrong."""
+    ranks = [figures for rank in range(world) if (figures := read_figures(task.folder, rank)) is not None]
+    if len(ranks) < world:  # one of them has not even begun
+        return
+    first = ranks[0]
+    done = [CHECK, *map(step_name, range(min(len(one.steps_s) for one in ranks)))]
+    done += [PROFILE] if first.families else []
+    done += [PLAIN] if first.plain or first.plain_problem else []
+    for part in done:
+        report.tell.finish(part)
+    report.summary = summarise(report.work, ranks)
+    report.notes = [first.plain_problem] if first.plain_problem else []
+    report.complaints = wrong(first, half=task.config.mixed_precision)
+    report.records = [{"op": "train-steps", "rank": rank, **_finite(figures)} for rank, figures in enumerate(ranks)]
+
+
+def _finite(figures: TrainFigures) -> dict[str, Any]:
+    """Return figures as plain data, without those that are not known yet."""
+    return {name: value for name, value in asdict(figures).items() if not _is_nan(value)}
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _trainer(options: TrainOptions, gpus: int) -> Any:
@@ -123,7 +150,7 @@ def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
 
     `tokens_per_s` counts the tokens of all ranks, `tokens_per_s_per_gpu` those of a rank. `share.{family}` is the part
     of a step that the kernels of a family took on the first rank. `plain.{figure}` is plain torch's, and `vs_plain` our
-    seconds of a step over its, where below 1 means faster.
+    seconds of a step over its, where below 1 means faster. What is not known yet is left out.
     """
     first, slowest = ranks[0], max(ranks, key=lambda one: one.step_s)
     tokens = sum(one.tokens for one in ranks)
@@ -140,14 +167,14 @@ def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
         found["mfu"] = min(one.mfu for one in ranks if one.mfu is not None)
     whole = sum(first.families.values())
     found |= {f"share.{name}": seconds / whole for name, seconds in first.families.items() if whole}
-    found["profiled_step_s"] = whole
+    found["profiled_step_s"] = whole if first.families else math.nan
     found |= {f"check.{name}": value for name, value in first.check.items()}
     if first.plain:
         found |= {f"plain.{name}": value for name, value in first.plain.items()}
         found["vs_plain"] = slowest.step_s / first.plain["step_s"]
         found["loss_vs_plain"] = abs(first.first_loss - first.plain["first_loss"])
         found["grad_norm_vs_plain"] = abs(first.first_norm / first.plain["first_norm"] - 1)
-    return {f"gpu.{work}.{name}": value for name, value in found.items()}
+    return {f"gpu.{work}.{name}": value for name, value in found.items() if not _is_nan(value)}
 
 
 def wrong(figures: TrainFigures, *, half: bool) -> list[str]:

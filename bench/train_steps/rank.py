@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ _TIMEOUT = timedelta(seconds=300)
 _CHECK_LENGTHS = (40, 7, 150, 91, 2, 200)
 UNCOUNTED = 2
 """Number of steps that are not counted, in which kernels are chosen or compiled and memory is reserved."""
+CHECK, PROFILE, PLAIN = "check of a small model's step", "profile of a step", "plain torch"
+"""Names of the parts that are measured beside the steps."""
+
+
+def step_name(number: int) -> str:
+    """Return the name of a step, of which the first has the number 0."""
+    return f"step {number + 1}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,10 @@ class TrainTask:
 
 @dataclass(frozen=True, slots=True)
 class TrainFigures:
-    """Figures of one rank. Sizes are in GiB and times in seconds; those of the steps are medians."""
+    """Figures of one rank. Sizes are in GiB and times in seconds; those of the steps are medians.
+
+    A rank that was ended early leaves those that it knew by then; the others are NaN or empty.
+    """
 
     tokens: int
     """Number of tokens of a step, on the first rank of a replica; 0 on its other ranks, which share the rows."""
@@ -118,13 +129,15 @@ def run_rank(rank: int, task: TrainTask) -> None:
             address = f"file://{task.folder}/rendezvous"
             dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=_TIMEOUT)
             stack.callback(dist.destroy_process_group)
-        figures = _measure(rank, world, device, task)
-    _path(task.folder, rank).write_text(json.dumps(asdict(figures)))
+        _measure(rank, world, device, task)
 
 
-def read_figures(folder: str, rank: int) -> TrainFigures:
-    """Return the figures that `run_rank` wrote."""
-    found = json.loads(_path(folder, rank).read_text())
+def read_figures(folder: str, rank: int) -> TrainFigures | None:
+    """Return the figures that `run_rank` has written so far; None if there are none."""
+    path = _path(folder, rank)
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
     found["steps_s"], found["longest"] = tuple(found["steps_s"]), tuple(map(tuple, found["longest"]))
     return TrainFigures(**found)
 
@@ -140,40 +153,55 @@ def _device(rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> TrainFigures:
+def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> None:
+    """Measure all parts, and write the figures whenever one of them is known."""
+    task.note(rank, phase=CHECK)
     checked = _check(rank, world, task)
     task.note(rank, check=checked)
     topology = task.config.topology
     place = topology.place(rank)
     drawn = [_rows(task, place.dp * task.micros + number) for number in range(task.micros)]
     micros = [micro_batch(rows, range(len(rows.ids)), task.prompt_share) for rows in drawn]
-    ours = _ours(rank, world, device, task, micros)
-    plain, problem = _plain(device, task, drawn) if task.plain else ({}, "")
     lengths = np.concatenate([micro.lengths for micro in micros])
-    median = statistics.median(ours.seconds[UNCOUNTED:])
     flops = step_flops(AutoConfig.from_pretrained(task.model), lengths) / topology.replica_size
     device_peak = BF16_PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     known = device_peak is not None and task.config.mixed_precision
-    return TrainFigures(
+    figures = TrainFigures(
         tokens=int(lengths.sum()) if rank == topology.writer(place.dp) else 0,
-        step_s=median,
-        steps_s=ours.seconds,
-        flops=flops,
-        mfu=flops / median / device_peak if known and device_peak else None,
-        peak_gib=ours.peak_gib,
-        families=ours.families,
-        longest=ours.longest,
-        check=checked,
-        first_loss=ours.first["train/loss"],
-        first_norm=ours.first["train/grad_norm"],
-        plain=plain,
-        plain_problem=problem,
-    )
+        step_s=math.nan, steps_s=(), flops=flops, mfu=None, peak_gib=math.nan, families={}, longest=(), check=checked,
+        first_loss=math.nan, first_norm=math.nan, plain={}, plain_problem="",
+    )  # fmt: skip
+
+    def write(ours: _Ours) -> TrainFigures:
+        counted = ours.seconds[UNCOUNTED:]
+        median = statistics.median(counted) if counted else math.nan
+        first = {"first_loss": ours.first["train/loss"], "first_norm": ours.first["train/grad_norm"]}
+        found = replace(
+            figures, step_s=median, steps_s=ours.seconds, peak_gib=ours.peak_gib, families=ours.families,
+            longest=ours.longest, mfu=flops / median / device_peak if counted and known and device_peak else None,
+            **first,
+        )  # fmt: skip
+        _write(found, task.folder, rank)
+        return found
+
+    _write(figures, task.folder, rank)
+    figures = write(_ours(rank, world, device, task, micros, write))
+    if task.plain:
+        task.note(rank, phase=PLAIN)
+        plain, problem = _plain(device, task, drawn)
+        _write(replace(figures, plain=plain, plain_problem=problem), task.folder, rank)
+
+
+def _write(figures: TrainFigures, folder: str, rank: int) -> None:
+    path = _path(folder, rank)
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(asdict(figures)))
+    beside.replace(path)  # whole at all times, as this process may be ended
 
 
 @dataclass(frozen=True, slots=True)
 class _Ours:
-    """Figures that the backend's steps gave."""
+    """Figures that the backend's steps gave so far."""
 
     seconds: tuple[float, ...]
     first: dict[str, float]
@@ -183,8 +211,13 @@ class _Ours:
     longest: tuple[tuple[str, float], ...]
 
 
-def _ours(rank: int, world: int, device: torch.device, task: TrainTask, micros: Sequence[MicroBatch]) -> _Ours:
-    """Make the steps of a backend, which is gone when this returns. Collective."""
+def _ours(
+    rank: int, world: int, device: torch.device, task: TrainTask, micros: Sequence[MicroBatch],
+    keep: Callable[[_Ours], object],
+) -> _Ours:  # fmt: skip
+    """Make the steps of a backend, which is gone when this returns. Collective. keep: function that gets the figures
+    after each step."""
+    task.note(rank, phase="building the train backend")
     _reset_peak(device)
     backend = _fresh_backend(task.model, task.config, rank, world)
 
@@ -194,16 +227,20 @@ def _ours(rank: int, world: int, device: torch.device, task: TrainTask, micros: 
         return backend.finish_step()
 
     seconds, metrics = list[float](), list[dict[str, float]]()
-    for _ in range(task.steps):
+    found = _Ours((), {}, math.nan, {}, ())
+    for number in range(task.steps):
+        task.note(rank, phase=f"{step_name(number)} of {task.steps}")
         started = time.perf_counter()
         metrics.append(step())
         _wait(device)
         seconds.append(time.perf_counter() - started)
         task.note(rank, step_s=seconds[-1], metrics=metrics[-1])
-    peak = _peak_gib(device)
+        found = _Ours(tuple(seconds), metrics[0], _peak_gib(device), {}, ())
+        keep(found)
+    task.note(rank, phase=PROFILE)
     families, longest = profiled(step, device)
     backend.close()
-    return _Ours(tuple(seconds), metrics[0], peak, families, tuple(longest))
+    return replace(found, families=families, longest=tuple(longest))
 
 
 def _fresh_backend(model: str, trainer: TrainerConfig, rank: int, world: int) -> Any:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..accounting import complaints
 from ..figures import Figures
 from ..model_folder import make_folder
 from ..nvml import GpuSamples, gpu_names, open_nvml, sampler_of
+from ..progress import Progress
 from ..switch.trainer import link_bytes_per_s
 from ..works import HALF, POOL_WORKS, GrpoWork
 from .figures import (
@@ -43,6 +45,8 @@ from .tenants import NUM_GPUS, TenantTask, follow, served, tenants
 
 ALONE, BOTH = "alone", ("a", "b")
 """Name of the tenant that has the pool to itself, and names of those that share it."""
+LINK = "host link"
+"""Name of the part in which bare copies are measured."""
 ENDLESS = 1_000_000
 """Number of steps of tenant `a`, which is ended when `b` has made its own."""
 MOST_GROWTH_GIB = 0.0625
@@ -82,56 +86,59 @@ class _Measured:
     link: tuple[float, float] | None
     """Bytes per second of a copy to the host and of one to the device; None without a GPU."""
     problems: list[str] = field(default_factory=list)
+    weight_bytes: int = 0
+    """Size of the model's files; 0 before they are made."""
 
 
-def run_pool(options: PoolOptions, tell: Callable[[str], None]) -> Figures:
-    """Run the pool and its tenants, and write results.jsonl, summary.json and the pool's report.html into
-    `options.out`. Raises UserError on a machine with one GPU, and RuntimeError if the pool does not start."""
+def run_pool(options: PoolOptions, report: Figures) -> None:
+    """Run the pool and its tenants, and write results.jsonl, summary.json and the pool's picture, also if interrupted.
+    Raises UserError on a machine with one GPU, and RuntimeError if the pool does not start."""
     work, gpus = POOL_WORKS[options.work], torch.cuda.device_count()
     if gpus < NUM_GPUS and (gpus or options.work != "pool-tiny"):
         raise UserError(f"--work: got {options.work!r} with {gpus} GPU(s), expected {NUM_GPUS} (pool-tiny: or none)")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     model = (options.model or out / "model").resolve()
-    notes: list[str] = []
-    with ExitStack() as stack:
-        nvml = _opened_nvml(stack, notes) if gpus else None
-        names = gpu_names(nvml, NUM_GPUS) if gpus else []
+    found = _Measured(TenantFigures(ALONE, (), (), ()), [], GpuSamples([]), None)
+    tell = report.tell
+    tell.plan(ALONE, " and ".join(BOTH), *([LINK] if gpus else []))
+    judge = partial(_judge, report, options, found, gpu=bool(gpus))
+    with report.kept(judge), ExitStack() as stack:
+        nvml = _opened_nvml(stack, report.notes) if gpus else None
+        report.conditions = _conditions(options, work, gpu_names(nvml, NUM_GPUS) if gpus else [])
         if options.model is None:
             stack.callback(shutil.rmtree, model, ignore_errors=True)
         tell("making the model")
         make_folder(model, work.folder_task("bfloat16" if gpus else "float32"), "cuda" if gpus else "cpu")
-        weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        found.weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        report.conditions["weight_bytes"] = found.weight_bytes
         sampler = None if nvml is None else sampler_of(nvml, NUM_GPUS)
-        found = _Measured(TenantFigures(ALONE, (), (), ()), [], GpuSamples([]), None)
-        with sampler or nullcontext():
-            _run_tenants(options, work, model, found, gpu=bool(gpus), tell=tell)
         if sampler is not None:
             found.samples = sampler.samples
+        with sampler or nullcontext():
+            _run_tenants(options, work, model, found, gpu=bool(gpus), tell=tell)
         if gpus:
-            tell("measuring the host link")
+            tell(LINK)
             found.link = _link()
-    facts = conditions(
-        gpus=names, work=options.work, example=work.example, backend=options.backend,
+            tell.finish(LINK)
+
+
+def _conditions(options: PoolOptions, work: GrpoWork, gpus: list[str]) -> dict[str, Any]:
+    return conditions(
+        gpus=gpus, work=options.work, example=work.example, backend=options.backend,
         steps=options.steps or work.steps, prompts=options.prompts or work.prompts, group_size=work.group_size,
         prompt_tokens=list(work.prompt_tokens), max_new_tokens=work.max_new_tokens, overrides=list(options.overrides),
-        weight_bytes=weight_bytes,
     )  # fmt: skip
-    report = Figures(options.work, {}, facts, notes)
-    _judge(report, options, found, weight_bytes, gpu=bool(gpus))
-    tenants_of = [found.alone, *found.both]
-    report.write(out, [{"tenant": one.name, "steps": [dict(record) for record in one.records]} for one in tenants_of])
-    return report
 
 
 # ---------------- The runs.
 
 
 def _run_tenants(
-    options: PoolOptions, work: GrpoWork, model: Path, found: _Measured, *, gpu: bool, tell: Callable[[str], None]
+    options: PoolOptions, work: GrpoWork, model: Path, found: _Measured, *, gpu: bool, tell: Progress
 ) -> None:
-    """Run the pool with the tenant alone, then with both, and read what they have logged. What goes wrong is told in
-    `found.problems`."""
+    """Run the pool with the tenant alone, then with both, and read what they have logged, also if interrupted. What
+    goes wrong is told in `found.problems`."""
     out, steps = options.out.resolve(), options.steps or work.steps
 
     def task(name: str, train_gpu: int, num_steps: int) -> TenantTask:
@@ -143,18 +150,22 @@ def _run_tenants(
     tell("starting the pool")
     with served(out / "pool", gpu=gpu) as pool:
         for tasks in ([task(ALONE, 0, steps)], [task("a", 0, ENDLESS), task("b", 1, steps)]):
-            with tenants(tasks, pool) as running:
-                problem = follow(running, running[-1], options.limit_s, tell)
-            figures = [read_tenant(one.name, one.folder) for one in tasks]
-            for one in tasks:
-                shutil.rmtree(one.folder / "model", ignore_errors=True)  # gigabytes of weights that mean nothing
-            if tasks[0].name == ALONE:
-                found.alone = figures[0]
-            else:
-                found.both = figures
+            try:
+                with tenants(tasks, pool) as running:
+                    problem = follow(running, running[-1], options.limit_s, tell)
+            finally:
+                figures = [read_tenant(one.name, one.folder) for one in tasks]
+                for one in tasks:
+                    shutil.rmtree(one.folder / "model", ignore_errors=True)  # gigabytes of weights that mean nothing
+                if tasks[0].name == ALONE:
+                    found.alone = figures[0]
+                else:
+                    found.both = figures
             if problem:
                 found.problems.append(problem)
                 return
+            tell.finish(" and ".join(one.name for one in tasks))
+        tell("stopping the pool")
 
 
 def _opened_nvml(stack: ExitStack, notes: list[str]) -> Any:
@@ -185,20 +196,21 @@ def _measure_link() -> tuple[float, float]:
 # ---------------- What they come to.
 
 
-def _judge(report: Figures, options: PoolOptions, found: _Measured, weight_bytes: int, *, gpu: bool) -> None:
-    """Fill in the figures of the report, and complain of what is wrong; draw the pool's picture."""
+def _judge(report: Figures, options: PoolOptions, found: _Measured, *, gpu: bool) -> None:
+    """Fill in the figures of the report from what the runs have logged, and complain of what is wrong; draw the pool's
+    picture."""
     work = POOL_WORKS[options.work]
     since, until = shared_window(found.both) if found.both else (0.0, 0.0)
-    figures = {"weights_gib": weight_bytes / 2**30} | _walls(found, since, until)
+    figures = {"weights_gib": found.weight_bytes / 2**30} | _walls(found, since, until)
     trace = options.out / "pool"
-    events = read_events(trace) if (trace / "pool.json").exists() else []
+    events = read_events(trace)
     if events:
         (options.out / "pool.html").write_text(pool_report([event for _, event in events]), encoding="utf-8")
     inside = [(at, event) for at, event in events if since <= at <= until]
     figures |= switch_figures(stage_seconds(inside, BOTH))
     figures |= tenant_figures(found.both, since, until)
     if found.link is not None:
-        figures |= against_link(figures, weight_bytes, *found.link)
+        figures |= against_link(figures, found.weight_bytes, *found.link)
     report.summary = {f"gpu.{report.work}.{name}": value for name, value in figures.items()}
     report.complaints = [*found.problems, *double_grants(events)]
     rows = (options.prompts or work.prompts) * work.group_size
@@ -211,6 +223,9 @@ def _judge(report: Figures, options: PoolOptions, found: _Measured, weight_bytes
         report.complaints.append("the tenants a and b did not both make two steps side by side, after a run alone")
     if not gpu:
         report.notes.append("the pool's GPUs are numbers only: memory is that of the host, and there is no link")
+    report.records = [
+        {"tenant": one.name, "steps": [dict(record) for record in one.records]} for one in (found.alone, *found.both)
+    ]
 
 
 def _walls(found: _Measured, since: float, until: float) -> dict[str, float]:

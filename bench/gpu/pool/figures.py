@@ -51,9 +51,10 @@ class TenantFigures:
 def read_tenant(name: str, folder: Path) -> TenantFigures:
     """Return what the run in `folder` has logged; no step if it has not begun."""
     path = folder / "metrics.jsonl"
-    if not path.exists() or not path.read_bytes().strip():
+    records = read_metrics(path)[0] if path.exists() else []
+    records = [record for record in records if record.get("time/step_s")]
+    if not records:
         return TenantFigures(name, (), (), ())
-    records = [record for record in read_metrics(path)[0] if record.get("time/step_s")]
     zero = metrics_start(path)
     return TenantFigures(
         name,
@@ -64,9 +65,12 @@ def read_tenant(name: str, folder: Path) -> TenantFigures:
 
 
 def read_events(folder: Path) -> list[tuple[float, PoolEvent]]:
-    """Return the pool's trace: Unix time of each event, event."""
+    """Return the pool's trace: Unix time of each event, event. It is empty if the pool has not written it. An
+    incomplete last line is ignored."""
+    if not (folder / "pool.json").exists() or not (folder / TRACE).exists():
+        return []
     began = json.loads((folder / "pool.json").read_text())["began"]
-    lines = (folder / TRACE).read_text(encoding="utf-8").splitlines()
+    lines = (folder / TRACE).read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
     return [(began + event["t"], event) for event in map(json.loads, lines)]
 
 

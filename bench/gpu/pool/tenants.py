@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ....trainers.run.pool_folder import AUTH_MODE, SERVER, ServedPool, find_pool
 from ..nvml import visible_gpus
-from ..train_run import end_process, run_keys
+from ..train_run import end_process, run_keys, run_phase, steps_done
 from ..works import EXAMPLES, GrpoWork
 
 NUM_GPUS = 2
@@ -75,12 +75,6 @@ class RunningTenant:
     output: Path
     """File with what it prints."""
 
-    @property
-    def steps_done(self) -> int:
-        """Number of steps in the run's metrics so far."""
-        path = self.task.folder / "metrics.jsonl"
-        return path.read_bytes().count(b'"time/step_s"') if path.exists() else 0
-
     def problem(self) -> str:
         """Return a sentence about a process that has failed, with the end of its output; "" otherwise."""
         code = self.process.poll()
@@ -135,13 +129,16 @@ def follow(running: Sequence[RunningTenant], until: RunningTenant, limit_s: floa
     did not end within `limit_s` seconds; "" if all is well."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        tell(", ".join(f"{one.task.name}: step {one.steps_done} of {one.task.steps}" for one in running))
+        tell(", ".join(run_phase(one.task.folder, one.task.steps) for one in running))
         if problems := [problem for one in running if (problem := one.problem())]:
             return "; ".join(problems)
         if until.process.poll() is not None:
             return ""
         time.sleep(_LOOK_S)
-    told = [f"{one.task.name} made {one.steps_done} steps, its output ends with: {tail(one.output)}" for one in running]
+    told = [
+        f"{one.task.name} made {steps_done(one.task.folder)} steps, its output ends with: {tail(one.output)}"
+        for one in running
+    ]
     return f"not over after {limit_s:g} s: " + "; ".join(told)
 
 

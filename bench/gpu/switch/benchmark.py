@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from ....trainers.errors import UserError
 from ...conditions import conditions
+from ...spawned import run_ranks
 from ..figures import Figures
 from ..layouts import parse_layout
 from ..model_folder import FolderTask, make_folder
 from ..shapes import SHAPES
 from ..works import SWITCH_WORKS
 from .trainer import SwitchFigures, SwitchTask, read_figures, run_rank, wrong
+
+if TYPE_CHECKING:
+    from .engine import KeptLog
+
+TRAINER = "trainer's offload and onload"
+"""Name of the part that train ranks measure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +47,45 @@ class SwitchOptions:
     """One layout `colocated-N`: N train ranks, each on a GPU of its own. The engine is on the first."""
 
 
-def run_switch(options: SwitchOptions, tell: Callable[[str], None]) -> Figures:
-    """Time the switches of engine and trainer, and write results.jsonl and summary.json into `options.out`. Raises
+def run_switch(options: SwitchOptions, report: Figures) -> None:
+    """Time the switches of engine and trainer, and write results.jsonl and summary.json, also if interrupted. Raises
     UserError on a machine without a GPU."""
     gpus = _num_ranks(options)
-    from .engine import measure_engine  # imports vLLM, which a machine without a GPU need not have
+    from .engine import KeptLog, measure_engine  # imports vLLM, which a machine without a GPU need not have
 
     engine_size, trainer_size = SWITCH_WORKS[options.work]
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="headrace-switch-") as folder:
-        tell("engine: sleep, update and wake")
-        log = measure_engine(engine_size, options.cycles, Path(folder))
-        tell("trainer: making the model")
-        task = FolderTask(SHAPES[trainer_size], "bfloat16", 672, (16, 32), num_prompts=8)
-        make_folder(Path(folder, "model"), task, "cuda")
-        tell("trainer: offload and onload")
-        trainer = SwitchTask(
-            str(Path(folder, "model")), task.shape.tokens, options.backend, gpus, options.cycles, folder
-        )
-        spawn(run_rank, args=(trainer,), nprocs=gpus)
-        ranks = [read_figures(folder, rank) for rank in range(gpus)]
-    facts = conditions(
+    report.conditions = conditions(
         gpus=[torch.cuda.get_device_name(number) for number in range(gpus)],
         work=options.work, backend=options.backend, cycles=options.cycles,
     )  # fmt: skip
-    report = Figures(options.work, summarise_switch(options.work, log.records, ranks), facts)
+    report.tell.plan(*(f"cycle {number} of the engine" for number in range(1, options.cycles + 1)), TRAINER)
+    with tempfile.TemporaryDirectory(prefix="headrace-switch-") as folder:
+        log = KeptLog(Path(folder), report.tell)
+        with report.kept(lambda: _judge(report, log, folder, gpus)):
+            report.tell("engine: start")
+            measure_engine(engine_size, options.cycles, Path(folder), log)
+            report.tell("trainer: making the model")
+            task = FolderTask(SHAPES[trainer_size], "bfloat16", 672, (16, 32), num_prompts=8)
+            make_folder(Path(folder, "model"), task, "cuda")
+            report.tell("trainer: start")
+            model = str(Path(folder, "model"))
+            trainer = SwitchTask(model, task.shape.tokens, options.backend, gpus, options.cycles, folder)
+            run_ranks(run_rank, trainer, gpus, trainer.notes, report.tell)
+
+
+def _judge(report: Figures, log: KeptLog, folder: str, num_ranks: int) -> None:
+    """Fill in the figures of the report from the engine's log and from what the ranks have written."""
+    ranks = [figures for rank in range(num_ranks) if (figures := read_figures(folder, rank)) is not None]
+    ranks = ranks if len(ranks) == num_ranks else []
+    for number in range(1, log.cycles + 1):
+        report.tell.finish(f"cycle {number} of the engine")
+    if ranks:
+        report.tell.finish(TRAINER)
+    report.summary = summarise_switch(report.work, log.records, ranks)
     report.complaints = [*log.failures]
     report.complaints += [f"rank {rank}: {line}" for rank, figures in enumerate(ranks) for line in wrong(figures)]
-    records = [*log.records, *({"record": "trainer", **asdict(figures)} for figures in ranks)]
-    report.write(options.out, records)
-    return report
+    report.records = [*log.records, *({"record": "trainer", **asdict(figures)} for figures in ranks)]
 
 
 def summarise_switch(work: str, records: list[dict[str, Any]], ranks: list[SwitchFigures]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,28 @@ from ...weights.gpu_updates import Case, Log, Setup
 
 
 class KeptLog(Log):
-    """Log of the engine's measurements that keeps its records, and prints none of them."""
+    """Log of the engine's measurements that keeps its records, and tells what comes after each of them."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, tell: Callable[[str], None]) -> None:
+        """tell: function that is called with the name of each phase."""
         super().__init__(out)
         self.records: list[dict[str, Any]] = []
+        self._phase = tell
 
     def tell(self, record: str, /, **found: Any) -> None:
         self.records.append({"record": record, **found})
+        self._phase(f"engine: after {record!r}, {self.cycles} cycles over")
+
+    @property
+    def cycles(self) -> int:
+        """Number of cycles that are over."""
+        return sum(record["record"] == "colocated" for record in self.records)
 
 
-def measure_engine(size: str, cycles: int, folder: Path) -> KeptLog:
-    """Measure `cycles` cycles of an engine with a model of this size. Returns a log with a record `colocated` for each
-    of them, and with errors as failures. folder: where the model is written."""
+def measure_engine(size: str, cycles: int, folder: Path, log: KeptLog) -> None:
+    """Measure `cycles` cycles of an engine with a model of this size. `log` gets a record `colocated` for each of them,
+    and errors as failures. folder: where the model is written."""
     # vLLM only accepts functions for its workers, by which every byte is checked, with this setting.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    log = KeptLog(folder)
     setup = Setup(size, "none", (Case("ipc", 0, 512, in_flight=0, updates=1),), colocated=cycles)
     asyncio.run(measure_setup(setup, "cuda", 0, folder, log))
-    return log

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ....dataplane.topology import Topology
 from ....trainers.backends.factory import build_backend
 from ...gpu_train import config, micro_batch, random_rows
+from ...transfer.results import note
 
 _TIMEOUT = timedelta(seconds=300)
 _LINK_BYTES = 2 << 30
@@ -58,7 +59,12 @@ class SwitchTask:
     """Number of ranks, each on a GPU of its own."""
     cycles: int
     folder: str
-    """Folder for the rendezvous and for the figures of each rank."""
+    """Folder for the rendezvous, the notes and the figures of each rank."""
+
+    @property
+    def notes(self) -> Path:
+        """File to which rank 0 appends the phases."""
+        return Path(self.folder, "notes.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +103,18 @@ class SwitchFigures:
 
 def run_rank(rank: int, task: SwitchTask) -> None:
     """Measure one rank and write its figures into the task's folder. Collective."""
+
+    def phase(name: str) -> None:
+        if rank == 0:
+            note(task.notes, phase=f"trainer: {name}")
+
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     address = f"file://{task.folder}/rendezvous"
     dist.init_process_group("nccl", init_method=address, rank=rank, world_size=task.world, timeout=_TIMEOUT)
+    phase("process groups")
     group = time_group(device, task.cycles)
+    phase("building the backend")
     backend = build_backend(
         config(task.model, Topology(task.world), backend=task.backend, packing="packed", mixed_precision=True),
         rank,
@@ -114,17 +127,23 @@ def run_rank(rank: int, task: SwitchTask) -> None:
         backend.accumulate(iter([micro_batch(rows, range(len(_ROWS)))]), 1)
         return backend.finish_step()["train/grad_norm"]
 
+    phase("first step")
     step()  # the optimizer makes its state in the first step
-    figures = measure_switches(cast(SwitchedBackend, backend), step, device, task.cycles, group)
-    _path(task.folder, rank).write_text(json.dumps(asdict(figures)))
+    figures = measure_switches(cast(SwitchedBackend, backend), step, device, task.cycles, group, phase)
+    path = _path(task.folder, rank)
+    path.with_suffix(".part").write_text(json.dumps(asdict(figures)))
+    path.with_suffix(".part").replace(path)  # whole or not there, as this process may be ended
     backend.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def read_figures(folder: str, rank: int) -> SwitchFigures:
-    """Return the figures that `run_rank` wrote."""
-    found = json.loads(_path(folder, rank).read_text())
+def read_figures(folder: str, rank: int) -> SwitchFigures | None:
+    """Return the figures that `run_rank` wrote; None if it has not come so far."""
+    path = _path(folder, rank)
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
     offload_s, onload_s = (tuple(found.pop(name)) for name in ("offload_s", "onload_s"))
     return SwitchFigures(**found, offload_s=offload_s, onload_s=onload_s)
 
@@ -134,20 +153,28 @@ def _path(folder: str, rank: int) -> Path:
 
 
 def measure_switches(
-    backend: SwitchedBackend, step: Callable[[], float], device: torch.device, cycles: int, group: tuple[float, float]
+    backend: SwitchedBackend,
+    step: Callable[[], float],
+    device: torch.device,
+    cycles: int,
+    group: tuple[float, float],
+    phase: Callable[[str], None],
 ) -> SwitchFigures:
     """Offload and onload `cycles` times, at least twice, and return the figures of this rank. Collective.
 
     step: makes a train step and returns its gradient norm. group: seconds to destroy and to make a process group.
+    phase: function that is called with the name of each phase.
     """
     before, held = checksum(backend), used_bytes(device)
     offloads, onloads, freed, after_first = [], [], 0, 0
     for cycle in range(cycles):
+        phase(f"cycle {cycle + 1} of {cycles}")
         offloads.append(_seconds(backend.offload, device))
         freed = held - used_bytes(device)
         onloads.append(_seconds(backend.onload, device))
         if cycle == 0:
             after_first = used_bytes(device)
+    phase("weights, link and a last step")
     growth, same = used_bytes(device) - after_first, checksum(backend) == before
     to_host, to_device = link_bytes_per_s(device)
     return SwitchFigures(

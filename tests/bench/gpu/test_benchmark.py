@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from headrace.tests.bench.gpu.runs import record, task, write_run
 from headrace.trainers.config.load import load_config
 from headrace.trainers.errors import UserError
 
+Keep = Callable[[TrainOutcome], None]
 LONE, PAIR = parse_layout("colocated-1", 2), parse_layout("separate-2", 2)
 
 
@@ -123,12 +125,12 @@ def test_figures_are_written_after_each_run_and_wrong_ones_fail(
     """The second of two runs has a wrong gradient; the command fails, and the figures of both are there."""
     seen = []
 
-    def fake_run(one: TrainTask, bounds: object, sampler: object, tell: object) -> TrainOutcome:
+    def fake_run(one: TrainTask, bounds: object, sampler: object, tell: object, keep: Keep) -> None:
         seen.append((tmp_path / "out" / "summary.json").exists())
         write_run(one.folder, [record(number, 2.0 * number, 1.0) for number in (1, 2, 3)])
         found = read_outcome(one, time.time(), GpuSamples([]))
         found.complaints += ["cpu: step 2: gradient norm 99"] * (len(seen) - 1)
-        return found
+        keep(found)
 
     monkeypatch.setattr(benchmark, "run_train", fake_run)
     monkeypatch.setattr(benchmark, "make_folder", lambda *_: None)
@@ -177,7 +179,9 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
 def test_a_run_that_takes_too_long_or_fails_is_told_of(tmp_path: Path, limit_s: float, expected: str) -> None:
     """There is no model: a run that is given the time says so, and exits with 2."""
     one = task(tmp_path, Layout("cpu", "cpu", 0), limit_s=limit_s)
-    found = run_train(one, EXACT, None, lambda _: None)
+    kept: list[TrainOutcome] = []
+    run_train(one, EXACT, None, lambda _: None, kept.append)
+    [found] = kept
     assert found.figures == [] and found.complaints == [
         f"cpu: {expected}; its output is in {one.folder}.txt",
         "cpu: 0 steps were finished, expected at least 2",
@@ -218,10 +222,14 @@ def test_trl_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     (model / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]))
     settings = TrlTask(str(model), 3, 4, 4, 48, 32, micro=8, memory=0.4, recompute=False, vllm=False)
-    found = run_trl(settings, tmp_path / "trl.1", 200, lambda _: None)
+    kept: list[TrlOutcome] = []
+    run_trl(settings, tmp_path / "trl.1", 200, lambda _: None, kept.append)
+    [found] = kept
     assert not found.problem and len(found.seconds) == 3 and found.grad_norms == (0.4, 1.4, 2.4)
     wrong = TrlTask(str(model), 3, 4, 4, 48, 32, micro=16, memory=0.4, recompute=False, vllm=False)
-    failed = run_trl(wrong, tmp_path / "trl.2", 200, lambda _: None)
+    run_trl(wrong, tmp_path / "trl.2", 200, lambda _: None, kept.append)
+    failed = kept[-1]
+    assert len(failed.seconds) == 3, "a process that fails leaves the steps that it made"
     assert failed.problem == f"trl: ended with exit code 3; its output is in {tmp_path / 'trl.2.txt'}"
 
 

@@ -17,6 +17,7 @@ from headrace.bench.gpu.engine_load import (
     ratio_figures,
     time_in_turns,
 )
+from headrace.bench.gpu.progress import Progress
 from headrace.trainers.errors import UserError
 
 
@@ -44,7 +45,11 @@ def test_every_round_has_all_ways_in_changing_orders(tmp_path: Path) -> None:
         seen.append((number, way))
         return float(len(seen))
 
-    rates = asyncio.run(time_in_turns(("a", "b"), 8, run, tmp_path / "notes.jsonl", lambda _: None))
+    rates: dict[str, list[float]] = {}
+    tell = Progress()
+    tell.plan(*(f"round {number}" for number in range(1, 9)))
+    asyncio.run(time_in_turns(("a", "b"), 8, run, tmp_path / "notes.jsonl", tell, rates))
+    assert not tell.unfinished
     assert [number for number, _ in seen] == [number for number in range(-1, 8) for _ in "ab"]
     orders = {(seen[at][1], seen[at + 1][1]) for at in range(0, len(seen), 2)}
     assert orders == {("a", "b"), ("b", "a")}

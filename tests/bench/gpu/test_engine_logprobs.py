@@ -9,6 +9,7 @@ import pytest
 
 from headrace.bench.gpu.engine_load import EngineOptions
 from headrace.bench.gpu.engine_logprobs import run_engine_logprobs, summarise_engine
+from headrace.bench.gpu.figures import Figures
 from headrace.trainers.errors import UserError
 
 
@@ -21,7 +22,8 @@ def test_ratios_are_those_of_rounds() -> None:
 
 def test_it_reads_the_section_rollout_only(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"trainer.tp=2: no run is made .*, expected keys of rollout.\* only"):
-        run_engine_logprobs(EngineOptions(tmp_path, "engine-logprobs-tiny", overrides=("trainer.tp=2",)), print)
+        options = EngineOptions(tmp_path, "engine-logprobs-tiny", overrides=("trainer.tp=2",))
+        run_engine_logprobs(options, Figures(options.work, tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore")  # of what vLLM imports
@@ -29,7 +31,8 @@ def test_it_reads_the_section_rollout_only(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
-    report = run_engine_logprobs(EngineOptions(tmp_path / "out", "engine-logprobs-tiny", pairs=2), lambda _: None)
+    report = Figures("engine-logprobs-tiny", tmp_path / "out")
+    run_engine_logprobs(EngineOptions(report.out, report.work, pairs=2), report)
     assert report.complaints == []
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert found["gpu.engine-logprobs-tiny.differing_logprobs"] == 0 and found["conditions"]["way"] == "auto"

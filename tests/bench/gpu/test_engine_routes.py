@@ -18,6 +18,7 @@ from headrace.bench.gpu.engine_routes import (
     summarise_routes,
     trust_figures,
 )
+from headrace.bench.gpu.figures import Figures
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.trainers.errors import UserError
 from headrace.trainers.run.trust_probe import TrustReport
@@ -107,7 +108,7 @@ def test_mismatch_is_named_by_replay() -> None:
 def test_it_reads_the_sections_of_engine_and_trainer(tmp_path: Path) -> None:
     options = EngineOptions(tmp_path, "engine-routes-tiny", overrides=("algorithm.steps=2",))
     with pytest.raises(UserError, match=r"algorithm.steps=2: .*, expected keys of rollout.\* and trainer.\* only"):
-        run_engine_routes(options, print)
+        run_engine_routes(options, Figures(options.work, tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore")  # of what vLLM imports
@@ -115,7 +116,8 @@ def test_it_reads_the_sections_of_engine_and_trainer(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
-    report = run_engine_routes(EngineOptions(tmp_path / "out", "engine-routes-tiny", pairs=1), lambda _: None)
+    report = Figures("engine-routes-tiny", tmp_path / "out")
+    run_engine_routes(EngineOptions(report.out, report.work, pairs=1), report)
     assert report.complaints == []
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     figure = {name.removeprefix("gpu.engine-routes-tiny."): value for name, value in found.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.bench.gpu.figures import Figures
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.pool import benchmark
 from headrace.bench.gpu.pool.benchmark import PoolOptions
@@ -121,7 +122,8 @@ def test_mistakes_and_failures_are_told(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tiny_work_runs_on_a_cpu(tmp_path: Path) -> None:
-    report = benchmark.run_pool(PoolOptions(tmp_path / "out", "pool-tiny"), lambda line: None)
+    report = Figures("pool-tiny", tmp_path / "out")
+    benchmark.run_pool(PoolOptions(report.out, "pool-tiny"), report)
     assert not report.complaints
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     for figure in ("alone.step_s", "a.step_s", "b.step_s", "wall_vs_alone", "shrink_s", "expand_s", "lost_tokens"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headrace.bench.gpu.figures import Figures
 from headrace.bench.gpu.switch import trainer as switch_trainer
 from headrace.bench.gpu.switch.benchmark import SwitchOptions, run_switch, summarise_switch
 from headrace.bench.gpu.switch.trainer import SwitchFigures, checksum, link_bytes_per_s, measure_switches, wrong
@@ -54,7 +55,9 @@ def small_link(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_cycle_is_an_offload_and_an_onload(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, used = FakeBackend(), itertools.cycle([1000])
     monkeypatch.setattr(switch_trainer, "used_bytes", lambda device: 200 if backend.weight is None else next(used))
-    figures = measure_switches(backend, lambda: 0.4, CPU, 4, (0.1, 0.2))
+    phases: list[str] = []
+    figures = measure_switches(backend, lambda: 0.4, CPU, 4, (0.1, 0.2), phases.append)
+    assert phases[:4] == [f"cycle {number} of 4" for number in (1, 2, 3, 4)]
     assert backend.calls == ["offload", "onload"] * 4
     assert len(figures.offload_s) == len(figures.onload_s) == 3, "the first cycle is not counted"
     assert figures.num_bytes == 800 and figures.to_host_s == 8.0 and figures.to_device_s == 16.0
@@ -63,7 +66,7 @@ def test_each_cycle_is_an_offload_and_an_onload(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("small_link")
 def test_weights_that_come_back_changed_are_found() -> None:
-    figures = measure_switches(FakeBackend(forgets=True), lambda: 0.4, CPU, 2, (0.1, 0.2))
+    figures = measure_switches(FakeBackend(forgets=True), lambda: 0.4, CPU, 2, (0.1, 0.2), print)
     assert wrong(figures) == [
         "the trainer's offload freed no memory of its GPU",
         "the trainer's weights changed while it was offloaded and brought back",
@@ -110,4 +113,4 @@ def test_a_machine_without_a_gpu_is_told(tmp_path: Path) -> None:
     if torch.cuda.device_count():
         pytest.skip("this machine has a GPU")
     with pytest.raises(UserError, match="--work: got 'switch-2g' on a machine without a GPU"):
-        run_switch(SwitchOptions(tmp_path, "switch-2g"), lambda _: None)
+        run_switch(SwitchOptions(tmp_path, "switch-2g"), Figures("switch-2g", tmp_path))
