@@ -146,9 +146,9 @@ def _gpu_train_steps(arguments: argparse.Namespace, tell: Progress, out: Path) -
 
 
 def _gpu_engine(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
-    from ..bench.gpu.engine_load import EngineOptions
-    from ..bench.gpu.engine_logprobs import run_engine_logprobs
-    from ..bench.gpu.engine_routes import run_engine_routes
+    from ..bench.gpu.engine.load import EngineOptions
+    from ..bench.gpu.engine.logprobs import run_engine_logprobs
+    from ..bench.gpu.engine.routes import run_engine_routes
     from ..bench.gpu.figures import Figures
     from ..bench.gpu.works import ROUTE_WORKS
 

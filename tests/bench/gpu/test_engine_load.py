@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.bench.gpu.engine_load import (
+from headrace.bench.gpu.engine.load import (
     EngineOptions,
     check_options,
     made_up_load,

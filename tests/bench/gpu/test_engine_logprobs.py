@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.gpu.engine_load import EngineOptions
-from headrace.bench.gpu.engine_logprobs import run_engine_logprobs, summarise_engine
+from headrace.bench.gpu.engine.load import EngineOptions
+from headrace.bench.gpu.engine.logprobs import run_engine_logprobs, summarise_engine
 from headrace.bench.gpu.figures import Figures
 from headrace.trainers.errors import UserError
 

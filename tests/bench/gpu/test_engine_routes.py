@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from headrace.actors.engines.protocol import Completion
-from headrace.bench.gpu.engine_load import EngineOptions
-from headrace.bench.gpu.engine_routes import (
+from headrace.bench.gpu.engine.load import EngineOptions
+from headrace.bench.gpu.engine.routes import (
     TRUST_ROWS,
     RouteTally,
     first_samples,

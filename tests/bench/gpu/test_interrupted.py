@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from headrace.bench import conditions
-from headrace.bench.gpu import benchmark, engine_logprobs
-from headrace.bench.gpu.engine_load import EngineOptions
-from headrace.bench.gpu.engine_logprobs import run_engine_logprobs
+from headrace.bench.gpu import benchmark
+from headrace.bench.gpu.engine import logprobs as engine_logprobs
+from headrace.bench.gpu.engine.load import EngineOptions
+from headrace.bench.gpu.engine.logprobs import run_engine_logprobs
 from headrace.bench.gpu.figures import Figures
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.progress import Progress

@@ -21,13 +21,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...actors.engines.factory import EngineConfig, build_engine
-from ...actors.engines.protocol import Completion
-from ...codecs.tokens.routes import RoutesDamaged, RouteSpec, check_routes, missing_tokens
-from ...trainers.errors import UserError
-from ...trainers.run.trust_probe import Rows, TrustReport, compare_rows, route_spec
-from ..transfer.results import note
-from .engine_load import (
+from ....actors.engines.factory import EngineConfig, build_engine
+from ....actors.engines.protocol import Completion
+from ....codecs.tokens.routes import RoutesDamaged, RouteSpec, check_routes, missing_tokens
+from ....trainers.errors import UserError
+from ....trainers.run.trust_probe import Rows, TrustReport, compare_rows, route_spec
+from ...transfer.results import note
+from ..figures import Figures
+from ..progress import Progress
+from .load import (
     EngineBench,
     EngineOptions,
     check_options,
@@ -39,8 +41,6 @@ from .engine_load import (
     time_in_turns,
     timed_round,
 )
-from .figures import Figures
-from .progress import Progress
 
 Way = Literal["with", "without"]
 WAYS: tuple[Way, ...] = ("with", "without")

@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...actors.engines.factory import build_engine
-from ..transfer.results import note
-from .engine_load import (
+from ....actors.engines.factory import build_engine
+from ...transfer.results import note
+from ..figures import Figures
+from ..progress import Progress
+from .load import (
     EngineBench,
     EngineOptions,
     Load,
@@ -33,8 +35,6 @@ from .engine_load import (
     time_in_turns,
     timed_round,
 )
-from .figures import Figures
-from .progress import Progress
 
 Way = Literal["plain", "vllm", "arrays"]
 WAYS: tuple[Way, ...] = ("plain", "vllm", "arrays")

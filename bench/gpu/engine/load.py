@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ...actors.engines.factory import EngineConfig
-from ...actors.engines.protocol import Completion, GenerationEngine, SamplingParams
-from ...trainers.cluster import actor_specs
-from ...trainers.config.config import Config
-from ...trainers.config.load import load_config
-from ...trainers.errors import UserError
-from ..conditions import conditions
-from ..transfer.results import note
-from .model_folder import FolderTask, make_folder
-from .progress import Progress
-from .shapes import SHAPES
-from .works import ENGINE_WORKS, EXAMPLES
+from ....actors.engines.factory import EngineConfig
+from ....actors.engines.protocol import Completion, GenerationEngine, SamplingParams
+from ....trainers.cluster import actor_specs
+from ....trainers.config.config import Config
+from ....trainers.config.load import load_config
+from ....trainers.errors import UserError
+from ...conditions import conditions
+from ...transfer.results import note
+from ..model_folder import FolderTask, make_folder
+from ..progress import Progress
+from ..shapes import SHAPES
+from ..works import ENGINE_WORKS, EXAMPLES
 
 Way = TypeVar("Way", bound=str)
 
