@@ -1,6 +1,6 @@
 # make train      sets up .venv with the core install and trains the quickstart (ARGS="run.seed=1 ..." overrides its config)
 # make pool       trains two small runs that share two GPUs, or on a laptop two numbers in place of GPUs, in runs/pool
-# make check      style, types, import contracts, docs, and the tests that start no process: 2 minutes, no vLLM, no Megatron
+# make check      style, types, import contracts, docs, and the tests that start no process: 3 to 4 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 15 minutes (ARGS="tests/codecs" for one folder)
 # make test-all   also the tests marked `slow`, and those of trackers and reasoning-gym: about 90 minutes
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
