@@ -27,7 +27,6 @@ from .checksums import (
     FieldSums,
     RunningSums,
     mismatch,
-    range_sums,
     row_block_ends,
     xxh3,
 )
@@ -167,10 +166,6 @@ class EncodedBlock:
         else:
             sums: list[int] = []
             for part, ends in zip(parts, self.sum_ends, strict=True):
-                if len(part) == 1:
-                    yield part[0]
-                    sums += range_sums(part[0].data, ends)
-                    continue
                 running = RunningSums(ends)
                 for piece in part:
                     yield piece
@@ -483,15 +478,12 @@ class _BlockSums:
             if found != expected:
                 what = f"index part of rows 0 to {self._header.num_rows - 1}"
                 raise mismatch(field.name, self._block, what, expected, found)
-        values = self._views[parts[0]]
-        ends = self._ends(field, values, index)
+        values, ends = self._views[parts[0]], self._ends(field, index)
         return FieldSums(field.name, self._block, self._header.num_rows, values, ends, self._sums[first:behind])
 
-    def _ends(self, field: Field, values: np.ndarray, index: np.ndarray | None) -> list[int]:
+    def _ends(self, field: Field, index: np.ndarray | None) -> list[int]:
         """Return the byte offsets in the values part at which row blocks end."""
         num_rows, lengths, size = self._header.num_rows, self._header.lengths, field.item_bytes
-        if self._per_field == 1:
-            return [values.nbytes]
         if index is not None:
             return row_block_ends(_row_ends(field, index, num_rows))
         if field.kind is Kind.PER_SAMPLE:

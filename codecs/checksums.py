@@ -44,13 +44,7 @@ def mismatch(field: str, block: int, what: str, expected: int, found: int) -> Ch
 
 def row_block_ends(ends: np.ndarray) -> list[int]:
     """Return the end offsets of every CHECKSUM_ROWS-th row and of the last row, given those of all rows."""
-    last = ends[-1:].tolist()
-    return last if len(ends) <= CHECKSUM_ROWS else [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *last]
-
-
-def range_sums(data: memoryview, ends: Sequence[int]) -> list[int]:
-    """Return the xxh3 of each of the ranges of bytes that follow one another in `data`. ends: as in `RunningSums`."""
-    return [xxh3(data[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
 
 
 class RunningSums:
@@ -81,8 +75,6 @@ class RunningSums:
 class FieldSums:
     """Checks the row blocks of one field of a block that is being read, each when the first of its bytes has been
     copied."""
-
-    __slots__ = ("_block", "_bounds", "_expected", "_field", "_num_rows", "_unchecked", "_values")
 
     def __init__(
         self, field: str, block: int, num_rows: int, values: np.ndarray, ends: Sequence[int], sums: Sequence[int]

@@ -55,7 +55,7 @@ def repeat_plan(worker: Any, folder: str) -> str:
 
 
 def read_back(plan: CopyPlan, model: torch.nn.Module, sent: list[tuple[str, torch.Tensor]], tp: int) -> str:
-    """What is wrong with reading the weights back from the model's fused parameters; "" when nothing is."""
+    """Return what is wrong with reading the weights back from the model's fused parameters; "" if nothing is."""
     taker = DigestTaker(1, [name for name, _ in sent])
     for name, tensor in sent:
         taker.take(name, tensor)
