@@ -15,6 +15,9 @@ from ...security.handshake import HandshakeError
 from .messages import DONE, FREED, FULL, UnitAddress
 from .wire import SERVICE, Connection
 
+DYING_S = 1.0
+"""How long a unit whose connections break is asked whether it still listens."""
+
 
 class UnitDied(StoreLost):
     """Nobody listens at a storage unit's address any more, so its process has ended, and its blocks with it."""
@@ -74,7 +77,7 @@ class UnitLink:
         except (OSError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise
-            raise self._lost(op, error, started) from None
+            raise self._lost(op, error, started, deadline) from None
         if answer != DONE:
             kind = {FREED: RowsCleared, FULL: CapacityExceeded}.get(answer, StoreLost)
             text = text.decode(errors="replace")
@@ -98,7 +101,7 @@ class UnitLink:
             except (OSError, ValueError) as error:
                 if isinstance(error, DataPlaneError):
                     raise
-                raise self._lost(op, error, started) from None
+                raise self._lost(op, error, started, deadline) from None
             with self._lock:
                 if not self._closed:
                     self._watch.append(connection)
@@ -159,18 +162,28 @@ class UnitLink:
     def _closed_error(self) -> StoreLost:
         return StoreLost("this client is closed", op="connect", peer=self.address.peer)
 
-    def _lost(self, op: str, error: Exception, started: float) -> StoreLost:
-        elapsed_s = time.monotonic() - started
+    def _lost(self, op: str, error: Exception, started: float, deadline: float) -> StoreLost:
         kind = StoreLost
         if isinstance(error, TimeoutError):
             what = "did not answer"
-        elif isinstance(error, ConnectionRefusedError):
-            kind, what = UnitDied, "has died: nobody listens at its address"
         elif isinstance(error, HandshakeError | ValueError):
             what = f"is lost: {error}"
+        elif isinstance(error, ConnectionRefusedError) or isinstance(error, ConnectionError) and self._died(deadline):
+            kind, what = UnitDied, "has died: nobody listens at its address"
         else:
             what = f"is lost: the connection broke ({error.strerror if isinstance(error, OSError) else error})"
-        return kind(f"the storage unit {what}", op=op, peer=self.address.peer, elapsed_s=elapsed_s)
+        return kind(f"the storage unit {what}", op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
+
+    def _died(self, deadline: float) -> bool:
+        """Return whether nobody listens at the unit's address after a connection to it broke.
+
+        A process that dies closes its sockets one by one, so its listener may outlive this connection by a moment.
+        """
+        try:
+            self._connected(min(deadline, time.monotonic() + DYING_S)).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False
 
 
 def _left_s(deadline: float) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.security import strangers
+from headrace.dataplane.security.authenticated_listener import listen
 from headrace.dataplane.security.handshake import ClientHandshake, new_key
 from headrace.dataplane.security.strangers import MAX_STRANGERS
 from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
@@ -411,6 +414,47 @@ def test_a_client_of_a_plane_that_has_gone_is_told_so() -> None:
     with pytest.raises(UnitDied, match="nobody listens at its address .*unit-9"):
         put(link, 1, bytes(64))
     assert "key" not in repr(StoreSpec("tcp", "r", {}))
+
+
+def test_a_unit_that_dies_amid_a_request_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel closes the connections of a killed process before its listener, which nobody serves any more."""
+    listeners: list[socket.socket] = []
+
+    def kept(*args: Any, **kwargs: Any) -> socket.socket:
+        listener = listen(*args, **kwargs)
+        listeners.append(listener.dup())
+        return listener
+
+    monkeypatch.setattr("headrace.dataplane.stores.tcp.unit.listen", kept)
+    unit = StorageUnit(fresh_run_id(), "unit-0", KEY, "127.0.0.1", 1 << 20)
+    link = UnitLink(unit.address, KEY)
+    put(link, 1, bytes(64))
+
+    def broken(self: Connection, deadline: float) -> None:
+        unit.close()
+        threading.Timer(0.1, listeners[0].close).start()
+        raise ConnectionResetError
+
+    monkeypatch.setattr(Connection, "receive", broken)
+    with pytest.raises(UnitDied, match="has died: nobody listens at its address .*unit-0"):
+        get(link, (1, 0, 64))
+    link.close()
+
+
+def test_a_connection_that_breaks_is_no_death(
+    unit: StorageUnit, link: UnitLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(link, 1, bytes(64))
+
+    def broken(self: Connection, deadline: float) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "receive", broken)
+        with pytest.raises(StoreLost, match="the connection broke .*unit-0") as lost:
+            get(link, (1, 0, 64))
+    assert not isinstance(lost.value, UnitDied)
+    assert get(link, (1, 0, 64)) == bytes(64)
 
 
 @pytest.mark.processes
