@@ -1,6 +1,6 @@
 # make train      sets up .venv with the core install and trains the quickstart (ARGS="run.seed=1 ..." overrides its config)
 # make pool       trains two small runs that share two GPUs, or on a laptop two numbers in place of GPUs, in runs/pool
-# make check      style, types, import contracts, docs, and the tests that start no process: 3 to 4 minutes, no vLLM, no Megatron
+# make check      style, types, import contracts, docs, and the short tests that start no process: under 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 15 minutes (ARGS="tests/codecs" for one folder)
 # make test-all   also the tests marked `slow`, and those of trackers and reasoning-gym: about 90 minutes
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
@@ -17,7 +17,10 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # `make check` runs these two at a time: pyright takes one core for as long as the tests take one and a half.
 CHECKS := lint docs check-tests
-NO_PROCESSES := not processes and not slow and not drill and not gpu and not vllm and not megatron
+QUICK := not processes and not long and not slow and not drill and not gpu and not vllm and not megatron
+
+# Compiled files are kept: without them each of the many processes that tests start compiles the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train pool check check-tests test test-all drills list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
@@ -36,7 +39,7 @@ check: .venv/dev.stamp
 	@$(MAKE) -j2 --no-print-directory --output-sync=target $(CHECKS)
 
 check-tests: .venv/dev.stamp
-	$(PYTEST) -n 2 -m "$(NO_PROCESSES)" $(ARGS)
+	$(PYTEST) -n 2 -m "$(QUICK)" $(ARGS)
 
 test: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -n 2 --durations=25 $(ARGS)
@@ -57,7 +60,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p .pyright && ln -sfn .. .pyright/headrace
-	$(BIN)/pyright
+	NODE_OPTIONS="--max-semi-space-size=128 $$NODE_OPTIONS" $(BIN)/pyright
 	$(BIN)/lint-imports
 
 # The API pages are read from a folder of links: searching the root itself would also search .venv.

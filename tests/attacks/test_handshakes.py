@@ -138,6 +138,7 @@ def test_slow_ones_keep_nobody_waiting(port: AttackedPort) -> None:
     attacker.join(30)
 
 
+@pytest.mark.long
 def test_a_thousand_at_once(port: AttackedPort) -> None:
     with contextlib.ExitStack() as stack:
         for number in range(1000):

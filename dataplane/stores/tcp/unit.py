@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ....codecs.integers import ALIGN
-from ...errors import RowsCleared
+from ...errors import RowsCleared, StoreLost
 from ...security.authenticated_listener import AuthenticatedListener, listen
 from ..shared_memory import SharedMemoryHost, SharedMemoryStore
 from .messages import (
@@ -153,6 +153,10 @@ class StorageUnit:
                 return
             except OSError:
                 return  # the client has gone, or stopped within a message
+            except StoreLost:
+                if not self._closed:
+                    raise
+                return  # the unit was closed in the middle of a request
 
     # -------------------------------------------------------------- requests
 

@@ -24,6 +24,7 @@ def counting(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[in
     return list(range(len(prompt_ids) - len(PROMPT) + 1, 41))
 
 
+@pytest.mark.long
 def test_a_cut_completion_goes_on_under_the_new_version(tmp_path: Path) -> None:
     async def main() -> None:
         engine = ScriptedEngine(counting, latency_s=1.0, receiver=receiver())
@@ -48,6 +49,7 @@ def test_a_cut_completion_goes_on_under_the_new_version(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_the_length_is_bounded_over_all_pieces() -> None:
     async def main() -> None:
         engine = ScriptedEngine(counting, latency_s=1.0)
@@ -62,6 +64,7 @@ def test_the_length_is_bounded_over_all_pieces() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_a_stop_text_that_the_cut_went_through_is_found(tokenizer: Any) -> None:
     answer = tokenizer("12+34=46 and on", add_special_tokens=False)["input_ids"]
 

@@ -53,6 +53,7 @@ def test_n_completions_in_order_the_same_for_the_same_request(subject: Subject) 
     subject.run(main)
 
 
+@pytest.mark.long
 def test_concurrent_requests_get_their_own_answers(subject: Subject) -> None:
     async def main() -> None:
         params = [SamplingParams(n=1 + i % 3, max_new_tokens=4 + i, seed=i) for i in range(8)]
@@ -131,6 +132,7 @@ def test_cancelling_a_call_frees_its_id_and_harms_no_other(subject: Subject) -> 
 # ---------------------------------------------------------------- pausing
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause_and_resume_with_requests_in_flight(subject: Subject, mode: Any) -> None:
     async def main() -> None:

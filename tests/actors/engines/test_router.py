@@ -111,6 +111,7 @@ def counting(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[in
     return list(range(len(prompt_ids), 41))
 
 
+@pytest.mark.long
 def test_suspended_engines_hand_their_requests_on_with_all_their_tokens() -> None:
     async def main() -> None:
         engines = [ScriptedEngine(counting, latency_s=0.4, version=version) for version in (3, 4)]
@@ -160,6 +161,7 @@ def test_a_suspended_engine_that_dies_is_waited_for() -> None:
     run(main)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(25))
 def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)

@@ -79,6 +79,7 @@ def test_latencies_are_seeded_and_run_side_by_side() -> None:
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
+@pytest.mark.long
 def test_tokens_that_flowed_before_a_commit_carry_the_old_version(tmp_path: Path) -> None:
     def forty(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
         return [7] * (40 if sample == 0 else 20)

@@ -97,6 +97,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delta", [False, True])
 def test_versions_deltas_and_late_engines(kind: str, delta: bool, handle: DataPlaneHandle, tmp_path: Path) -> None:
     ends = Ends(kind, handle, tmp_path, delta=delta)

@@ -147,6 +147,7 @@ def body_of(text: str, **more: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **more}).encode()
 
 
+@pytest.mark.long
 def test_a_client_that_went_away_is_not_recorded_and_a_repeat_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "LINGER_S", 0.3)
 
@@ -246,6 +247,7 @@ def test_a_malformed_request_is_refused_in_words(body: bytes, words: str) -> Non
     assert not sample.turns and (sample.rewards == {"reward": 1.0}), sample.error
 
 
+@pytest.mark.long
 def test_strangers_reach_nothing_and_nothing_of_others_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "HEAD_S", 0.3)
     monkeypatch.setattr(serving, "DRAIN_S", 0.3)

@@ -11,6 +11,7 @@ pytest.importorskip("renderers")
 from headrace.tests.actors.environments import episode_storm
 
 
+@pytest.mark.long
 def test_every_episode_is_answered_once_or_counted_as_failed() -> None:
     storm = asyncio.run(episode_storm.blow(1.0, 40))
     assert sum(storm.outcomes.values()) == storm.began

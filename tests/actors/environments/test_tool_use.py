@@ -252,6 +252,7 @@ def test_calls_are_found_at_the_end_only() -> None:
     assert find_call("<tool>1+1</tool>") is None
 
 
+@pytest.mark.long
 def test_turns_of_an_episode_stay_with_their_engine_and_versions_move_on(ascii_tokenizer: Any, tmp_path: Path) -> None:
     async def main() -> None:
         publisher = Publisher(tmp_path)

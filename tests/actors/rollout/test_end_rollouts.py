@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.tests.actors.rollout.test_rollout import PARTITION, FakeClient, right_then_wrong, worker
 
 
+@pytest.mark.long
 def test_what_is_finished_is_put_and_reported(tokenizer: Any) -> None:
     async def main() -> None:
         client = FakeClient()

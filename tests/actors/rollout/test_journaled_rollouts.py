@@ -89,6 +89,7 @@ def record_end(tokenizer: Any, folder: Path) -> int:
     return path.stat().st_size
 
 
+@pytest.mark.long
 def test_killed_at_every_byte_of_an_append(tokenizer: Any, tmp_path: Path) -> None:
     """All of a record's head, and every 16th byte behind it."""
     end = record_end(tokenizer, tmp_path)

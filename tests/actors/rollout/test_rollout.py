@@ -457,6 +457,7 @@ def test_a_reward_that_hangs_fails_its_row_and_no_other(tokenizer: Any) -> None:
     assert report.first_error == "prompt '1': reward 'judge' did not return within reward.timeout_s=0.2 s"
 
 
+@pytest.mark.long
 def test_slow_rewards_of_many_rows_do_not_add_up_to_the_bound_of_one(tokenizer: Any) -> None:
     def judge(prompt: Prompt, response: str, finish_reason: str) -> float:
         time.sleep(0.1)

@@ -72,6 +72,7 @@ def test_rows_of_an_expired_lease_wake_a_claim() -> None:
             client.release(dead, "a", "done")
 
 
+@pytest.mark.long
 def test_a_lease_lasts_as_long_as_its_client() -> None:
     with open_data_plane(config(lease_s=1.0), in_process=True) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
@@ -90,6 +91,7 @@ def test_a_lease_lasts_as_long_as_its_client() -> None:
         assert client.claim("p", "a", ("ids",), 1).keys == again.keys, "its rows return"
 
 
+@pytest.mark.long
 def test_a_receipt_that_was_handed_over_is_renewed_by_its_new_holder() -> None:
     with open_data_plane(config(lease_s=0.6), in_process=True) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
@@ -113,6 +115,7 @@ def test_a_receipt_that_was_handed_over_is_renewed_by_its_new_holder() -> None:
             client.renew(client.lookup("p", ["a.0"]))
 
 
+@pytest.mark.long
 def test_leases_are_renewed_for_asyncio_too_and_a_blocked_loop_keeps_them() -> None:
     with open_data_plane(config(lease_s=1.0), in_process=True) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
@@ -129,6 +132,7 @@ def test_leases_are_renewed_for_asyncio_too_and_a_blocked_loop_keeps_them() -> N
         asyncio.run(hold())
 
 
+@pytest.mark.long
 def test_renewals_that_come_during_a_stall_of_the_directory_count() -> None:
     with open_data_plane(config(lease_s=0.5), in_process=True) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
@@ -139,6 +143,7 @@ def test_renewals_that_come_during_a_stall_of_the_directory_count() -> None:
         client.release(held, "a", "done")
 
 
+@pytest.mark.long
 def test_who_waits_behind_others_is_told_so(client: DataPlaneClient, plane: DataPlane) -> None:
     client.put("p", [f"a.{n}" for n in range(2)], {"ids": ids(2), "blob": torch.zeros(2, 100_000, dtype=torch.uint8)})
     other = connect(plane.handle)

@@ -301,6 +301,7 @@ def test_queue_serves_by_version_then_arrival_however_rows_come(entries: list[tu
             del rows[:wanted]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampler", ["oldest_version_first", "ready_first", "in_order", "windowed"])
 def test_a_claim_costs_its_own_rows_however_many_are_ready(sampler: str) -> None:
     """30 k groups ready, put in disorder: a claim of four touches few of them."""

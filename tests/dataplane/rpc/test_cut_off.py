@@ -255,6 +255,7 @@ def test_fields_of_a_cancelled_put_go_and_rows_of_before_stay(handle: DataPlaneH
 # ------------------------------------------------------------------ stalls
 
 
+@pytest.mark.long
 def test_calls_that_failed_in_a_stall_take_no_effect_afterwards(
     served: Served, far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -323,6 +323,7 @@ def test_a_connect_on_a_full_backlog_ends_in_time_and_blocks_no_event_loop(monke
         asyncio.run(use())
 
 
+@pytest.mark.long
 def test_many_clients_connect_while_the_directory_is_busy(served: Served) -> None:
     connected: list[SocketLink] = []
 

@@ -157,6 +157,7 @@ def test_readers_and_writers_meet_ranges_across_pieces_and_in_a_pool_that_has_gr
         assert_holds(store, want)
 
 
+@pytest.mark.long
 def test_an_empty_part_may_lie_at_the_very_end_of_the_pool(host: SharedMemoryHost) -> None:
     store = SharedMemoryStore(host.spec)
     assert_holds(store, write(host, store, 0, (pool_bytes(64 * MIB), 0)))
@@ -183,6 +184,7 @@ def test_a_store_that_has_no_room_says_why(host: SharedMemoryHost, monkeypatch: 
     assert host.allocate(1000, 88 * MIB) is not None
 
 
+@pytest.mark.long
 def test_an_error_names_what_a_put_waited_for() -> None:
     rows = {"x": torch.ones(4, MIB, dtype=torch.uint8)}
     schema = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (MIB,))])

@@ -98,6 +98,7 @@ def test_selective_keeps_matrix_products_and_computes_norms_again(tmp_path: Path
     assert counts["selective"]["rsqrt"] == counts["full"]["rsqrt"] > counts["none"]["rsqrt"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks for it itself
 @pytest.mark.parametrize(
     "changes",

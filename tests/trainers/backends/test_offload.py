@@ -72,6 +72,7 @@ def test_one_rank(case: OffloadCase, folder: Path) -> None:
     assert moved == [moved[0]] * 2 * CYCLES and moved[0] > 0
 
 
+@pytest.mark.long
 def test_memory_falls_and_stays_flat(case: OffloadCase, backend: TrainBackend) -> None:
     step(case, backend, 0, 0)
     cycle(backend, None)

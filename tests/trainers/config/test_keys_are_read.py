@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ import headrace
 
 ROOT = Path(headrace.__file__).resolve().parent
 FLOORS = ("dataplane", "actors", "trainers", "cli")
+Nodes = tuple[ast.AST, ...]
 NOT_READERS = ("trainers/config/", "trainers/run/dry_run.py")
 """Files that name keys but do nothing by them: declarations, checks, the reference, and the text of a dry run."""
 
@@ -21,9 +23,15 @@ def package_sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
-def section_classes(trees: Mapping[str, ast.Module]) -> dict[str, ast.ClassDef]:
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module's syntax tree, which are walked several times."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
+def section_classes(modules: Mapping[str, Nodes]) -> dict[str, ast.ClassDef]:
     """Name -> declaration of every subclass of Section that has keys of its own."""
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for nodes in modules.values() for node in nodes if isinstance(node, ast.ClassDef)]
     found: dict[str, ast.ClassDef] = {}
     for _ in range(3):  # sections of sections
         found |= {node.name: node for node in classes if bases_of(node) & {"Section", *found}}
@@ -43,11 +51,11 @@ def keys_of(section: ast.ClassDef) -> list[str]:
 class Names:
     """Names that stand for a section: in the whole package (fields and keys of its type), and in one module."""
 
-    def __init__(self, sections: Mapping[str, ast.ClassDef], trees: Mapping[str, ast.Module]) -> None:
+    def __init__(self, sections: Mapping[str, ast.ClassDef], modules: Mapping[str, Nodes]) -> None:
         self.sections = sections
         self.fields: dict[str, set[str]] = defaultdict(set)
-        for tree in trees.values():
-            for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for nodes in modules.values():
+            for owner in (node for node in nodes if isinstance(node, ast.ClassDef)):
                 for node in owner.body:
                     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                         self.fields[node.target.id] |= self.mentioned(node.annotation)
@@ -71,16 +79,17 @@ class Names:
             return self.mentioned(node.func).union(*map(self.mentioned, node.args))
         return set()
 
-    def local(self, tree: ast.Module) -> dict[str, set[str]]:
+    def local(self, nodes: Nodes) -> dict[str, set[str]]:
         """Names of one module: parameters, and what is assigned or looped over."""
         found: dict[str, set[str]] = defaultdict(set)
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.arg):
                 found[node.arg] |= self.mentioned(node.annotation)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 found[node.name] |= self.mentioned(node.returns)
+        assigned = list(assignments(nodes))
         for _ in range(3):  # through a = config.b; c = a
-            for target, value in assignments(tree):
+            for target, value in assigned:
                 name = (
                     target.id
                     if isinstance(target, ast.Name)
@@ -92,8 +101,8 @@ class Names:
         return found
 
 
-def assignments(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
-    for node in ast.walk(tree):
+def assignments(nodes: Nodes) -> Iterator[tuple[ast.AST, ast.AST]]:
+    for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -106,18 +115,16 @@ def assignments(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 def unread_keys(sources: Mapping[str, str]) -> set[str]:
     """`Section.key` of every key that no code reads as an attribute of something that is that section."""
-    trees = {name: ast.parse(text) for name, text in sources.items()}
-    sections = section_classes(trees)
-    names = Names(sections, trees)
+    modules = {name: nodes_of(text) for name, text in sources.items()}
+    sections = section_classes(modules)
+    names = Names(sections, modules)
     read: set[str] = set()
-    for name, tree in trees.items():
+    for name, nodes in modules.items():
         if name.startswith(NOT_READERS):
             continue
-        local = names.local(tree)
-        texts = {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        for node in ast.walk(tree):
+        local = names.local(nodes)
+        texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 read |= {f"{section}.{node.attr}" for section in names.of(node.value, local)}
             elif (
@@ -138,7 +145,7 @@ def unread_keys(sources: Mapping[str, str]) -> set[str]:
 def test_every_key_is_read() -> None:
     sources = package_sources()
     assert {"LossConfig", "RolloutConfig", "StoreConfig", "SimulationConfig", "RunConfig"} <= set(
-        section_classes({name: ast.parse(text) for name, text in sources.items()})
+        section_classes({name: nodes_of(text) for name, text in sources.items()})
     )
     assert unread_keys(sources) == set()
 

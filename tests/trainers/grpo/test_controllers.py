@@ -99,6 +99,7 @@ def equal_updates(
             torch.testing.assert_close(moved[key], tensor, rtol=0, atol=within, msg=lambda text, name=name: name + text)
 
 
+@pytest.mark.long
 def test_every_mode_and_chunking_gives_the_same_updates(plane: DataPlane, model: str) -> None:
     equal_updates(plane, model, FsdpBackend, SAME_STEP, within=1e-6)
 
@@ -225,6 +226,7 @@ def drill(plane: DataPlane, name: str, steps: int) -> None:
     world.inner.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DRILLED)
 def test_each_prompt_is_trained_on_once_within_the_window_whatever_is_killed(plane: DataPlane, name: str) -> None:
     drill(plane, name, 40)

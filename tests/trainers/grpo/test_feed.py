@@ -129,6 +129,7 @@ def drill(plane: DataPlane, name: str, steps: int) -> None:
     nothing_is_left(world)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_bounds_hold_while_actors_die_and_runs_are_resumed(plane: DataPlane, name: str) -> None:
     drill(plane, name, 100)
@@ -141,6 +142,7 @@ def test_bounds_hold_for_ten_thousand_steps(plane: DataPlane, name: str) -> None
     drill(plane, name, 10_000)
 
 
+@pytest.mark.long
 def test_in_order_repeats_whatever_the_timing(plane: DataPlane) -> None:
     config = settings("async", max_staleness=2, dynamic_sampling={"enabled": True})
     found = [train(World(plane, config, random.Random(seed), flat=0.4), 40) for seed in (1, 2)]
@@ -168,6 +170,7 @@ def outlast_lease(world: World) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_step_longer_than_the_lease_trains_each_row_once(short_leases: DataPlane) -> None:
     world, state = World(short_leases, settings("streaming"), random.Random(1)), grpo.State()
     feed = world.begin(state)
@@ -179,6 +182,7 @@ def test_a_step_longer_than_the_lease_trains_each_row_once(short_leases: DataPla
     assert sorted(positions) == list(range(PROMPTS))
 
 
+@pytest.mark.long
 def test_late_replacements_do_not_bring_the_same_rows_again(
     short_leases: DataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +204,7 @@ def test_late_replacements_do_not_bring_the_same_rows_again(
     assert len(calls) > 1 and len(set(meta.keys)) == len(meta) == 12
 
 
+@pytest.mark.long
 def test_rows_that_the_open_step_holds_are_refused(short_leases: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseRenewal, "add", lambda *_: None)  # as if this process had been stopped
     world = World(short_leases, settings("streaming"), random.Random(1))
@@ -216,6 +221,7 @@ def test_rows_that_the_open_step_holds_are_refused(short_leases: DataPlane, monk
 # ---------------------------------------------------------------- dynamic sampling
 
 
+@pytest.mark.long
 def test_groups_without_a_signal_are_replaced(plane: DataPlane) -> None:
     for mode in ("sync", "streaming", "async"):
         world = World(plane, settings(mode, dynamic_sampling={"enabled": True}), random.Random(0), flat=0.5)

@@ -211,6 +211,7 @@ def _die_at(it: World, name: str) -> None:
 # ---------------------------------------------------------------- requests that run for long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [ScriptedEngine, DirectEngine])
 def test_wait_waits_for_requests_as_long_as_they_get_on(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(weight_sync, "MARGIN_S", 0.2)
@@ -221,6 +222,7 @@ def test_wait_waits_for_requests_as_long_as_they_get_on(monkeypatch: pytest.Monk
         it.expect(1, 1.0)
 
 
+@pytest.mark.long
 def test_an_engine_whose_requests_stand_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync, "MARGIN_S", 0.2)
     monkeypatch.setattr(weight_sync, "HEALTH_S", 0.5)

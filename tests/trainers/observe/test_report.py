@@ -104,6 +104,7 @@ def test_the_page_stands_alone_and_is_whole(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.new"))
 
 
+@pytest.mark.long
 def test_plots_take_their_colours_from_the_page(tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path, 12)).read_text()
     for plot in all_plots([ahead_record(step) for step in range(1, 13)]):
@@ -168,6 +169,7 @@ def test_the_report_goes_by_the_metric_that_judged_the_run(tmp_path: Path) -> No
         assert f"held-out {label.removeprefix('Held-out ')}</li>" in text, "the plot's legend"
 
 
+@pytest.mark.long
 def test_rollouts_beside_the_training_have_a_plot_and_lock_step_has_none() -> None:
     def titles(*changes: dict[str, Any]) -> list[str]:
         records = [step_record(step) | change for step, change in enumerate(changes, start=1)]

@@ -24,6 +24,7 @@ TIMEOUT_S = 2.0
 KEY = new_key()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ipc", "collective", "disk"])
 def test_many_short_waits_do_not_add_up_to_the_bound_of_one(kind: str, tmp_path: Path) -> None:
     sync = SyncConfig(timeout_s=TIMEOUT_S)
