@@ -184,8 +184,8 @@ def test_rows_scattered_over_other_row_blocks_are_read_past_a_changed_one(batch)
         views[block.layout.parts_of(SCHEMA, [name])[0]][0] ^= 1
     rows = np.random.default_rng(2).permutation(np.arange(CHECKSUM_ROWS, ROWS))
     assert read(batch, block, rows, views).num_rows == len(rows)
-    with pytest.raises(ChecksumMismatch, match="rows 0 to 63"):
-        read(batch, block, [*rows, 63], views)
+    with pytest.raises(ChecksumMismatch, match=f"rows 0 to {CHECKSUM_ROWS - 1}:"):
+        read(batch, block, [*rows, CHECKSUM_ROWS - 1], views)
 
 
 @pytest.mark.parametrize("copy_bytes", [1, 100, 2 << 20])
@@ -254,16 +254,17 @@ def test_only_row_blocks_that_are_read_are_verified(batch, flipped):
 def test_mismatch_names_field_rows_and_both_sums(batch):
     block = encode_block(batch, 0, ROWS, checksum=True)
     views = {number: view.copy() for number, view in enumerate(block.parts)}
-    views[block.layout.parts_of(SCHEMA, ["reward"])[0]][4 * 70] ^= 1
-    with pytest.raises(ChecksumMismatch, match="field 'reward', rows 64 to 127: xxh3 .* is [0-9a-f]{16}, but [0-9a-f]"):
-        verify(SCHEMA, source_of(block, [70]), 0, block.layout, views)
+    views[block.layout.parts_of(SCHEMA, ["reward"])[0]][4 * (CHECKSUM_ROWS + 6)] ^= 1
+    rows = f"rows {CHECKSUM_ROWS} to {2 * CHECKSUM_ROWS - 1}"
+    with pytest.raises(ChecksumMismatch, match=f"field 'reward', {rows}: xxh3 .* is [0-9a-f]{{16}}, but [0-9a-f]"):
+        verify(SCHEMA, source_of(block, [CHECKSUM_ROWS + 6]), 0, block.layout, views)
 
 
 def test_rows_of_other_blocks_are_not_verified(batch):
     block = encode_block(batch, 0, ROWS, checksum=True)
     views = {number: view.copy() for number, view in enumerate(block.parts)}
     views[1][0] ^= 1
-    source = RowSource(block.layout.fields, np.array([1, 0]), np.array([0, 100]), np.array([0, 0]))
+    source = RowSource(block.layout.fields, np.array([1, 0]), np.array([0, CHECKSUM_ROWS + 36]), np.array([0, 0]))
     verify(SCHEMA, source, 0, block.layout, views)
     with pytest.raises(ChecksumMismatch):
         verify(SCHEMA, source, 1, block.layout, views)
