@@ -12,6 +12,7 @@ When the parts are laid end to end, each starts at a multiple of ALIGN bytes (`B
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,12 +76,12 @@ class BlockLayout:
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of each part within the block: parts follow one another, each at the next multiple of ALIGN
         bytes."""
-        return self._ends()[0]
+        return _end_to_end(self.part_bytes)[0]
 
     @property
     def nbytes(self) -> int:
         """Number of bytes of the whole block when its parts are laid end to end, padding included."""
-        return self._ends()[1]
+        return _end_to_end(self.part_bytes)[1]
 
     def parts_of(self, schema: Schema, fields: Sequence[str]) -> tuple[int, ...]:
         """Return the numbers of the parts (byte arrays of a block) that hold the values and indexes of `fields`.
@@ -105,12 +106,15 @@ class BlockLayout:
         values = 1 + plain + 2 * (position - plain)
         return (values, values + 1)
 
-    def _ends(self) -> tuple[tuple[int, ...], int]:
-        offsets, end = [], 0
-        for nbytes in self.part_bytes:
-            offsets.append(end)
-            end += round_up(nbytes, ALIGN)
-        return tuple(offsets), end
+
+@functools.lru_cache(maxsize=256)
+def _end_to_end(part_bytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Return the offset of each part when parts are laid end to end, and where the last one ends, padding included."""
+    offsets, end = [], 0
+    for nbytes in part_bytes:
+        offsets.append(end)
+        end += round_up(nbytes, ALIGN)
+    return tuple(offsets), end
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,24 @@ def suspend(pid: int) -> None:
         time.sleep(0.001)
 
 
+def kill(pid: int) -> None:
+    """End a process without its having a say (SIGKILL), and wait until it has ended: a signal takes effect a moment
+    after it was sent."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not has_ended(pid):
+        assert time.monotonic() < deadline, f"process {pid} does not end"
+        time.sleep(0.001)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def start_ray(num_gpus: int | None = None, num_cpus: int = 16) -> None:
     """Start this process's Ray cluster unless it is there. Its CPUs are a number only, enough for the actors of a run
     that joins it. num_gpus: so many logical GPUs; None for those of the machine."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ from headrace.dataplane.errors import DirectoryLost, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.tests.dataplane.planes import put_one
 from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.process_pool import kill
 from headrace.tests.two_hosts import needs_two_hosts
 
 pytestmark = pytest.mark.processes
@@ -196,7 +195,7 @@ def test_rows_go_from_host_to_host_and_the_death_of_a_unit_takes_its_own(killed:
                 theirs = client.get_keys("train", ["other.0"], ["ids"])
                 assert theirs.jagged("ids").values.tolist() == list(range(1000))
                 lost, kept = ("here.0", "other.0") if killed == "here" else ("other.0", "here.0")
-                os.kill(plane.processes()["unit-0"] if killed == "here" else int(pid), signal.SIGKILL)
+                kill(plane.processes()["unit-0"] if killed == "here" else int(pid))
                 with pytest.raises(StoreLost, match="storage unit unit-"):
                     client.get_keys("train", [lost], ["ids"])
                 assert client.get_keys("train", [kept], ["ids"]).num_rows == 1

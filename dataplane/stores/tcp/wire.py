@@ -50,21 +50,23 @@ class Connection:
         Raises ValueError for a message of more than MAX_FRAME_BYTES, TimeoutError at the deadline (by the clock
         `time.monotonic()`), and ConnectionError when the other end has closed the connection.
         """
-        nbytes = _HEAD_BYTES.size + len(text) + sum(piece.nbytes for piece in raw) + later_bytes
+        nbytes = _HEAD_BYTES.size + len(text) + sum([piece.nbytes for piece in raw]) + later_bytes
         first = memoryview(head(0, nbytes, op) + _HEAD_BYTES.pack(len(text)) + text)
         self.send_raw([first, *raw], deadline)
 
     def send_raw(self, pieces: Sequence[memoryview], deadline: float) -> None:
         """Send pieces of memory, one after another. Raises TimeoutError and ConnectionError as `send` does."""
         for start in range(0, len(pieces), _MOST_VIEWS):
-            left = [piece for piece in pieces[start : start + _MOST_VIEWS] if piece.nbytes]
-            while left:
+            left = pieces[start : start + _MOST_VIEWS]
+            left_bytes = sum([piece.nbytes for piece in left])
+            while left_bytes:
                 self._limit(socket.SO_SNDTIMEO, deadline)
                 try:
                     sent = self.socket.sendmsg(left)
                 except BlockingIOError:
                     continue
-                left = _rest(left, sent)
+                left_bytes -= sent
+                left = _rest(left, sent) if left_bytes else ()
 
     def receive(self, deadline: float | None) -> tuple[str, bytes, int] | None:
         """Receive a message's op and head. Returns them with the number of raw bytes that follow, which must be
@@ -174,7 +176,7 @@ class Connection:
             self._limits_s[option] = limit_s
 
 
-def _rest(pieces: list[memoryview], done: int) -> list[memoryview]:
+def _rest(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
     """Return what is left of pieces of memory after their first `done` bytes."""
     for number, piece in enumerate(pieces):
         if done < piece.nbytes:

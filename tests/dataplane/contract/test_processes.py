@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import re
-import signal
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -22,6 +20,7 @@ from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.planes import as_seen, store_config
 from headrace.tests.dataplane.rows import BYTES, FIRST, SCHEMA, assert_rows, block_of, columns, fresh_run_id, keys_of
 from headrace.tests.dataplane.workers import leave, start
+from headrace.tests.process_pool import has_ended, kill
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -42,7 +41,7 @@ def apart(kind: str, ray_session: None) -> Iterator[DataPlane]:
     client = connect(plane.handle)
     pids = [directory_pid(plane), store_process(plane)[0]]
     plane.close()
-    wait_until(lambda: all(gone(pid) for pid in pids))
+    wait_until(lambda: all(has_ended(pid) for pid in pids))
     assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
     started = time.monotonic()
     with pytest.raises(DirectoryLost):
@@ -106,18 +105,9 @@ def wait_until(what: Any, timeout_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def kill(worker: Any) -> None:
+def kill_worker(worker: Any) -> None:
     """End a Worker's process without its having a say."""
-    pid: Any = ray.get(worker.pid.remote(), timeout=20)
-    os.kill(pid, signal.SIGKILL)
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended (a zombie has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    kill(cast(int, ray.get(worker.pid.remote(), timeout=20)))
 
 
 # ------------------------------------------------------------------ at work
@@ -177,7 +167,7 @@ def test_worker_killed_within_a_put_and_a_claim_leaves_no_trace(
     victim.put_and_hang.remote(partition, keys, str(tmp_path / "half"))
     victim.claim.remote(partition, 64)
     wait_until(lambda: (tmp_path / "half").exists() and driver.status().waiting_claims == 1)
-    kill(victim)
+    kill_worker(victim)
     status = driver.status()
     assert status.bytes_reserved > 0 and status.rows == 0 and status.store_bytes > 0
     with pytest.raises(KeysNotFound):
@@ -197,7 +187,7 @@ def test_rows_outlive_their_producer_and_return_from_a_dead_consumer(
     victim, keys = workers.pop(), keys_of(range(8))
     receipt, _ = ray.get(victim.put.remote(partition, keys))
     leased, leased_at, _ = ray.get(victim.claim.remote(partition, 32))
-    kill(victim)
+    kill_worker(victim)
     assert_rows(driver.get(receipt), keys, FIRST)
     again = driver.claim(partition, "train", FIRST, 32, timeout_s=10)
     assert 2.5 < time.monotonic() - leased_at < 6.0, "the lease was of 3 s"
@@ -217,7 +207,7 @@ def test_killed_store_process_is_named_within_the_bound_and_nothing_is_left(kind
     meta = client.put("p", keys, block_of(7, 8))
     waiting = concurrent.futures.ThreadPoolExecutor(1).submit(client.claim, "p", "train", ("x",), 9, timeout_s=2)
     pid, name, error_class = store_process(plane)
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     for call in (
         lambda: client.put("p", ["new.0"], block_of(8)),
         lambda: client.get_keys("p", keys, ("x",)),

@@ -22,7 +22,7 @@ from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import unfreed
 from headrace.tests.dataplane.rows import BYTES, block_of, fresh_run_id
-from headrace.tests.process_pool import suspend
+from headrace.tests.process_pool import kill, suspend
 
 SIZES = (100, 0, 300_000, 7)
 CAPACITY = 1 << 20
@@ -195,7 +195,7 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
         os.kill(pid, signal.SIGCONT)
     assert 0.9 < time.monotonic() - started < 2.0 and caught.value.elapsed_s
     assert_hold(store, wants)
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     for act in (
         lambda: store.get(wants[:1], 20.0),
         lambda: store.get(wants[:1], 20.0),
@@ -295,7 +295,7 @@ def test_storage_units_of_a_cluster_are_actors_on_its_nodes(ray_session: None) -
     client.register("p", BYTES)
     metas = [client.put("p", [f"k.{number}"], block_of(number, 1)) for number in range(4)]
     assert [client.get(meta).tensor("x").unique().tolist() for meta in metas] == [[0], [1], [2], [3]]
-    os.kill(units[0][1], signal.SIGKILL)
+    kill(units[0][1])
     lost = [meta for meta in metas if not int.from_bytes(meta.blocks[0].location[:2])]
     with pytest.raises(StoreLost, match="unit-0 pid="):
         client.get(lost[0])

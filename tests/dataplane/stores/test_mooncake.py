@@ -27,7 +27,7 @@ from headrace.dataplane.stores.mooncake_client import MooncakeClient
 from headrace.dataplane.stores.mooncake_master import MasterAddress, MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
 from headrace.tests.dataplane.rows import fresh_run_id
-from headrace.tests.process_pool import suspend
+from headrace.tests.process_pool import has_ended, kill, suspend
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mooncake_library")]
 
@@ -241,7 +241,7 @@ def test_stopped_then_killed_master_is_named_within_the_bound(mooncake_library: 
     assert 0.9 < time.monotonic() - started < 2.5 and caught.value.elapsed_s
     assert_hold(store, wants)
     frozen = LongestPause()
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     block = wants[0].block
     for act in (
         lambda: store.get(wants, 20.0),
@@ -288,10 +288,10 @@ def test_nobody_calls_a_dead_master_and_the_segment_ends_with_it(mooncake_librar
     store = MooncakeStore(host.spec)
     free(host, write(host, store))
     address = str(host.spec.address["host"]), int(str(host.spec.address["port"]))
-    segment = Path("/proc") / str(host.processes()["mooncake segment"])
-    assert not ended(segment)
-    os.kill(int(str(host.spec.address["pid"])), signal.SIGKILL)
-    wait_until(lambda: ended(segment))
+    segment = host.processes()["mooncake segment"]
+    assert not has_ended(segment)
+    kill(int(str(host.spec.address["pid"])))
+    wait_until(lambda: has_ended(segment))
     for client in (host._client, store._client):
         assert client.ended.wait(10) and client._leaving is not None
         client._leaving.join(20)
@@ -308,7 +308,7 @@ def test_rows_that_went_with_the_segment_are_lost_at_once(mooncake_library: None
     host = MooncakeHost(fresh_run_id(), 8 << 20)
     store = MooncakeStore(host.spec)
     want = write(host, store)
-    os.kill(host.processes()["mooncake segment"], signal.SIGKILL)
+    kill(host.processes()["mooncake segment"])
     wait_until(store._client.ended.is_set)
     with pytest.raises(StoreLost, match=str(host.spec.address["name"])):
         store.get([want], 10.0)
@@ -347,14 +347,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def ended(process: Path) -> bool:
-    """Whether it is gone (a zombie is)."""
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def listening_on(pid: int) -> set[str]:
@@ -403,9 +395,9 @@ def test_master_ends_with_its_owner_and_not_with_the_thread_that_asked_for_it(mo
                 store.get([want], 5.0)
         assert time.monotonic() - started < 5.0
         deadline = time.monotonic() + 5
-        while not ended(master) and time.monotonic() < deadline:
+        while not has_ended(int(said[2])) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert ended(master)
+        assert has_ended(int(said[2]))
         store.close()
     finally:
         owner.kill()

@@ -30,7 +30,7 @@ from headrace.dataplane.stores.tcp.messages import Cut, Free, Get, Put, Reserve,
 from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.dataplane.stores.tcp.wire import SERVICE, Connection
 from headrace.tests.dataplane.rows import fresh_run_id
-from headrace.tests.process_pool import suspend
+from headrace.tests.process_pool import kill, suspend
 
 KEY = new_key()
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("image", Kind.RAGGED, torch.uint8, ndim=2)])
@@ -390,7 +390,7 @@ def test_the_death_of_a_unit_takes_its_rows_and_no_others() -> None:
         metas = [far.put("p", [f"k.{number}"], rows(1, number)) for number in range(8)]
         units = [int.from_bytes(meta.blocks[0].location[:2]) for meta in metas]
         assert set(units) == {0, 1}, "puts are spread over the units"
-        os.kill(plane.processes()["unit-0"], signal.SIGKILL)
+        kill(plane.processes()["unit-0"])
         for meta, unit, client in zip(metas, units, [far, near] * 4, strict=True):
             if unit == 1:
                 assert client.get(meta).num_rows == 1
