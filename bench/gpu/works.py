@@ -71,7 +71,7 @@ GRPO_WORKS = {
 """Name of a work -> a run of that work. `grpo-tiny` also runs without a GPU, to try out the command."""
 _SHORT = (192, 128, (64, 192))
 POOL_WORKS = {
-    "pool-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=2, group_size=4, steps=4),
+    "pool-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=2, group_size=4, steps=10),
     "pool-0.6b": GrpoWork("0.6b", "gpu-0.6b.yaml", *_SHORT, prompts=8, steps=20),
     "pool-2g": GrpoWork("2g", "gpu-1.7b.yaml", *_SHORT, prompts=8, steps=10),
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
@@ -49,6 +53,37 @@ def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
     )
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Context manager that holds back the first SIGINT or SIGTERM until the end of its body, where it is handled as it
+    would have been. A second one is handled at once. A no-op outside the main thread, and for a signal that Python does
+    not handle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        handler = before[signal.Signals(number)]
+        if held and callable(handler):
+            held.clear()
+            handler(number, frame)
+        else:
+            held.append(number)
+
+    handled = [number for number, handler in before.items() if callable(handler)]
+    try:
+        for number in handled:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
+        if held:
+            signal.raise_signal(held[0])
+
+
 class Steps:
     """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
 
@@ -84,11 +119,12 @@ class Steps:
         validated = self._evaluations.before_update(
             state
         )  # while the workers still have the weights that are validated
-        state.ahead = True
-        tally.passes += grpo.finish(run)
-        state.step, state.version = state.step + 1, state.version + 1
-        feed.commit()
-        state.ahead = False
+        with interrupts_held():  # a checkpoint of this step can then be saved
+            state.ahead = True
+            tally.passes += grpo.finish(run)
+            state.step, state.version = state.step + 1, state.version + 1
+            feed.commit()
+            state.ahead = False
         meta = tally.rows[0].concat(*tally.rows[1:])
         sync = grpo.sync_weights(run, state)
         for engine, spans in sync.spans:

@@ -313,14 +313,14 @@ class _Training:
 
     def _save_interrupted(self, run: grpo.Run, state: grpo.State, checkpoints: Checkpoints) -> None:
         """Save a checkpoint of the last finished step after the run was interrupted. A no-op if no step is finished, if
-        the interruption came during an optimizer step, if the run writes no checkpoints, or if it was the watchdog that
-        stopped the run."""
+        the weights are those of the middle of a step (an update of several, or one that was interrupted twice), if the
+        run writes no checkpoints, or if it was the watchdog that stopped the run."""
         if self._watch.reason() is not None or not self._config.run.saves_checkpoints:
             return
         if not state.step:
             return
         if state.ahead:
-            self._progress.message(f"interrupted during the update of step {state.step + 1}, which is not saved")
+            self._progress.message(f"interrupted amid the updates of step {state.step + 1}, so no checkpoint is saved")
             return
         self._progress.message(
             f"interrupted: saving a checkpoint of step {state.step} (interrupt again to stop at once)"
