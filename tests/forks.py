@@ -178,6 +178,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         os.dup2(file, target)
         os.close(file)
     os.chdir(request["folder"])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in tests that a shell has started in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if (main := request["argv"][0]).endswith(".py"):
         os.setpgid(0, 0)
     for name in os.environ.keys() - request["env"].keys():

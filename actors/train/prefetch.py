@@ -49,8 +49,9 @@ class Prefetch(Generic[T]):
             while not self._ready:
                 if self._failure is not None:
                     raise self._failure
-                if not self._changed.wait(CHECK_S) and not self._thread.is_alive() and not self._ready:
+                if not self._thread.is_alive():  # and will say nothing: that takes the lock, which is held here
                     raise RuntimeError(f"{self._thread.name}: ended before item {self._taken} of {self._count}")
+                self._changed.wait(CHECK_S)
             self._taken += 1
             self._changed.notify_all()
             return self._ready.popleft()
