@@ -60,6 +60,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p .pyright && ln -sfn .. .pyright/headrace
+	@# With more memory for young objects, its garbage collector takes a tenth of pyright's time less.
 	NODE_OPTIONS="--max-semi-space-size=128 $$NODE_OPTIONS" $(BIN)/pyright
 	$(BIN)/lint-imports
 
