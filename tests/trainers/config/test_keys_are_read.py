@@ -24,7 +24,7 @@ def package_sources() -> dict[str, str]:
 
 
 @functools.cache
-def nodes_of(text: str) -> tuple[ast.AST, ...]:
+def nodes_of(text: str) -> Nodes:
     """All nodes of a module's syntax tree, which are walked several times."""
     return tuple(ast.walk(ast.parse(text)))
 
