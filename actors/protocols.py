@@ -371,7 +371,10 @@ class OffloadReport:
     bytes_moved: int
     """Number of bytes copied between the device and host memory."""
     copy_s: float
-    """Seconds that the copies took, without the allocation of host memory, which happens once."""
+    """Seconds that the copies took."""
+    memory_s: float
+    """Seconds that it took to give the device's memory back or to allocate it again. Host memory, which is allocated
+    once, is in none of these."""
     groups_s: float
     """Seconds that it took to destroy the process groups or to form them again; 0.0 if they are kept."""
     device_bytes_before: int

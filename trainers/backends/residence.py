@@ -58,7 +58,7 @@ class Residence:
         """
         before = device_bytes_in_use()
         if self.offloaded:
-            return OffloadReport(0, 0.0, 0.0, before, before)
+            return OffloadReport(0, 0.0, 0.0, 0.0, before, before)
         moved, total = self._plan(tensors, zeros)
         self._reserve(total)
         start = time.perf_counter()
@@ -66,12 +66,13 @@ class Residence:
             if one.start is not None:
                 self._room(one).copy_(_content(one.storage), non_blocking=True)
         self._synchronize()
-        copy_s = time.perf_counter() - start
+        copied = time.perf_counter()
         for one in moved:
             one.storage.resize_(0)
         self._moved, self.offloaded = moved, True
         self._empty_allocator()
-        return OffloadReport(_copied(moved), copy_s, 0.0, before, device_bytes_in_use())
+        freed = time.perf_counter()
+        return OffloadReport(_copied(moved), copied - start, freed - copied, 0.0, before, device_bytes_in_use())
 
     @torch.no_grad()
     def onload(self) -> OffloadReport:
@@ -82,19 +83,21 @@ class Residence:
         """
         before = device_bytes_in_use()
         if not self.offloaded:
-            return OffloadReport(0, 0.0, 0.0, before, before)
+            return OffloadReport(0, 0.0, 0.0, 0.0, before, before)
         start = time.perf_counter()
         for one in self._moved:
             one.storage.resize_(one.nbytes)
+        allocated = time.perf_counter()
+        for one in self._moved:
             if one.start is None:
                 _content(one.storage).zero_()
             else:
                 _content(one.storage).copy_(self._room(one), non_blocking=True)
         self._synchronize()
-        copy_s = time.perf_counter() - start
+        copied = time.perf_counter()
         nbytes = _copied(self._moved)
         self._moved, self.offloaded = [], False
-        return OffloadReport(nbytes, copy_s, 0.0, before, device_bytes_in_use())
+        return OffloadReport(nbytes, copied - allocated, allocated - start, 0.0, before, device_bytes_in_use())
 
     def close(self) -> None:
         """Free the host memory. Tensors that are in it are lost. Idempotent."""

@@ -73,8 +73,9 @@ class TrainerMemory:
     def figures(self) -> dict[str, float]:
         """Figures of what the last `offload` and `onload` moved and held, of the slowest or fullest worker.
 
-        They are `offload_gib`, `offload_copy_s` and `offload_groups_s` (destroying the process groups), the same of
-        `onload`, `trainer_gib_offloaded` and `trainer_gib_onloaded`. Empty before the first."""
+        They are `offload_gib`, `offload_copy_s`, `offload_memory_s` (giving GPU memory back) and `offload_groups_s`
+        (destroying the process groups), the same of `onload`, `trainer_gib_offloaded` and `trainer_gib_onloaded`. Empty
+        before the first."""
         return dict(self._figures)
 
     def onload(self) -> list[ProcessMemory]:
@@ -103,6 +104,7 @@ class TrainerMemory:
         self._figures |= {
             f"{what}_gib": max(report.bytes_moved for report in reports) / 2**30,
             f"{what}_copy_s": max(report.copy_s for report in reports),
+            f"{what}_memory_s": max(report.memory_s for report in reports),
             f"{what}_groups_s": max(report.groups_s for report in reports),
             f"trainer_gib_{what}ed": max(one.held_bytes for one in held) / 2**30,
         }

@@ -121,7 +121,7 @@ def tenant_figures(tenants: Sequence[TenantFigures], since: float, until: float)
     """Return the figures that tenants logged between two Unix times: medians of what switches moved, maxima of what
     processes held, its growth from the first half of the time to the second, and sums of what happened to requests."""
     figures: dict[str, float] = {}
-    moved = [f"{way}_{what}" for way in ("offload", "onload") for what in ("gib", "copy_s", "groups_s")]
+    moved = [f"{way}_{what}" for way in ("offload", "onload") for what in ("gib", "copy_s", "memory_s", "groups_s")]
     for name in (*moved, "train_wait_s"):
         if values := [value for tenant in tenants for value in tenant.values(f"pool/{name}", since, until)]:
             figures[name] = statistics.median(values)
@@ -145,15 +145,16 @@ def growth(values: Sequence[float]) -> float:
 
 
 def against_link(figures: Mapping[str, float], weight_bytes: int, to_host: float, to_device: float) -> dict[str, float]:
-    """Return figures over those of a bare copy: of `offload` and `onload` the seconds of their copies as a multiple of
-    that of the same bytes, and of `expand` the seconds beyond that of the weights.
+    """Return figures over those of a bare copy: of `offload` and `onload` the seconds of their copies and of the
+    device's memory as a multiple of that of the same bytes, and of `expand` the seconds beyond that of the weights.
 
     to_host, to_device: measured bytes per second of the host link.
     """
     found = {"link.to_host_gb_per_s": to_host / 1e9, "link.to_device_gb_per_s": to_device / 1e9}
     for name, rate in (("offload", to_host), ("onload", to_device)):
         if figures.get(f"{name}_gib"):
-            found[f"{name}_vs_link"] = figures[f"{name}_copy_s"] / (figures[f"{name}_gib"] * 2**30 / rate)
+            taken_s = figures[f"{name}_copy_s"] + figures[f"{name}_memory_s"]
+            found[f"{name}_vs_link"] = taken_s / (figures[f"{name}_gib"] * 2**30 / rate)
     if "expand_s" in figures:
         found["expand_over_link_s"] = figures["expand_s"] - weight_bytes / to_device
     return found

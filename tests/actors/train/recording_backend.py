@@ -78,11 +78,11 @@ class RecordingBackend:
 
     def offload(self) -> OffloadReport:
         self.calls.append("offload")
-        return OffloadReport(7, 0.5, 0.0, 0, 0)
+        return OffloadReport(7, 0.5, 0.1, 0.0, 0, 0)
 
     def onload(self) -> OffloadReport:
         self.calls.append("onload")
-        return OffloadReport(7, 0.5, 0.0, 0, 0)
+        return OffloadReport(7, 0.5, 0.1, 0.0, 0, 0)
 
     def group_holders(self) -> Sequence[object]:
         return (self,)

@@ -80,13 +80,14 @@ def test_growth_losses_and_what_was_moved_are_told(tmp_path: Path) -> None:
     held = [0.9, 1.0, 0.9, 1.2]
     one = tenant(
         "a", tmp_path, [1.0, 2.0, 3.0, 4.0], pool__engine_gib_asleep=held, pool__lost_tokens=[0, 0, 0, 3],
-        pool__offload_gib=[2.0] * 4, pool__offload_copy_s=[0.1, 0.2, 0.2, 0.3], rollout__actors_replaced=[0, 0, 1, 1],
+        pool__offload_gib=[2.0] * 4, pool__offload_copy_s=[0.1, 0.2, 0.2, 0.3], pool__offload_memory_s=[0.1] * 4,
+        rollout__actors_replaced=[0, 0, 1, 1],
     )  # fmt: skip
     figures = tenant_figures([one], one.ends[0], one.ends[-1])
     assert figures["engine_gib_asleep"] == 1.2 and figures["engine_gib_asleep_growth"] == pytest.approx(0.2)
     assert figures["lost_tokens"] == 3 and figures["offload_copy_s"] == pytest.approx(0.2)
     link = against_link({**figures, "expand_s": 0.5}, 10**9, 40e9, 50e9)
-    assert link["offload_vs_link"] == pytest.approx(0.2 / (2 * 2**30 / 40e9)) and "onload_vs_link" not in link
+    assert link["offload_vs_link"] == pytest.approx(0.3 / (2 * 2**30 / 40e9)) and "onload_vs_link" not in link
     assert link["expand_over_link_s"] == pytest.approx(0.48)
     wrong = " ".join(benchmark._losses(one))
     assert "pool/lost_tokens is 3" in wrong and "actors_replaced is 1" in wrong

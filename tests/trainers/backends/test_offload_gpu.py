@@ -104,8 +104,8 @@ def _measured_cycle(backend: Any, groups: ProcessGroups | None, context: int) ->
         "freed": before - after,
         "freed with the groups": with_groups - after,
         "bytes": off.bytes_moved,
-        "offload_s": off.copy_s,
-        "onload_s": on.copy_s,
+        "offload_s": off.copy_s + off.memory_s,
+        "onload_s": on.copy_s + on.memory_s,
         "destroy_s": destroy_s,
         "form_s": form_s,
     }

@@ -136,11 +136,11 @@ class TrainProcess(Process):
 
     def offload(self) -> OffloadReport:
         self.offloaded = True
-        return OffloadReport(0, 0.0, 0.0, 0, 0)
+        return OffloadReport(0, 0.0, 0.0, 0.0, 0, 0)
 
     def onload(self) -> OffloadReport:
         self.offloaded = False
-        return OffloadReport(0, 0.0, 0.0, 0, 0)
+        return OffloadReport(0, 0.0, 0.0, 0.0, 0, 0)
 
     def memory(self) -> ProcessMemory:
         return ProcessMemory(self.held_bytes, 1)
