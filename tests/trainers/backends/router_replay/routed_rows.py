@@ -28,10 +28,9 @@ def save_moe(folder: Path, *, dense: Sequence[int] = (1,), scale: float = 3.0, *
     `dense`. scale: factor on all matrices, without which the routers' choices would be too close to ties. changes:
     other keys of the model's config."""
     torch.manual_seed(5)
-    sizes: dict[str, Any] = {**TINY, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, **changes}
-    config = Qwen3MoeConfig(
-        **sizes, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=list(dense), tie_word_embeddings=False
-    )
+    experts = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes: dict[str, Any] = {**TINY, **experts, **changes}
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, mlp_only_layers=list(dense), tie_word_embeddings=False)
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for param in model.parameters():
