@@ -45,6 +45,7 @@ _STYLE = """<style>
 .pool .switch { fill: var(--grey); }
 .pool .switch:hover, .pool .train:hover, .pool .rollout:hover { stroke: var(--text); stroke-width: 1; }
 .tables td { white-space: nowrap; }
+.tables th, .tables td { padding-right: 10px; }
 .pool line { stroke: var(--line); }
 figure li.switch { --c: var(--grey); }
 figure li.idle { --c: var(--card); }
