@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -87,8 +88,11 @@ def _start(arguments: argparse.Namespace) -> int:
         )
         if port is not None:
             print(f"metrics for Prometheus: {(arguments.dir / 'prometheus.txt').read_text().strip()}", flush=True)
-        while True:
-            time.sleep(LOOK_S)
+        with contextlib.suppress(KeyboardInterrupt):  # also SIGTERM: both are how a pool is stopped
+            while True:
+                time.sleep(LOOK_S)
+    print(f"pool {served.name} has stopped", flush=True)
+    return DONE
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -113,7 +113,7 @@ def pool_of_gpus(folder: Path) -> Iterator[SharedPool]:
             time.sleep(0.1)
         yield SharedPool(folder, name)
         server.send_signal(signal.SIGINT)
-        server.wait(60)
+        assert server.wait(60) == 0, "stopping is how a pool ends"
     finally:
         server.kill()
         server.communicate()
