@@ -92,6 +92,14 @@ def create_config(arguments: AsyncEngineArgs) -> Any:
     return arguments.create_engine_config(None if on_cpu() else UsageContext.LLM_CLASS)
 
 
+def scheduler_class(config: Any) -> type:
+    """Return the class of the scheduler that vLLM itself takes for a configuration. It runs in the engine process."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # takes seconds, and only that process needs it
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+
+
 def take_what_is_free() -> None:
     """Make the workers in this process take less GPU memory than their configuration allows if less is free. Does
     nothing on CPUs.

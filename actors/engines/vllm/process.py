@@ -16,6 +16,7 @@ from . import library
 from .core_log import CoreLog, exit_words
 from .environment import engine_environment
 from .options import arguments
+from .step_routes import SCHEDULER
 from .versions import TokenVersions
 from .weights.wire import BACKEND, WORKER
 
@@ -297,7 +298,7 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "weight_transfer_config": library.WeightTransferConfig(backend=BACKEND),
     }
     if settings.routes:
-        given["enable_return_routed_experts"] = True
+        given |= {"enable_return_routed_experts": True, "scheduler_cls": SCHEDULER}
     if settings.max_model_len is not None:
         given["max_model_len"] = settings.max_model_len
     if cpu and settings.tp == 1:

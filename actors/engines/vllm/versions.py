@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from .step_routes import split
+
 PATIENCE_S = 60.0
 """Longest time in seconds to wait until outputs that have arrived are processed."""
 
@@ -94,6 +96,7 @@ class TokenVersions:
             self._version = outputs.version
             if not outputs.passed.done():
                 outputs.passed.set_result(None)
+        split(outputs.outputs)
         for output in outputs.outputs:
             self.num_tokens += len(output.new_token_ids)
             # vLLM appends `-` and eight characters to the id that a request was submitted with.

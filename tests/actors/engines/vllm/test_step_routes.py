@@ -1,0 +1,81 @@
+"""Tests that the routes of a step are joined and split again without a change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from headrace.actors.engines.vllm.step_routes import join, split
+
+
+@dataclass
+class Output:
+    """What vLLM's scheduler says of one request in a step, as far as routes go."""
+
+    new_token_ids: list[int]
+    routed_experts: np.ndarray | None
+
+
+def outputs(*sizes: tuple[int, int | None]) -> list[Output]:
+    """Return an output for each number of new tokens and number of routes, None for no routes at all."""
+    rng = np.random.default_rng(0)
+    return [
+        Output([7] * tokens, None if routes is None else rng.integers(0, 128, (routes, 3, 2), np.uint8))
+        for tokens, routes in sizes
+    ]
+
+
+def routes_of(given: Sequence[Output]) -> list[np.ndarray | None]:
+    return [None if one.routed_experts is None else one.routed_experts.copy() for one in given]
+
+
+def expect_same(found: Sequence[np.ndarray | None], wanted: Sequence[np.ndarray | None]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(1, 1)] * 5,
+        [(1, 1), (1, 40), (1, 1), (0, None), (1, 1)],  # a prompt of 40 tokens, and an output without a token
+        [(2, 2), (1, 1), (3, 3)],  # several tokens in a step
+        [(1, 40), (1, 1), (1, 1)],
+        [(0, None), (1, 1), (1, 1)],
+    ],
+)
+def test_every_output_gets_its_routes_again(sizes: list[tuple[int, int | None]]) -> None:
+    step = outputs(*sizes)
+    wanted = routes_of(step)
+    join(step)
+    carried = [one.routed_experts for one in step if one.routed_experts is not None and one.routed_experts.ndim == 4]
+    assert [array.shape[1] for array in carried] == [sum(tokens for tokens, routes in sizes if tokens == routes)]
+    assert sum(one.routed_experts is not None for one in step) == 1 + sum(routes == 40 for _, routes in sizes)
+    split(step)
+    expect_same(routes_of(step), wanted)
+    for one in step:
+        assert one.routed_experts is None or one.routed_experts.base is None or one.routed_experts.shape[0] == 40
+
+
+@pytest.mark.parametrize("sizes", [[(1, 1)], [(1, None), (1, 1), (1, 1)], [(1, None)] * 3, [(1, 40), (1, 1)], []])
+def test_what_cannot_be_joined_stays_as_it_is(sizes: list[tuple[int, int | None]]) -> None:
+    step = outputs(*sizes)
+    wanted = routes_of(step)
+    join(step)
+    expect_same(routes_of(step), wanted)
+    split(step)
+    expect_same(routes_of(step), wanted)
+
+
+def test_a_step_with_other_tokens_than_routes_is_refused() -> None:
+    step = outputs((1, 1), (1, 1), (1, 1))
+    join(step)
+    del step[-1]
+    with pytest.raises(RuntimeError, match="3 joined routes for 2 tokens"):
+        split(step)
