@@ -1,8 +1,8 @@
 """Sends the routes of a step's tokens from vLLM's scheduler to the engine as one array.
 
-vLLM's own way sends an array for each token of each request, and packs and unpacks each of them. Here the scheduler joins
-the routes of a step's tokens, and the engine's process gives each request its part again before vLLM's output loop looks
-at them. What a request gets, and when, stays the same.
+vLLM's own way sends an array for each token of each request, and packs and unpacks each of them. Here the scheduler
+joins the routes of a step's tokens, and the engine's process gives each request its part again before vLLM's output
+loop looks at them. What a request gets, and when, stays the same.
 
     engine process     scheduler's outputs of a step -> `join` -> one message
     headrace's process                                   one message -> `split` -> vLLM's output loop
