@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.gpu.pool.figures import read_events, read_tenant, shared_window, stage_seconds
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.pool_runs import SCRIPTED, SharedPool, shared_pool
 from headrace.tests.runs.test_end_to_end import steps_of
 from headrace.tests.runs.test_healing import kill
 from headrace.tests.runs.test_switch_roles import figures
-from headrace.trainers.simulation.pool_config import SwitchSection, pool_file
-from headrace.trainers.simulation.pool_report import simulate_pool
 
 pytestmark = pytest.mark.processes
 
@@ -118,42 +114,6 @@ def test_two_runs_take_little_longer_than_one(tmp_path: Path) -> None:
     alone_s = sum(line["time/step_s"] for line in lines["alone"])
     together_s = max(sum(line["time/step_s"] for line in lines[name]) for name in "ab")
     print(f"two tenants: {together_s:.1f} s, one alone: {alone_s:.1f} s, ratio {together_s / alone_s:.2f}")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_simulation_agrees_with_the_pool(tmp_path: Path) -> None:
-    """Two tenants of scripted engines take as long for a step as `headrace simulate` says of the same pool, whose
-    switches take as long as those of the real one."""
-    steps, group_s, train_s = 20, 2.0, 1.5
-    more = (*SCRIPTED, f"algorithm.steps={steps}", f"scripted.latency_s={group_s}", f"scripted.train_step_s={train_s}")
-    with shared_pool(tmp_path) as pool, ThreadPoolExecutor() as threads:
-        both = [threads.submit(pool.run, "a", 0, *more), threads.submit(pool.run, "b", 1, *more)]
-        for done in both:
-            code, output = done.result()
-            assert code == 0, output
-        pool.wait_until_empty()
-    tenants = [read_tenant(name, tmp_path / name) for name in "ab"]
-    since, until = shared_window(tenants)
-    inside = [(at, event) for at, event in read_events(tmp_path) if since <= at <= until]
-    switch = {
-        f"{stage}_s": statistics.median(seconds)
-        for stage, seconds in stage_seconds(inside, "ab").items()
-        if f"{stage}_s" in SwitchSection.model_fields
-    }
-    section = {
-        "rollout_gpus": 2, "train_gpus": 1, "groups": 8, "engine_groups": 64, "group_s": group_s, "group_sigma": 0,
-        "train_s": train_s, "train_sigma": 0, "steps": steps, "switch": switch,
-    }  # fmt: skip
-    file = pool_file(
-        {"pool": {"gpus": 2}, "tenants": {"a": {**section, "first_gpu": 0}, "b": {**section, "first_gpu": 1}}}
-    )
-    simulated = simulate_pool(file, "gap_ratio")
-    for tenant, figures_of in zip(tenants, simulated.tenants, strict=True):
-        assert figures_of.steps == steps and figures_of.ended_s is not None
-        real_s, simulated_s = tenant.step_s(since, until), figures_of.ended_s / steps
-        print(f"{tenant.name}: a step takes {real_s:.2f} s, {simulated_s:.2f} s in the simulation; switches {switch}")
-        assert simulated_s == pytest.approx(real_s, rel=0.1)
 
 
 @pytest.mark.drill
