@@ -147,8 +147,9 @@ class Residence:
         """Allocate memory of the device for all storages that have none: one piece, from which torch's allocator gives
         each its part.
 
-        A piece for each storage would take the driver ten times as long, here and when they are freed. The piece is of
-        a pool of its own, so that nothing else is put between the storages and keeps all of it from being freed.
+        With a piece for each of hundreds of storages, an H100's driver took 0.1 s for 7 GB here, and as long to free
+        them. The piece is of a pool of its own, so that nothing else is put between the storages, which would keep all
+        of it from being freed.
         """
         if self._device.type != "cuda":
             self._resize()
