@@ -13,7 +13,7 @@ from headrace.actors.engines.vllm.step_routes import join, split
 
 @dataclass
 class Output:
-    """What vLLM's scheduler says of one request in a step, as far as routes go."""
+    """Stands in for the output of vLLM's scheduler for one request in a step, as far as routes go."""
 
     new_token_ids: list[int]
     routed_experts: np.ndarray | None
