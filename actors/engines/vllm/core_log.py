@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -112,19 +111,6 @@ class CoreLog:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def exit_words(exit_code: int | None) -> str:
-    """Return how a process ended, in words. exit_code: as in `multiprocessing`, negative for a signal; None if it is
-    not known."""
-    if exit_code is None:
-        return "it is gone"
-    if exit_code >= 0:
-        return f"it ended with exit code {exit_code}"
-    try:
-        return f"it was ended by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"it was ended by signal {-exit_code}"
 
 
 def _flush() -> None:

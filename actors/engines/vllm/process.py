@@ -13,9 +13,10 @@ import torch
 from ....codecs import messages
 from ..protocol import EngineDied
 from . import library
-from .core_log import CoreLog, exit_words
+from .core_log import CoreLog
 from .environment import engine_environment
 from .options import arguments
+from .process_end import exit_code, exit_words, lives
 from .step_routes import SCHEDULER
 from .versions import TokenVersions
 from .weights.wire import BACKEND, WORKER
@@ -196,7 +197,7 @@ class VllmProcess:
         access checks the processes."""
         if self._death:
             return self._death
-        gone = [process.pid for process in self._engines if not _lives(process)]
+        gone = [process.pid for process in self._engines if not lives(process)]
         if gone or self.llm.errored:
             pid = f" (pid {gone[0]})" if gone else ""
             self._death = f"vLLM's engine process died{pid}: {self._cause()}"
@@ -204,7 +205,8 @@ class VllmProcess:
 
     def _cause(self) -> str:
         """Return why the engine process died, as far as its exit code and the output of vLLM's processes tell."""
-        code = next((process.exitcode for process in self._started if process.exitcode is not None), None)
+        codes = [exit_code(*pair) for pair in zip(self._started, self._engines, strict=True)]
+        code = next((code for code in codes if code is not None), None)
         raised = self._log.exception()
         if code is not None and code < 0:
             words = f"{exit_words(code)}; {raised}" if raised else exit_words(code)
@@ -262,13 +264,6 @@ class VllmProcess:
             raise
         finally:
             task.cancel()
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def all_of(*calls: Coroutine[Any, Any, None]) -> None:

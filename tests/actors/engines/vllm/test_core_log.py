@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.engines.vllm.core_log import MAX_BYTES, CoreLog, exit_words
+from headrace.actors.engines.vllm.core_log import MAX_BYTES, CoreLog
 
 START_FAILED = """\
 (EngineCore pid=7) ERROR 11-23 07:15:22 [core.py:1170] EngineCore failed to start.
@@ -109,10 +109,3 @@ def test_the_file_stays_small_and_its_writers_go_on_at_its_end(tmp_path: Path) -
     assert log.exception() == "RuntimeError: the end"
     log.close()
     log.close()
-
-
-def test_how_a_process_ended() -> None:
-    assert exit_words(-9) == "it was ended by SIGKILL"
-    assert exit_words(1) == "it ended with exit code 1"
-    assert exit_words(None) == "it is gone"
-    assert exit_words(-200) == "it was ended by signal 200"

@@ -156,25 +156,25 @@ def test_an_engine_without_receiver_takes_no_weights_and_one_that_dies_says_so(
             kv_cache_bytes=None,
             options={"max_num_batched_tokens": 640, "block_size": 32},
         )
-        assert engine.pids and all(psutil.pid_exists(pid) for pid in engine.pids)
-        config = engine._process.llm.vllm_config
-        assert config.scheduler_config.max_num_batched_tokens == 640 and config.cache_config.block_size == 32
-        assert config.cache_config.kv_cache_memory_bytes == 256 << 20 and config.model_config.max_model_len == 500
-        with pytest.raises(ValueError, match="4 prompt tokens . 497 new tokens exceed the model's context of 500"):
-            await engine.generate("long", PROMPT, SamplingParams(max_new_tokens=497))
-        with pytest.raises(ValueError, match="built without a receiver"):
-            await engine.prepare_weights(publisher.publish(1, unstaged.weights()))
-        running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
-        await asyncio.sleep(0.05)
-        os.kill(engine.pids[0], signal.SIGKILL)
-        killed = (
-            "'running': vLLM's engine process died .pid .*: it was ended by SIGKILL .its output is in .*engine-0.log"
-        )
-        with pytest.raises(EngineDied, match=killed):
-            await running
-        with pytest.raises(EngineDied):
-            await engine.pause()
-        await engine.close()
+        try:
+            assert engine.pids and all(psutil.pid_exists(pid) for pid in engine.pids)
+            config = engine._process.llm.vllm_config
+            assert config.scheduler_config.max_num_batched_tokens == 640 and config.cache_config.block_size == 32
+            assert config.cache_config.kv_cache_memory_bytes == 256 << 20 and config.model_config.max_model_len == 500
+            with pytest.raises(ValueError, match="4 prompt tokens . 497 new tokens exceed the model's context of 500"):
+                await engine.generate("long", PROMPT, SamplingParams(max_new_tokens=497))
+            with pytest.raises(ValueError, match="built without a receiver"):
+                await engine.prepare_weights(publisher.publish(1, unstaged.weights()))
+            running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+            await asyncio.sleep(0.05)
+            os.kill(engine.pids[0], signal.SIGKILL)
+            killed = "'running': vLLM's engine process died .pid .*: it was ended by SIGKILL .its output is in .*-0.log"
+            with pytest.raises(EngineDied, match=killed):
+                await running
+            with pytest.raises(EngineDied):
+                await engine.pause()
+        finally:
+            await engine.close()
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await engine.generate("late", PROMPT, SHORT)
