@@ -1,8 +1,9 @@
-"""Sends the routes of a step's tokens from vLLM's scheduler to the engine as one array.
+"""Has vLLM's scheduler record routes at less cost, and sends those of a step's tokens to the engine as one array.
 
 vLLM's own way sends an array for each token of each request, and packs and unpacks each of them. Here the scheduler
 joins the routes of a step's tokens, and the engine's process gives each request its part again before vLLM's output
-loop looks at them. What a request gets, and when, stays the same.
+loop looks at them. vLLM's own way also lists all blocks of every request in each step, where only those of a prompt
+that ends are read. What a request gets, and when, stays the same.
 
     engine process     scheduler's outputs of a step -> `join` -> one message
     headrace's process                                   one message -> `split` -> vLLM's output loop
@@ -20,8 +21,8 @@ SCHEDULER = f"{__name__}.joining_scheduler"
 
 
 def joining_scheduler(**settings: Any) -> Any:
-    """Return vLLM's own scheduler for these settings, whose outputs have joined routes. It runs in the engine
-    process."""
+    """Return vLLM's own scheduler for these settings, whose outputs have joined routes and which lists blocks of
+    prompts alone. It runs in the engine process."""
     from . import library  # imports vLLM, which what looks at outputs alone does not need
 
     base: Any = library.scheduler_class(settings["vllm_config"])
@@ -32,6 +33,18 @@ def joining_scheduler(**settings: Any) -> Any:
             for one in outputs.values():
                 join(one.outputs)
             return outputs
+
+        def _update_after_schedule(self, scheduler_output: Any) -> None:
+            self.enable_return_routed_experts = False  # else vLLM lists the blocks of all requests
+            try:
+                super()._update_after_schedule(scheduler_output)
+            finally:
+                self.enable_return_routed_experts = True
+            group = self.routed_experts_mgr.attn_gid
+            for request_id in scheduler_output.num_scheduled_tokens:
+                if not self.requests[request_id].num_output_tokens:  # its prompt is not known to have ended
+                    blocks = self.kv_cache_manager.get_blocks(request_id)
+                    self._re_block_ids[request_id] = blocks.get_block_ids()[group]
 
     return JoiningScheduler(**settings)
 

@@ -1,14 +1,17 @@
-"""Tests that the routes of a step are joined and split again without a change."""
+"""Tests that the routes of a step are joined and split again without a change, and of what the scheduler lists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace.actors.engines.vllm.step_routes import join, split
+from headrace.actors.engines import vllm
+from headrace.actors.engines.vllm.step_routes import join, joining_scheduler, split
 
 
 @dataclass
@@ -79,3 +82,37 @@ def test_a_step_with_other_tokens_than_routes_is_refused() -> None:
     del step[-1]
     with pytest.raises(RuntimeError, match="3 joined routes for 2 tokens"):
         split(step)
+
+
+class Scheduler:
+    """Stands in for vLLM's scheduler, as far as it lists the blocks of requests, in vLLM 0.26 and 0.30 alike."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.enable_return_routed_experts = True
+        self.routed_experts_mgr = SimpleNamespace(attn_gid=1)
+        self.requests = {name: SimpleNamespace(num_output_tokens=tokens) for name, tokens in vllm_config.items()}
+        self.listed: list[str] = []
+        self.kv_cache_manager = SimpleNamespace(get_blocks=self._blocks)
+        self._re_block_ids: dict[str, list[int]] = {"earlier": [1]}
+
+    def _blocks(self, name: str) -> Any:
+        self.listed.append(name)
+        return SimpleNamespace(get_block_ids=lambda: ([0], [7, 8]))
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        if self.enable_return_routed_experts:
+            for name in scheduler_output.num_scheduled_tokens:
+                self._re_block_ids[name] = self._blocks(name).get_block_ids()[self.routed_experts_mgr.attn_gid]
+        if "broken" in scheduler_output.num_scheduled_tokens:
+            raise KeyError("broken")
+
+
+def test_the_scheduler_lists_blocks_of_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(scheduler_class=lambda config: Scheduler)  # the real one needs vLLM
+    monkeypatch.setattr(vllm, "library", library, raising=False)
+    scheduler = joining_scheduler(vllm_config={"prompt": 0, "decodes": 3, "waits": 0})
+    scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"prompt": 8, "decodes": 1}))
+    assert scheduler.listed == ["prompt"] and scheduler._re_block_ids == {"earlier": [1], "prompt": [7, 8]}
+    with pytest.raises(KeyError, match="broken"):
+        scheduler._update_after_schedule(SimpleNamespace(num_scheduled_tokens={"broken": 1}))
+    assert scheduler.enable_return_routed_experts
