@@ -217,6 +217,8 @@ class ScriptedConfig(Section):
     """Simulated durations for the `scripted` engine and the `scripted` train backend, which have no model. `headrace
     bench step` and tests use them."""
 
+    response_tokens: Count = 8
+    """Median number of tokens of the engine's responses, which are random."""
     latency_s: NonNegative = 0.0
     """Median time in seconds that the engine takes for a request. One request generates all samples of a prompt."""
     latency_sigma: NonNegative = 0.0

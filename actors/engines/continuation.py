@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
+from .protocol import SESSION_SEPARATOR, Completion, CutOff, Generator, SamplingParams
 from .stop_texts import StopTexts
 
 
@@ -30,7 +30,7 @@ async def generate_whole(
     if all(completion.finish_reason != "abort" for completion in completions):
         return completions
     rests = [
-        asyncio.create_task(_to_the_end(engine, tokenizer, f"{request_id}.{index}", prompt_ids, params, completion))
+        asyncio.create_task(_to_the_end(engine, tokenizer, request_id, index, prompt_ids, params, completion))
         for index, completion in enumerate(completions)
     ]
     try:
@@ -44,7 +44,8 @@ async def generate_whole(
 async def _to_the_end(
     engine: Generator,
     tokenizer: Any,
-    name: str,
+    request_id: str,
+    index: int,
     prompt_ids: Sequence[int],
     params: SamplingParams,
     completion: Completion,
@@ -52,11 +53,17 @@ async def _to_the_end(
     attempt, was_cut = 0, completion.finish_reason == "abort"
     while completion.finish_reason == "abort":
         attempt += 1
-        left = params.max_new_tokens - len(completion.token_ids)
+        done = len(completion.token_ids)
         ids = [*prompt_ids, *completion.token_ids.tolist()]
         known = 0 if completion.routes is None else len(completion.routes)
-        rest = replace(params, n=1, max_new_tokens=left, routes_from=params.routes_from + known)
-        [more] = await engine.generate(f"{name}{SESSION_SEPARATOR}again{attempt}", ids, rest)
+        rest = replace(
+            params,
+            n=1,
+            max_new_tokens=params.max_new_tokens - done,
+            routes_from=params.routes_from + known,
+            continues=CutOff(request_id, index, done),
+        )
+        [more] = await engine.generate(f"{request_id}.{index}{SESSION_SEPARATOR}again{attempt}", ids, rest)
         completion = _joined(completion, more)
     return _cut_at_stop(completion, tokenizer, params) if was_cut and params.stop else completion
 

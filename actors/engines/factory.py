@@ -122,7 +122,7 @@ def _build_scripted(config: EngineConfig) -> GenerationEngine:
     if config.script:
         script = import_object(config.script, "rollout.script")
     else:
-        script = random_tokens(len(tokenizer), config.seed)
+        script = random_tokens(len(tokenizer), config.seed, config.scripted.response_tokens)
     return ScriptedEngine(
         script,
         latency_s=config.scripted.latency_s,

@@ -41,6 +41,18 @@ def expect_pause_mode(mode: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class CutOff:
+    """A sample that was cut off, and that another request continues."""
+
+    request_id: str
+    """Id of the request that began it."""
+    sample: int
+    """Index of the sample in that request."""
+    tokens: int
+    """Number of tokens that it has."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request. Reported log-probs are those of the distribution that is sampled from, with
     temperature, top-p and top-k applied."""
@@ -64,6 +76,8 @@ class SamplingParams:
     routes_from: int = 0
     """Index of the first token of the prompt whose route is wanted, from engines that record routes. A request that
     continues an earlier one asks for those that it does not have yet."""
+    continues: CutOff | None = None
+    """The sample that this request continues, from the tokens at the end of its prompt; None for one that begins."""
 
     def __post_init__(self) -> None:
         for name, fits, expected in (

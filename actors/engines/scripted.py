@@ -38,13 +38,13 @@ sample, and returns the response's token ids, including the stop token."""
 _ASLEEP = "asleep: wake it first"
 
 
-def random_tokens(vocab_size: int, seed: int = 0) -> Script:
+def random_tokens(vocab_size: int, seed: int = 0, median: int = 8) -> Script:
     """Return a script whose responses are random tokens drawn with `seed`. The lengths of the responses are at least 1
-    and roughly log-normal with median 8."""
+    and roughly log-normal with the given median."""
 
     def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> Sequence[int]:
         rng = random.Random(f"{seed}/{request_id}/{sample}")
-        return [rng.randrange(vocab_size) for _ in range(max(1, round(rng.lognormvariate(math.log(8), 0.5))))]
+        return [rng.randrange(vocab_size) for _ in range(max(1, round(rng.lognormvariate(math.log(median), 0.5))))]
 
     return script
 
@@ -73,7 +73,8 @@ class ScriptedEngine:
     """Engine without a model. All requests run in parallel; each takes its own simulated latency, and its tokens appear
     at an even pace during that time.
 
-    An abort therefore returns only the tokens that have appeared by then. After a commit in mode `keep`, the tokens
+    An abort therefore returns only the tokens that have appeared by then, and a request that continues from these gets
+    the rest of its script, at least one token, for the rest of its latency. After a commit in mode `keep`, the tokens
     that appeared before the commit carry the old version.
     """
 
@@ -160,14 +161,12 @@ class ScriptedEngine:
             raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"request {request_id!r}: stop texts need a tokenizer, this engine was built without one")
-        request = self._requests[request_id] = _Request(self._latency(request_id))
+        responses, latency_s = self._responses(request_id, prompt_ids, params)
+        request = self._requests[request_id] = _Request(latency_s)
         started = time.perf_counter()
         try:
             await self._admit(request)
-            completions = [
-                self._completion(request, prompt_ids, self._script(request_id, prompt_ids, sample), params)
-                for sample in range(params.n)
-            ]
+            completions = [self._completion(request, prompt_ids, response, params) for response in responses]
         finally:
             del self._requests[request_id]
         self.stats.batches += 1
@@ -175,6 +174,20 @@ class ScriptedEngine:
         self.stats.tokens += sum(len(completion.token_ids) for completion in completions)
         self.stats.busy_s += time.perf_counter() - started
         return completions
+
+    def _responses(
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> tuple[list[Sequence[int]], float]:
+        """Return the responses to a request and its latency in seconds. A request that continues a sample gets the rest
+        of that one's response and latency, at least one token."""
+        begun = params.continues
+        if begun is None:
+            responses = [self._script(request_id, prompt_ids, sample) for sample in range(params.n)]
+            return responses, self._latency(request_id)
+        whole = self._script(begun.request_id, prompt_ids[: len(prompt_ids) - begun.tokens], begun.sample)
+        rest = whole[min(begun.tokens, len(whole) - 1) :]
+        left = min(len(rest), params.max_new_tokens)
+        return [rest], left / (begun.tokens + left) * self._latency(begun.request_id)
 
     def _latency(self, request_id: str) -> float:
         return request_latency(request_id, self._seed, self._latency_s, self._latency_sigma)

@@ -299,7 +299,7 @@ def _fingerprint(config: Config) -> str:
     if config.model.dtype == "auto":
         model["dtype"] = "float32"  # the default when the first journals were written
     sampled = asdict(sampling(config))
-    del sampled["routes_from"]  # came later; it decides nothing
+    del sampled["routes_from"], sampled["continues"]  # came later; they decide nothing
     for name in ("renderer", "renderer_options"):
         if model[name] == getattr(ModelConfig(), name):
             del model[name]  # these came later

@@ -236,6 +236,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         f"logging.samples.{name}": (_above_zero("logging.samples.every"), _unset("run.replay"))
         for name in ("groups", "max_tokens", "max_mib")
     },
+    "scripted.response_tokens": (_is("rollout.engine", "scripted"),),
     "scripted.latency_s": (_is("rollout.engine", "scripted"),),
     "scripted.latency_sigma": (_is("rollout.engine", "scripted"), _above_zero("scripted.latency_s")),
     "scripted.train_row_s": (_is("trainer.backend", "scripted"),),

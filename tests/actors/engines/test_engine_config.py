@@ -50,6 +50,7 @@ def test_what_sleeps_on_a_pools_gpu_are_the_own_trainer_and_two_processes_of_eac
     rollout = {"engine": "vllm", "num_engines": 2, "num_actors": 1}
     gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1]}
     sections = {"pool": pool, "rollout": rollout, "resources": gpus, "algorithm": {"mode": "async"}}
+    sections["sync"] = {"in_flight": "keep"}
     kept = actor_specs.neighbour_bytes(build_config(sections))
     assert kept == (3 * 1128 + 2 * 1000) << 20, "each trainer has two buckets of 64 MiB"
     handle: Any = SimpleNamespace(store=SimpleNamespace(key="k"))

@@ -107,14 +107,15 @@ def expect_answer(request_id: str, completions: list[Completion], params: Sampli
 
 
 def counting(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
-    """A script that counts 1, 2, 3, ... up to 40 behind a prompt of one token, and goes on from wherever it was cut."""
-    return list(range(len(prompt_ids), 41))
+    """1, 2, 3, ... up to 40."""
+    assert len(prompt_ids) == 1, "without the tokens that it continues from"
+    return list(range(1, 41))
 
 
 @pytest.mark.long
 def test_suspended_engines_hand_their_requests_on_with_all_their_tokens() -> None:
     async def main() -> None:
-        engines = [ScriptedEngine(counting, latency_s=0.4, version=version) for version in (3, 4)]
+        engines = [ScriptedEngine(counting, latency_s=1.0, version=version) for version in (3, 4)]
         router = await routed(*engines, timeout_s=0.2)
         params = SamplingParams(n=2, max_new_tokens=50)
         asked = [asyncio.create_task(generate_whole(router, None, f"r{i}", [9], params)) for i in range(6)]
