@@ -22,8 +22,8 @@ RUN_S = 800.0
 """Seconds that a run of a tenant may take. Those that are killed again and again take minutes on a busy machine."""
 SCRIPTED = ("rollout.engine=scripted", "trainer.backend=scripted", "warmup.corpus=none", "validation.every=0")
 TENANT = (
-    "algorithm.mode=async", "rollout.num_engines=2", "rollout.num_actors=1", "resources.rollout_gpus=[0,1]",
-    "run.trace_step=0", "sync.verify=full",
+    "algorithm.mode=async", "sync.in_flight=keep", "rollout.num_engines=2", "rollout.num_actors=1",
+    "resources.rollout_gpus=[0,1]", "run.trace_step=0", "sync.verify=full",
 )  # fmt: skip
 
 

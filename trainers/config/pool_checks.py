@@ -65,6 +65,11 @@ def _mode_problems(config: Config, because: str) -> list[str]:
         problems.append(
             f"resources.switch_roles: got 'always' {because}, expected 'auto', because the pool decides who has a GPU"
         )
+    if config.sync.in_flight == "wait":
+        problems.append(
+            f"sync.in_flight: got 'wait' {because}, expected 'keep' or 'abort', because training would keep its GPUs "
+            "until the longest request of the engines that are awake has ended"
+        )
     if config.sync.delta:
         problems.append(
             f"sync.delta: got true {because}, expected false, because a sleeping engine keeps no version that a delta "

@@ -18,6 +18,7 @@ GOOD: dict[str, Any] = {
     "rollout": {"num_engines": 2, "num_actors": 1, "tp": 2, "engine": "vllm"},
     "trainer": {"dp": 2},
     "algorithm": {"mode": "async"},
+    "sync": {"in_flight": "keep"},
 }
 EXAMPLES = Path(__file__).parents[3] / "examples" / "time-sharing"
 
@@ -55,6 +56,7 @@ def test_the_example_fits(name: str) -> None:
         ({"algorithm": {"max_staleness": 0}}, "algorithm.max_staleness above 0"),
         ({"rollout": {"num_actors": None}}, "rollout.num_actors: not set"),
         ({"resources": {"ray_address": "there:2"}}, "resources.ray_address: got 'there:2'"),
+        ({"sync": {"in_flight": "wait"}}, "sync.in_flight: got 'wait' with pool.address set, expected 'keep' or"),
         ({"sync": {"delta": True}}, "sync.delta: got true"),
         ({"validation": {"background": True}}, "validation.background: got true"),
     ],
