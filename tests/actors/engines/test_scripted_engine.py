@@ -13,7 +13,7 @@ import torch
 
 from headrace.actors.engines.config import ModelConfig, RolloutConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
-from headrace.actors.engines.protocol import EngineBroken, SamplingParams
+from headrace.actors.engines.protocol import CutOff, EngineBroken, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens, request_latency
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver
 
@@ -34,6 +34,22 @@ def test_follows_the_script_and_cuts_at_max_new_tokens() -> None:
 def test_random_tokens_are_the_same_every_time() -> None:
     script = random_tokens(50, seed=3)
     assert script("a", [1], 0) == script("a", [2], 0) != script("a", [1], 1)
+    lengths = sorted(len(random_tokens(50, median=100)(f"r{number}", [1], 0)) for number in range(200))
+    assert 80 < lengths[100] < 125
+
+
+@pytest.mark.parametrize(
+    ("done", "longest", "tokens", "latency_s"), [(4, 50, 6, 6.0), (0, 50, 10, 10.0), (4, 4, 6, 5.0)]
+)
+def test_a_sample_that_was_cut_off_gets_the_rest_of_its_response_and_its_time(
+    done: int, longest: int, tokens: int, latency_s: float
+) -> None:
+    """Of ten tokens in ten seconds, or of eight if its length allows no more."""
+    engine = ScriptedEngine(countdown, latency_s=10.0)
+    whole = list(countdown("a", [1], 0))
+    params = SamplingParams(max_new_tokens=longest, continues=CutOff("a", 0, done))
+    assert engine._responses("a.0/again1", [1, *whole[:done]], params) == ([whole[done:]], latency_s)
+    assert len(whole[done:]) == tokens
 
 
 def test_abort_returns_the_share_that_had_time_to_flow() -> None:
