@@ -24,6 +24,8 @@ class Gap:
     """Number of GPUs of the pool that generate or are idle."""
     tp: int
     """Number of GPUs of one of the tenant's engines."""
+    hungry: bool = False
+    """True for a tenant that may take another's last shard while it has none itself (`TenantState.hungry`)."""
     gap: float = field(init=False)
     """Share of the work less the share of the GPUs: above 0 for a tenant that has too few GPUs."""
     wanted: int = field(init=False)
@@ -33,6 +35,8 @@ class Gap:
     to_give: int = field(init=False)
     """Number of shards that the tenant can give away: all when it has no work left, otherwise those beyond its share,
     of which it keeps at least one."""
+    to_hungry: int = field(init=False)
+    """Number of shards that it can give to a hungry tenant: its last one, too, unless it is hungry itself."""
 
     def __post_init__(self) -> None:
         self.wanted = max(int(self.share * self.budget / self.tp + 0.5) * self.tp, self.tp)
@@ -47,6 +51,9 @@ class Gap:
         if self.gap < -EPSILON:
             awake = awake_gpus // self.tp
             self.to_give = awake if self.share <= 0 else max(0, awake - max(1, self.wanted // self.tp))
+        self.to_hungry = self.to_give
+        if self.gap < -EPSILON and awake_gpus and not self.hungry:
+            self.to_hungry = max(1, self.to_give)
 
 
 def gaps(state: PoolState, awake: Mapping[str, int], num_idle: int) -> dict[str, Gap]:
@@ -60,7 +67,7 @@ def gaps(state: PoolState, awake: Mapping[str, int], num_idle: int) -> dict[str,
     held = {name: awake[name] * tenant.map.tp for name, tenant in state.tenants.items()}
     budget = num_idle + sum(held.values())
     return {
-        name: Gap(name, weights[name] / total if total else 0.0, held[name], budget, tenant.map.tp)
+        name: Gap(name, weights[name] / total if total else 0.0, held[name], budget, tenant.map.tp, tenant.hungry)
         for name, tenant in taking_part.items()
     }
 

@@ -97,6 +97,8 @@ class TenantState:
     """True when all shards of the tenant are to be put to sleep for good."""
     left_out: frozenset[int] = frozenset()
     """Numbers of the shards that could not be woken too often, and are not woken any more."""
+    hungry: bool = False
+    """True if the tenant has had work and no shard awake for so long that it may take another's last shard."""
 
 
 @dataclass(frozen=True, slots=True)

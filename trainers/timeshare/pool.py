@@ -10,7 +10,7 @@ dead, and nobody else waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -50,6 +50,9 @@ class PoolBounds:
     """Seconds that a tenant has to carry out an order."""
     lease_s: float = 30.0
     """Seconds without a sign of life after which a tenant is suspect."""
+    turn_s: float = 10.0
+    """Seconds for which a tenant has work but no shard awake, less those for which it has one, after which it may take
+    another's last shard. Two tenants that fight for one shard thus take turns of about this length."""
 
 
 @dataclass(slots=True)
@@ -79,6 +82,15 @@ class Tenant:
     """Seconds that the tenant has to carry out an order."""
     suspect: str = ""
     """Reason for which the tenant is not trusted any more; "" for one that is."""
+    owed_s: float = 0.0
+    """Seconds for which it had work but no shard awake, less those for which it had one, up to `settled_s`."""
+    settled_s: float = 0.0
+    """Time up to which `owed_s` is counted."""
+
+    @property
+    def remaining(self) -> int | None:
+        """Number of groups that are still to be generated; None while that is unknown."""
+        return None if self.demand is None else self.demand.remaining
 
     @property
     def left_out(self) -> set[int]:
@@ -122,7 +134,10 @@ class Pool:
 
         Raises UserError, and changes nothing, for a command that is refused.
         """
+        owed = {name: self._owed_s(name, now_s) for name in self.tenants}
         self._carry_out(now_s, command)
+        if not isinstance(command, Tick):
+            self._settle(now_s, owed)
         expired = self._expire(now_s)
         gone_on = self._go_on(now_s)
         return expired or gone_on or not isinstance(command, Tick)
@@ -151,7 +166,7 @@ class Pool:
         blocked = {gpu for name in self.suspects for gpu in self._held(name)}
         return PoolState(
             self.num_gpus,
-            {name: _view(tenant) for name, tenant in trusted.items()},
+            {name: self._view(name, now_s) for name in trusted},
             tuple(grant for grant in self.grants.values() if grant.tenant in trusted),
             tuple(one for one in self.requests.values() if one.tenant in trusted and trusted[one.tenant].admitted),
             now_s,
@@ -166,6 +181,39 @@ class Pool:
         tenant = self.tenants[name]
         held = {gpu for shard in tenant.awake for gpu in tenant.map.shards[shard]}
         return held.union(*(grant.gpus for grant in self.grants.values() if grant.tenant == name))
+
+    def _view(self, name: str, now_s: float) -> TenantState:
+        tenant = self.tenants[name]
+        known = tenant.admitted
+        return TenantState(
+            tenant.map,
+            frozenset(tenant.awake),
+            tenant.remaining if known else None,
+            tenant.estimate if known else None,
+            generates=tenant.generates,
+            ending=tenant.ending,
+            left_out=frozenset(tenant.left_out),
+            hungry=self._owed_s(name, now_s) >= self.bounds.turn_s,
+        )
+
+    def _owed_s(self, name: str, now_s: float) -> float:
+        """Return the seconds for which a tenant has had work but no shard awake, less those for which it had one or no
+        work, but at least 0 and at most two turns. While it trains, they stay."""
+        tenant = self.tenants[name]
+        passed_s = max(0.0, now_s - tenant.settled_s)
+        waits = tenant.estimate is not None or (tenant.generates and bool(tenant.remaining))
+        if tenant.awake or not waits:
+            return max(0.0, tenant.owed_s - passed_s)
+        if any(grant.tenant == name for grant in self.grants.values()):
+            return tenant.owed_s
+        return min(2 * self.bounds.turn_s, tenant.owed_s + passed_s)
+
+    def _settle(self, now_s: float, owed_s: Mapping[str, float]) -> None:
+        """Note what each tenant is owed at this time. It must be called before what a tenant has or wants changes, or
+        with what was found before."""
+        for name, seconds in owed_s.items():
+            if name in self.tenants:
+                self.tenants[name].owed_s, self.tenants[name].settled_s = seconds, now_s
 
     # ------------------------------------------------------------ commands
 
@@ -211,7 +259,7 @@ class Pool:
             raise UserError(f"pool: tenant {own.name!r} names GPU {beyond[0]}, but the pool has 0 to {last}")
         self.tenants[own.name] = Tenant(own, self.next_tenant, now_s, admitted=False)
         tenant = self.tenants[own.name]
-        tenant.processes = command.processes
+        tenant.processes, tenant.settled_s = command.processes, now_s
         tenant.order_timeout_s = command.order_timeout_s or self.bounds.order_timeout_s
         self.next_tenant += 1
         self._admit()
@@ -358,6 +406,7 @@ class Pool:
         if faults:
             self.rejected, self.num_rejected = faults, self.num_rejected + 1
             return False
+        self._settle(now_s, {name: self._owed_s(name, now_s) for name in self.tenants})
         self.running = RunningPlan(plan)
         self._order(now_s, "shrink", plan.shrinks)
         return True
@@ -367,6 +416,7 @@ class Pool:
         sleep: a tenant that is gone or suspect, or GPUs that did not become free."""
         assert self.running is not None
         self.running.waking = True
+        self._settle(now_s, {name: self._owed_s(name, now_s) for name in self.tenants})
         idle = set(self.state(now_s).idle())
         for grant in self.running.plan.grants:
             key = _key(grant.tenant, grant.role)
@@ -401,17 +451,3 @@ class Pool:
 
 def _key(tenant: str, role: Role) -> str:
     return f"{tenant}/{role}"
-
-
-def _view(tenant: Tenant) -> TenantState:
-    remaining = None if tenant.demand is None else tenant.demand.remaining
-    known = tenant.admitted
-    return TenantState(
-        tenant.map,
-        frozenset(tenant.awake),
-        remaining if known else None,
-        tenant.estimate if known else None,
-        generates=tenant.generates,
-        ending=tenant.ending,
-        left_out=frozenset(tenant.left_out),
-    )

@@ -57,6 +57,25 @@ def test_plans_come_to_an_end(state: PoolState) -> None:
     assert not plans[-1]
 
 
+@pytest.mark.parametrize(
+    ("hungry", "shrinks", "expands"),
+    [("", [], []), ("b", [ShardId("a", 1)], [ShardId("b", 1)]), ("ab", [], []), ("a", [], [])],
+)
+def test_a_hungry_tenant_gets_the_last_shard_of_one_that_is_not(
+    hungry: str, shrinks: list[ShardId], expands: list[ShardId]
+) -> None:
+    """Tenant a trains on one of two GPUs and generates on the other one, so that each tenant's share is half a GPU."""
+    state = equal_tenants(2, estimate=None, generates=True)
+    tenants = {
+        name: replace(tenant, awake=frozenset({1} if name == "a" else ()), hungry=name in hungry)
+        for name, tenant in state.tenants.items()
+    }
+    state = replace(state, tenants=tenants, grants=(Grant("a", "train", Priority.TRAINING, (0,)),))
+    plan = plan_cycle(state, starve_s=STARVE_S)
+    assert (list(plan.shrinks), list(plan.expands)) == (shrinks, expands)
+    assert broken_checks(state, plan) == []
+
+
 @given(st.integers(2, 33), st.sampled_from(["ab", "abc"]))
 def test_equal_tenants_end_within_one_shard_of_each_other(num_gpus: int, names: str) -> None:
     state = equal_tenants(num_gpus, names)

@@ -27,7 +27,7 @@ from headrace.trainers.timeshare.commands import (
     Unregister,
 )
 from headrace.trainers.timeshare.demand import Demand
-from headrace.trainers.timeshare.plan import Priority
+from headrace.trainers.timeshare.plan import Priority, TenantMap
 from headrace.trainers.timeshare.pool import Pool, PoolBounds
 from headrace.trainers.timeshare.pool_journal import PoolJournal, replay
 
@@ -133,6 +133,34 @@ def test_a_silent_driver_is_suspect() -> None:
     pool.apply(20.0, Alive("a"))
     pool.apply(31.0, Tick())
     assert pool.suspects == {"b": "no sign of life for 31 s"}
+
+
+def test_a_tenant_is_not_kept_from_generating_by_another_that_trains_and_generates() -> None:
+    """Tenant a trains on GPU 0 four fifths of the time and generates on GPU 1. Without turns, b would have GPU 0 for a
+    moment between two trainings, and GPU 1 never."""
+    pool = Pool(2)
+    for name, gpus in (("a", (0,)), ("b", (1,))):
+        pool.apply(0.0, Register(TenantMap(name, 1.0, gpus, ((0,), (1,)))))
+        pool.apply(0.0, StepFinished(name))
+        pool.apply(0.0, Ask(name, "rollout", Priority.GENERATION, 8))
+        obey(pool)
+        pool.apply(0.0, Report(name, Demand(8, 0)))
+        obey(pool)
+    had: list[float] = []
+    for second in range(0, 400, 5):
+        pool.apply(second + 1.0, Ask("a", "train", Priority.TRAINING))
+        obey(pool, second + 1.0)
+        assert pool.has("a", "train")
+        for tick in range(1, 5):
+            pool.apply(second + tick, Alive("b"))
+            obey(pool, second + tick)
+            if pool.tenants["b"].awake:
+                had.append(second + tick)
+            assert len(pool.tenants["a"].awake) + len(pool.tenants["b"].awake) == 1, "nobody trains on GPU 1"
+        pool.apply(second + 5.0, Release("a", "train"))
+        obey(pool, second + 5.0)
+    waits = [later - earlier for earlier, later in zip([0, *had], [*had, 400], strict=True)]
+    assert PoolBounds().turn_s < had[0] and max(waits) < 3 * PoolBounds().turn_s
 
 
 def test_the_next_tenant_begins_at_the_first_step_of_the_one_before() -> None:
