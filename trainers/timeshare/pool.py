@@ -134,7 +134,7 @@ class Pool:
 
         Raises UserError, and changes nothing, for a command that is refused.
         """
-        owed = {name: self._owed_s(name, now_s) for name in self.tenants}
+        owed = self._owed(now_s)
         self._carry_out(now_s, command)
         if not isinstance(command, Tick):
             self._settle(now_s, owed)
@@ -163,10 +163,11 @@ class Pool:
         """Return the state that the planner sees. What suspect tenants hold is blocked, and they are not in it, nor are
         tenants that have not been admitted."""
         trusted = {name: tenant for name, tenant in self.tenants.items() if not tenant.suspect}
+        owed = self._owed(now_s)
         blocked = {gpu for name in self.suspects for gpu in self._held(name)}
         return PoolState(
             self.num_gpus,
-            {name: self._view(name, now_s) for name in trusted},
+            {name: _view(tenant, hungry=owed[name] >= self.bounds.turn_s) for name, tenant in trusted.items()},
             tuple(grant for grant in self.grants.values() if grant.tenant in trusted),
             tuple(one for one in self.requests.values() if one.tenant in trusted and trusted[one.tenant].admitted),
             now_s,
@@ -182,31 +183,21 @@ class Pool:
         held = {gpu for shard in tenant.awake for gpu in tenant.map.shards[shard]}
         return held.union(*(grant.gpus for grant in self.grants.values() if grant.tenant == name))
 
-    def _view(self, name: str, now_s: float) -> TenantState:
-        tenant = self.tenants[name]
-        known = tenant.admitted
-        return TenantState(
-            tenant.map,
-            frozenset(tenant.awake),
-            tenant.remaining if known else None,
-            tenant.estimate if known else None,
-            generates=tenant.generates,
-            ending=tenant.ending,
-            left_out=frozenset(tenant.left_out),
-            hungry=self._owed_s(name, now_s) >= self.bounds.turn_s,
-        )
-
-    def _owed_s(self, name: str, now_s: float) -> float:
-        """Return the seconds for which a tenant has had work but no shard awake, less those for which it had one or no
-        work, but at least 0 and at most two turns. While it trains, they stay."""
-        tenant = self.tenants[name]
-        passed_s = max(0.0, now_s - tenant.settled_s)
-        waits = tenant.estimate is not None or (tenant.generates and bool(tenant.remaining))
-        if tenant.awake or not waits:
-            return max(0.0, tenant.owed_s - passed_s)
-        if any(grant.tenant == name for grant in self.grants.values()):
-            return tenant.owed_s
-        return min(2 * self.bounds.turn_s, tenant.owed_s + passed_s)
+    def _owed(self, now_s: float) -> dict[str, float]:
+        """Return the seconds for which each tenant has had work but no shard awake, less those for which it had one or
+        no work, but at least 0 and at most two turns. While it trains, they stay."""
+        trains = {grant.tenant for grant in self.grants.values()}
+        owed = {}
+        for name, tenant in self.tenants.items():
+            passed_s = max(0.0, now_s - tenant.settled_s)
+            waits = tenant.estimate is not None or (tenant.generates and bool(tenant.remaining))
+            if tenant.awake or not waits:
+                owed[name] = max(0.0, tenant.owed_s - passed_s)
+            elif name in trains:
+                owed[name] = tenant.owed_s
+            else:
+                owed[name] = min(2 * self.bounds.turn_s, tenant.owed_s + passed_s)
+        return owed
 
     def _settle(self, now_s: float, owed_s: Mapping[str, float]) -> None:
         """Note what each tenant is owed at this time. It must be called before what a tenant has or wants changes, or
@@ -406,7 +397,7 @@ class Pool:
         if faults:
             self.rejected, self.num_rejected = faults, self.num_rejected + 1
             return False
-        self._settle(now_s, {name: self._owed_s(name, now_s) for name in self.tenants})
+        self._settle(now_s, self._owed(now_s))
         self.running = RunningPlan(plan)
         self._order(now_s, "shrink", plan.shrinks)
         return True
@@ -416,7 +407,7 @@ class Pool:
         sleep: a tenant that is gone or suspect, or GPUs that did not become free."""
         assert self.running is not None
         self.running.waking = True
-        self._settle(now_s, {name: self._owed_s(name, now_s) for name in self.tenants})
+        self._settle(now_s, self._owed(now_s))
         idle = set(self.state(now_s).idle())
         for grant in self.running.plan.grants:
             key = _key(grant.tenant, grant.role)
@@ -451,3 +442,17 @@ class Pool:
 
 def _key(tenant: str, role: Role) -> str:
     return f"{tenant}/{role}"
+
+
+def _view(tenant: Tenant, *, hungry: bool) -> TenantState:
+    known = tenant.admitted
+    return TenantState(
+        tenant.map,
+        frozenset(tenant.awake),
+        tenant.remaining if known else None,
+        tenant.estimate if known else None,
+        generates=tenant.generates,
+        ending=tenant.ending,
+        left_out=frozenset(tenant.left_out),
+        hungry=hungry,
+    )
