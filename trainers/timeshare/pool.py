@@ -38,6 +38,9 @@ from .planner import is_uneven, plan_cycle
 
 MAX_FAILURES = 3
 """Number of failed attempts to wake a shard after which it is left out for good."""
+PAID = 0.25
+"""Seconds without a shard that one second with a shard makes good. It is below 1 because a tenant that has a shard for
+moments only, between two trainings of another, generates little in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ class PoolBounds:
     lease_s: float = 30.0
     """Seconds without a sign of life after which a tenant is suspect."""
     turn_s: float = 10.0
-    """Seconds for which a tenant has work but no shard awake, less those for which it has one, after which it may take
-    another's last shard. Two tenants that fight for one shard thus take turns of about this length."""
+    """Seconds for which a tenant has work but no shard awake, less a part of those for which it has one, after which it
+    may take another's last shard. Two tenants that fight for one shard thus take turns of about this length."""
 
 
 @dataclass(slots=True)
@@ -83,7 +86,8 @@ class Tenant:
     suspect: str = ""
     """Reason for which the tenant is not trusted any more; "" for one that is."""
     owed_s: float = 0.0
-    """Seconds for which it had work but no shard awake, less those for which it had one, up to `settled_s`."""
+    """Seconds for which it had work but no shard awake, less PAID times those for which it had one, up to
+    `settled_s`."""
     settled_s: float = 0.0
     """Time up to which `owed_s` is counted."""
 
@@ -184,15 +188,15 @@ class Pool:
         return held.union(*(grant.gpus for grant in self.grants.values() if grant.tenant == name))
 
     def _owed(self, now_s: float) -> dict[str, float]:
-        """Return the seconds for which each tenant has had work but no shard awake, less those for which it had one or
-        no work, but at least 0 and at most two turns. While it trains, they stay."""
+        """Return the seconds for which each tenant has had work but no shard awake, less PAID times those for which it
+        had one or no work, but at least 0 and at most two turns. While it trains, they stay."""
         trains = {grant.tenant for grant in self.grants.values()}
         owed = {}
         for name, tenant in self.tenants.items():
             passed_s = max(0.0, now_s - tenant.settled_s)
             waits = tenant.estimate is not None or (tenant.generates and bool(tenant.remaining))
             if tenant.awake or not waits:
-                owed[name] = max(0.0, tenant.owed_s - passed_s)
+                owed[name] = max(0.0, tenant.owed_s - PAID * passed_s)
             elif name in trains:
                 owed[name] = tenant.owed_s
             else:
