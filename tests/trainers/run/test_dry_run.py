@@ -123,6 +123,7 @@ def test_a_tenant_of_a_pool_is_shown_with_its_shards() -> None:
         "data": {"max_prompt_tokens": 16},
         "trainer": {"dp": 2},
         "algorithm": {"mode": "async"},
+        "sync": {"in_flight": "keep"},
     }
     lines = describe(build_config(sections)).splitlines()
     first = lines.index("GPUs") + 1

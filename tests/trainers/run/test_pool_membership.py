@@ -26,7 +26,8 @@ def test_a_process_that_keeps_its_memory_at_the_start_is_named(monkeypatch: pyte
     rollout = {"engine": "vllm", "tp": 2, "num_engines": 2, "num_actors": 1}
     gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1, 2, 3]}
     pool = {"address": "a", "residual_mib": 100}
-    member._config = build_config({"pool": pool, "rollout": rollout, "resources": gpus, "algorithm": {"mode": "async"}})
+    sections = {"pool": pool, "rollout": rollout, "resources": gpus}
+    member._config = build_config({**sections, "algorithm": {"mode": "async"}, "sync": {"in_flight": "keep"}})
     engine, worker = fake_ray.engine(answering("engine")), fake_ray.worker(answering("worker"))
     held |= {"engine": ProcessMemory(200 << 20, 0), "worker": ProcessMemory(100 << 20, 0)}
     member.expect_freed([engine, worker])
