@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -146,6 +147,7 @@ def _serve(draft: Draft, request: Request, *, starving: bool) -> None:
 def _balance(draft: Draft) -> None:
     """Wake shards one at a time for who has too few GPUs, and compute the gaps anew after each."""
     found = gaps(draft.state, draft.awake, draft.num_idle)
+    givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
     in_vain: set[str] = set()
     while True:
         takers = [
@@ -154,7 +156,10 @@ def _balance(draft: Draft) -> None:
         if not takers:
             return
         taker = found[min(takers)[-1]]
-        given = _wake_one(draft, taker, _givable(draft, found, taker))
+        if taker.hungry and not taker.awake_gpus:
+            given = _wake_one(draft, taker, _givable(draft, {name: gap.to_hungry for name, gap in found.items()}))
+        else:
+            given = _wake_one(draft, taker, givable)
         if given is None:
             in_vain.add(taker.name)
             continue
@@ -162,6 +167,7 @@ def _balance(draft: Draft) -> None:
             in_vain.clear()  # a shard that slept may have left GPUs that others can use
         for name in {taker.name, *given}:
             found[name].set_awake(draft.awake[name] * found[name].tp)
+        givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
         if draft.num_expands >= MAX_EXPANDS:
             _logger.warning("the pool's plan wakes %d shards; the next plan goes on", MAX_EXPANDS)
             return
@@ -170,12 +176,11 @@ def _balance(draft: Draft) -> None:
 _ALL = np.iinfo(np.int64).max
 
 
-def _givable(draft: Draft, found: dict[str, Gap], taker: Gap) -> np.ndarray:
-    """Return for each GPU the number of shards that its holder has to give to `taker`, 0 if it cannot be had, and _ALL
-    if it is idle (int64 `[GPUs]`)."""
-    kind = "to_hungry" if taker.hungry and not taker.awake_gpus else "to_give"
-    to_give = np.array([getattr(found[name], kind) if name in found else 0 for name in draft.names], dtype=np.int64)
-    of_shard = np.where(draft.touched, 0, to_give[draft.tenant_of])
+def _givable(draft: Draft, to_give: Mapping[str, int]) -> np.ndarray:
+    """Return for each GPU the number of shards that its holder has to give, 0 if it cannot be had, and _ALL if it is
+    idle (int64 `[GPUs]`). to_give: number of shards that each tenant gives; one that is missing gives none."""
+    given = np.array([to_give.get(name, 0) for name in draft.names], dtype=np.int64)
+    of_shard = np.where(draft.touched, 0, given[draft.tenant_of])
     return np.append(of_shard, [0, _ALL])[draft.holder]  # TAKEN and IDLE count from the end
 
 
