@@ -11,6 +11,7 @@ import pytest
 
 from headrace.bench.gpu.pool.figures import read_events, read_tenant, shared_window, stage_seconds
 from headrace.tests.runs.pool_runs import SCRIPTED, shared_pool
+from headrace.tests.runs.test_time_sharing import expect_whole
 from headrace.trainers.simulation.pool_config import SwitchSection, pool_file
 from headrace.trainers.simulation.pool_report import simulate_pool
 from headrace.trainers.timeshare.lanes import pool_trace
@@ -42,6 +43,8 @@ def test_the_simulation_agrees_with_the_pool(tmp_path: Path, group_s: float, tra
             assert code == 0, output
         pool.wait_until_empty()
     pool.expect_kept_rules()
+    for name in ("alone", "a", "b"):
+        expect_whole(tmp_path / name, STEPS)
     events = read_events(tmp_path)
     seconds = stage_seconds(events, ("alone", "a", "b"))
     section = {

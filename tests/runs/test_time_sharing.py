@@ -139,6 +139,9 @@ def test_random_deaths_cost_the_other_tenant_nothing(tmp_path: Path, victim: str
             _wait_for_step(tmp_path / name, _last_step(tmp_path / name) + 3, running)
         for name in both:
             os.kill(pool.driver(name), signal.SIGINT)
+        for running in both.values():
+            code, output = running.result()
+            assert code == 128 + signal.SIGINT, output
         pool.wait_until_empty()
     pool.expect_kept_rules()
     expect_whole(tmp_path / "b", _last_step(tmp_path / "b"))

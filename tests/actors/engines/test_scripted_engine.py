@@ -44,7 +44,7 @@ def test_random_tokens_are_the_same_every_time() -> None:
 def test_a_sample_that_was_cut_off_gets_the_rest_of_its_response_and_its_time(
     done: int, longest: int, tokens: int, latency_s: float
 ) -> None:
-    """Of ten tokens in ten seconds, or of eight if its length allows no more."""
+    """A response has ten tokens in ten seconds; the last case asks for only eight tokens of it."""
     engine = ScriptedEngine(countdown, latency_s=10.0)
     whole = list(countdown("a", [1], 0))
     params = SamplingParams(max_new_tokens=longest, continues=CutOff("a", 0, done))
