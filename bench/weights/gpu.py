@@ -50,6 +50,7 @@ def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
     every = {
         "none": Setup(size, "none", cases(256, 512, 1024), colocated=3),
         "full": Setup(size, "full", cases(256), colocated=3),
+        "asleep": Setup(size, "none", (), colocated=5, from_host=True),
         "moe": Setup("moe", "none", (Case("ipc", 0, 1, 8, 20),)),
         "tp2": Setup(size, "full", few, tp=2),
         "tp2-none": Setup(size, "none", few, tp=2),
@@ -73,11 +74,12 @@ async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, l
         save_config(setup.size, model, dtype)
         trainers: list[Peer] = []
         key = new_key()
-        for rank in range(1 + max(case.trainer for case in setup.cases)):
+        for rank in range(1 + max((case.trainer for case in setup.cases), default=0)):
             place = f"cuda:{rank}" if device == "cuda" else "cpu"
             task = TrainerTask(
-                str(model), place, dtype, f"gpu-weights-{uuid.uuid4().hex[:6]}-{setup.staging}", rank, key
-            )
+                str(model), place, dtype, f"gpu-weights-{uuid.uuid4().hex[:6]}-{setup.staging}", rank, key,
+                setup.from_host,
+            )  # fmt: skip
             trainers.append(Peer(partial(Trainer, task)))
             stack.callback(trainers[-1].close)
         session = Session(setup, trainers, device, log)
@@ -93,7 +95,7 @@ async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, l
             await engine.generate("first", PROMPT, SamplingParams(max_new_tokens=64))
             log.tell("engine", size=setup.size, staging=setup.staging, tp=setup.tp, bytes=session.num_bytes)
             log.tell("start", seconds=time.perf_counter() - started)
-            if setup.staging == "none" and setup.size != "moe" and setup.tp == 1:
+            if setup.staging == "none" and setup.size != "moe" and setup.tp == 1 and setup.cases:
                 await _measure_limits(session, folder)
             for case in setup.cases:
                 await measure_case(session, engine, case, updates or case.updates)
@@ -117,9 +119,12 @@ def _start_engine(model: Path, dtype: str, device: str, setup: Setup, key: bytes
 
 
 async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -> None:
-    """Measure one cycle in which the engine sleeps, is updated and wakes, while the trainer uses the same GPU."""
+    """Measure one cycle in which the engine sleeps, is updated and wakes, while the trainer uses the same GPU.
+
+    Its record has `serve_s`, the seconds from the start of the update to the first token of the new weights.
+    """
     if not cycle:
-        await start_publisher(session, Case("ipc", 0, 256))
+        await start_publisher(session, Case("ipc", 0, 64 if session.setup.from_host else 256))
     start = time.perf_counter()
     await engine.sleep(2)
     asleep = time.perf_counter()
@@ -127,7 +132,9 @@ async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -
     updated = time.perf_counter()
     await engine.wake()
     awake = time.perf_counter()
-    await check_bytes(session, engine, 0)
+    await engine.generate(f"first-{session.version}", PROMPT, SamplingParams(max_new_tokens=1))
+    served = time.perf_counter()
+    await check_bytes(session, engine, 0, exact=not session.setup.from_host)
     [one] = await engine.generate(f"awake-{session.version}", PROMPT, SamplingParams(max_new_tokens=256))
     logprobs = await session.call(0, "logprobs", session.version, [[*PROMPT, *one.token_ids.tolist()]])
     difference = np.abs(logprobs[0][len(PROMPT) - 1 :] - one.logprobs)
@@ -140,6 +147,7 @@ async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -
         update_s=row["update_s"],
         change_s=updated - asleep - row["update_s"],
         wake_s=awake - updated,
+        serve_s=row["update_s"] + served - updated,
         mean_difference=float(difference.mean()),
     )
 
@@ -185,9 +193,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to `parser`."""
     add: Callable[..., object] = parser.add_argument
     add("--gpus", type=int, default=1, help="number of GPUs to use; default: 1")
-    add("--size", default="2B", choices=("2B", "tiny"), help="size of the model; default: 2B")
+    add("--size", default="2B", choices=("2B", "8B", "tiny"), help="size of the model; default: 2B")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the command without GPUs")
-    add("--setups", nargs="*", default=(), metavar="NAME", help="none full moe tp2 tp2-none builtin; default: all")
+    add(
+        "--setups", nargs="*", default=(), metavar="NAME", help="none full asleep moe tp2 tp2-none builtin; default all"
+    )
     add("--updates", type=int, default=0, help="number of updates of each case; default: each case's own")
     add("--folder", default="", help="folder in which models are written; default: the system's temporary folder")
     add("--out", default="runs/gpu-weights", help="folder of the results; default: runs/gpu-weights")

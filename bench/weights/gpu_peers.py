@@ -45,6 +45,10 @@ LARGE: dict[str, Any] = dict(
     head_dim=128,
 )
 """Dimensions of Qwen3-1.7B with untied embeddings, 2.03 G parameters."""
+EIGHT: dict[str, Any] = LARGE | dict(
+    hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32
+)
+"""Dimensions of Qwen3-8B, 8.19 G parameters."""
 TINY: dict[str, Any] = LARGE | dict(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=32
 )
@@ -52,7 +56,7 @@ TINY["num_key_value_heads"] = 2
 EXPERTS: dict[str, Any] = TINY | dict(
     model_type="qwen3_moe", hidden_size=256, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2
 )
-MODELS = {"2B": LARGE, "tiny": TINY, "moe": EXPERTS}
+MODELS = {"2B": LARGE, "8B": EIGHT, "tiny": TINY, "moe": EXPERTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,9 @@ class TrainerTask:
     """Rank among the trainers, for the broadcast that measures the hardware's limit."""
     key: bytes = field(default=b"", repr=False)
     """Key that the trainer and the engine prove to each other that they know."""
+    from_host: bool = False
+    """True if each version is kept in pinned host memory first and sent from there, as to an engine of a pool that
+    wakes."""
 
 
 def save_config(size: str, folder: Path, dtype: str) -> None:
@@ -130,12 +137,19 @@ class Trainer:
             else:
                 tensor.mul_(tensor.shape[-1] ** -0.5)
         self._version = version
+        self._keep()
         self._wait()
+
+    def _keep(self) -> None:
+        """Write the weights into the publisher's host memory, with `from_host` and where there is a publisher."""
+        if self.task.from_host and self._publisher is not None:
+            self._publisher.cache(self._version, self._specs, iter(self._weights.items()))
 
     # ---------------------------------------------------------------- publishing
 
     def publisher(self, kind: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Create the publisher that from now on sends the weights through the given transport."""
+        """Create the publisher that from now on sends the weights through the given transport. With `from_host` it has
+        the present version in host memory."""
         self.close()
         self._num_publishers += 1
         sender = SenderConfig(
@@ -144,16 +158,24 @@ class Trainer:
             device=self.task.device,
             key=self.task.key,
         )
-        self._publisher = WeightPublisher(build_sender(kind, sender), sender.sync, bucket_bytes)
+        self._publisher = WeightPublisher(
+            build_sender(kind, sender), sender.sync, bucket_bytes, keep_versions=self.task.from_host
+        )
+        self._keep()
 
     def open(self, version: int, num_workers: int) -> bytes:
         assert self._publisher is not None
-        return messages.encode(self._publisher.open(version, self._specs, [ReceiverGroup("engine", num_workers)]))
+        receivers = [ReceiverGroup("engine", num_workers)]
+        return messages.encode(self._publisher.open(version, self._specs, receivers, cached=self.task.from_host))
 
     def publish(self, update: bytes) -> dict[str, float]:
         """Send the weights, and return the seconds of each phase."""
         assert self._publisher is not None
-        report = self._publisher.publish(messages.decode(update, WeightUpdate), iter(self._weights.items()))
+        opened = messages.decode(update, WeightUpdate)
+        if self.task.from_host:
+            report = self._publisher.publish_cached(opened)
+        else:
+            report = self._publisher.publish(opened, iter(self._weights.items()))
         return {"fill_s": report.fill_s, "send_s": report.send_s, "gather_s": report.gather_s}
 
     def close(self) -> None:

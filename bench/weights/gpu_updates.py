@@ -62,6 +62,8 @@ class Setup:
     """Number of tensor-parallel workers."""
     colocated: int = 0
     """Number of cycles in which the engine sleeps, is updated and wakes, while the trainer uses the same GPU."""
+    from_host: bool = False
+    """True if the engine is sent each version from the trainer's host memory, as one of a pool is when it wakes."""
     builtin: bool = False
     """True to measure vLLM's own weight transfers instead of Headrace's."""
 

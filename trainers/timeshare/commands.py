@@ -103,6 +103,8 @@ class Outcome:
     failed: dict[int, str]
     """Reason for each shard that is not. A shard that could not be woken sleeps. One that could not be put to sleep
     has been ended, so that its GPUs are free, too."""
+    unready: tuple[int, ...] = ()
+    """Failed shards with nothing wrong with them: they are to wake when the tenant has weights for them."""
 
 
 @dataclass(frozen=True, slots=True)

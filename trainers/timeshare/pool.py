@@ -325,7 +325,8 @@ class Pool:
             return
         for shard in outcome.failed:
             tenant.awake.discard(shard)
-            tenant.failures[shard] = tenant.failures.get(shard, 0) + 1
+            if shard not in outcome.unready:
+                tenant.failures[shard] = tenant.failures.get(shard, 0) + 1
         for shard in outcome.done:
             tenant.failures.pop(shard, None)
         if outcome.done:

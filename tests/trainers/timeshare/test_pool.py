@@ -69,6 +69,17 @@ def test_a_tenant_alone_trains_and_generates_in_turn() -> None:
     assert [(order.kind, order.shards) for order in obey(pool)] == [("expand", (0, 1))]
 
 
+def test_a_shard_is_left_out_after_failures_but_not_for_want_of_weights() -> None:
+    pool = with_tenants(2, "a")
+    pool.apply(0.0, Ask("a", "rollout", Priority.GENERATION, 32))
+    for number in range(10):
+        [order] = pool.orders.values()
+        assert (order.kind, order.shards) == ("expand", (0, 1)), number
+        reasons = {0: "no version is kept", 1: "no version is kept"}
+        pool.apply(float(number), Outcome("a", order.number, (), reasons, unready=(0, 1)))
+    assert len(obey(pool, 20.0, a="broken")) == 3 and not pool.orders, "three failures of each, then none is woken"
+
+
 def test_a_grant_waits_for_every_shrink_of_its_plan() -> None:
     pool = with_tenants(4, "a", "b")
     for name in "ab":

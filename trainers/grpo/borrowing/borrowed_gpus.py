@@ -120,6 +120,8 @@ class BorrowsGpus:
     def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
         def demand() -> Demand:
             left = feed().demand(self._client)
+            if self._weights.kept is None:
+                return Demand(0, 0)  # no engine can wake until new train workers keep a version
             if self._stages.current != VALIDATE:
                 return left
             return Demand(left.target + self._step_groups, left.completed)  # an evaluation counts as much as a step
@@ -132,6 +134,7 @@ class BorrowsGpus:
 
     def check(self) -> None:
         self._tenant.check()
+        self._shards.check()
 
     def metrics(self, seconds: Mapping[str, float]) -> dict[str, float]:
         count, engines = self._shards.count, len(self._actors.engines.engines)

@@ -36,8 +36,8 @@ from ..weight_sync import HEALTH_S, WeightSync
 _log = logging.getLogger(__name__)
 FALL_S = 10.0
 """Seconds within which the memory of a shard that sleeps must have fallen."""
-ATTEMPTS = 3
-"""Number of times that a shard tries to get a version while train workers die."""
+VERSION_S = 1.0
+"""Seconds for which a shard that is to wake waits for a version where none is kept, because the train workers died."""
 
 Note = Callable[[list[StageNote]], None]
 
@@ -90,6 +90,10 @@ class Shards:
         now = time.monotonic()
         self._asleep_since = {engine.name: now for engine in actors.engines.engines}
         self._asleep_s = 0.0
+        self._unready: set[str] = set()
+        """Engines that could not wake by the present order because no version is kept."""
+        self._trainer_death: tuple[int, ActorFailed] | None = None
+        """Process of train rank 0 that was found dead, and its failure, until the driver has been told."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -102,6 +106,7 @@ class Shards:
         """Do what the pool orders; returns what became of it. Called in another thread than the driver's."""
         engines = [self._actors.engines.engines[shard] for shard in order.shards]
         carry_out = self._shrink if order.kind == "shrink" else self._expand
+        self._unready.clear()
         try:
             with self._changes:
                 failed = carry_out(engines)
@@ -119,7 +124,15 @@ class Shards:
         self.count.resizes += len(done)
         stages, self._stages = self._stages, []
         self._note(stages)
-        return Outcome(order.tenant, order.number, done, reasons)
+        unready = tuple(shard for shard in reasons if self._actors.engines.engines[shard].name in self._unready)
+        return Outcome(order.tenant, order.number, done, reasons, unready)
+
+    def check(self) -> None:
+        """Raise ActorFailed, once, if train rank 0 was found dead when an engine was to wake, and not replaced since.
+        The driver may be waiting for rollouts of engines that cannot wake, and would not find out."""
+        found, self._trainer_death = self._trainer_death, None
+        if found is not None and found[0] == self._actors.workers[0].info.pid:
+            raise found[1]
 
     def take_asleep_s(self) -> float:
         """Return the engine seconds spent asleep since the last call."""
@@ -187,7 +200,7 @@ class Shards:
         with self._stage("sync", asleep):
             for engine in asleep:
                 if engine.name not in failed:
-                    self._catch_up(engine, failed)
+                    self._catch_up(engine, failed, self._unready)
         with self._stage("wake", asleep):
             self._each("wake", asleep, failed, lambda engine: engine.handle.wake())
             self._each("wake", asleep, failed, lambda engine: engine.handle.resume())
@@ -199,7 +212,8 @@ class Shards:
             _log.warning("expand: %s sleeps on: %s", engine.name, failed[engine.name])
             engine.asleep = False
         if back:
-            self._shrink(back)  # ends those that cannot sleep
+            for name in self._shrink(back):  # those that cannot sleep are ended
+                self._unready.discard(name)
         return failed
 
     def _replace_dead(self, engines: Sequence[Engine], failed: dict[str, str]) -> None:
@@ -220,29 +234,32 @@ class Shards:
                 [rollout.remove_engine(engine.handle) for rollout in self._actors.rollouts], "engines", HEALTH_S
             )
 
-    def _catch_up(self, engine: Engine, failed: dict[str, str]) -> None:
-        """Bring an engine to the newest version, which is kept while the train workers do something else. If these have
-        died, wait until others have taken their place."""
-        for _ in range(ATTEMPTS):
-            if not self._changes.wait_for(lambda: self._weights.kept is not None, self._timeout_s):
-                failed[engine.name] = f"no version is kept since the train workers died {self._timeout_s:g} s ago"
-                return
+    def _catch_up(self, engine: Engine, failed: dict[str, str], unready: set[str]) -> None:
+        """Bring an engine to the newest version, which is kept while the train workers do something else.
+
+        If these have died, the driver is told, and the engine is `unready`: its GPUs are more use to others, and to the
+        new train workers, than in a wait for these.
+        """
+        if self._changes.wait_for(lambda: self._weights.kept is not None, VERSION_S):
             if engine.version == self._weights.kept and not engine.broken:
                 return
             try:
                 self._weights.catch_up(engine)
                 return
             except (ActorFailed, ValueError) as error:
-                if not self._trainer_died():
+                pid, death = self._actors.workers[0].info.pid, self._death_of_trainer()
+                if death is None:
                     failed[engine.name] = str(error)
                     return
                 self._weights.forget()
-        failed[engine.name] = f"the train workers died {ATTEMPTS} times meanwhile"
+                self._trainer_death = pid, death
+        failed[engine.name] = "no version is kept since the train workers died; it wakes once new ones have one"
+        unready.add(engine.name)
 
-    def _trainer_died(self) -> bool:
-        """Return whether train rank 0, which keeps the versions, is dead."""
+    def _death_of_trainer(self) -> ActorFailed | None:
+        """Return the failure of train rank 0, which keeps the versions, if it is dead."""
         [answer] = gather_each([self._actors.workers[0].sent()], "health", self._timeout_s)
-        return isinstance(answer, ActorFailed) and answer.died
+        return answer if isinstance(answer, ActorFailed) and answer.died else None
 
     def _readmit(self, engine: Engine, failed: dict[str, str]) -> None:
         """Let an awake engine get requests from all rollout actors."""

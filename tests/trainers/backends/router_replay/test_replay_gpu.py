@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "max_position_embeddings": 2048,
 }
-PAIRS = 5
+PAIRS = 3
 
 
 def build(model: str, kind: str, *, enabled: bool, every: int = 0) -> Any:
@@ -65,28 +66,45 @@ def step(backend: Any, micro: Any) -> tuple[float, dict[str, float]]:
     return time.perf_counter() - start, figures
 
 
+def measure(model: str, kind: str, micro: Any, steps: int, *, enabled: bool, every: int = 0) -> list[Any]:
+    """Return what `step` returns for each of `steps` steps of a new backend, whose memory is free again afterwards."""
+    with contextlib.closing(build(model, kind, enabled=enabled, every=every)) as backend:
+        found = [step(backend, micro) for _ in range(steps)]
+    del backend
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
 def test_cost_and_gain_in_bfloat16(tmp_path: Path, kind: str, record_property: Any) -> None:
     """The rows' log-probs and routes are those of the model in float32; the trainer computes in bfloat16."""
+    start = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"{kind}: {time.perf_counter() - start:.0f} s: {what}", flush=True)
+
     model = save_moe(tmp_path, dense=(), scale=1.0, **SHAPE)
+    tell("the model is saved")
     rng = np.random.default_rng(0)
     mask = np.array([0] * 64 + [1] * 960, np.uint8)
     zeros = {name: np.zeros(1024, np.float32) for name in COLUMNS}
     rows = [Row(rng.integers(3, 4096, 1024).astype(np.int32), mask, zeros, 1.0, index // 4) for index in range(8)]
     reference = Reference(model)
     rows, routes = with_own_logprobs(rows, reference)
+    tell("the reference has chosen routes")
     micros = {True: routed(rows, routes, reference.spec), False: micro_batch(rows)}
-    with contextlib.closing(build(model, kind, enabled=True, every=1)) as backend:
-        _, figures = step(backend, micros[True])
+    [(_, figures)] = measure(model, kind, micros[True], 1, enabled=True, every=1)
     for name in ("mismatch_mean", "mismatch_kl", "mismatch_max"):
         record_property(name, (figures[f"routes/native_{name}"], figures[f"logprob/{name}"]))
     record_property("native_agreement", figures["routes/native_agreement"])
+    tell(f"mismatch with the own routers and with replay is {figures}")
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for enabled in (True, False) * PAIRS:
-        with contextlib.closing(build(model, kind, enabled=enabled)) as backend:
-            step(backend, micros[enabled])  # warms up
-            seconds[enabled] += [step(backend, micros[enabled])[0] for _ in range(3)]
+        _, *timed = measure(model, kind, micros[enabled], 6, enabled=enabled)  # the first step warms up
+        seconds[enabled] += [one for one, _ in timed]
+        tell(f"steps with replay {enabled} took {seconds[enabled][-5:]} s")
     ratio = float(np.median(seconds[True]) / np.median(seconds[False]))
     record_property("step_ratio", ratio)
     assert figures["logprob/mismatch_mean"] < figures["routes/native_mismatch_mean"]

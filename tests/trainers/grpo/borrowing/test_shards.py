@@ -20,6 +20,7 @@ from headrace.actors.protocols import ActorInfo
 from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
+from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.grpo.borrowing import shards as shards_module
 from headrace.trainers.grpo.borrowing.shards import Shards
 from headrace.trainers.grpo.weight_sync import WeightSync
@@ -125,13 +126,34 @@ def test_a_version_that_does_not_come_whole_leaves_the_shard_asleep(monkeypatch:
         assert it.events[-1] == "sleep 0"
 
 
-def test_a_shard_waits_while_dead_train_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with lent(monkeypatch, [ScriptedEngine], timeout_s=0.3) as it:
+def test_a_shard_that_finds_the_train_worker_dead_sleeps_on_and_tells_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shards_module, "VERSION_S", 0.1)
+    with lent(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
+        it.sync.keep(1)
+        it.shards.check()
+        it.it._worker.kill()
+        outcome = it.order("expand", 0, 1)
+        assert outcome.done == () and outcome.unready == (0, 1), "neither has failed"
+        assert all("no version is kept since the train workers died" in why for why in outcome.failed.values())
+        assert it.sync.kept is None, "nobody tries again before another one is kept"
+        with pytest.raises(ActorFailed, match="died") as raised:
+            it.shards.check()
+        assert raised.value.died
+        it.shards.check()  # it is told once
+        assert all(engine.asleep and not engine.dead for engine in it.it.pool.engines)
+
+
+def test_a_dead_train_worker_that_was_replaced_meanwhile_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "VERSION_S", 0.1)
+    with lent(monkeypatch, [ScriptedEngine]) as it:
         it.sync.keep(1)
         it.it._worker.kill()
-        outcome = it.order("expand", 0)
-        assert "no version is kept since the train workers died" in outcome.failed[0]
-        assert it.sync.kept is None, "nobody tries again before another one is kept"
+        assert it.order("expand", 0).unready == (0,)
+        dead = it.it._worker.info
+        monkeypatch.setattr(it.it._worker, "info", ActorInfo(dead.name, dead.pid + 1, dead.host))
+        it.shards.check()
 
 
 def test_a_shard_that_keeps_its_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +184,10 @@ def test_a_shard_waits_for_a_version_while_the_train_workers_are_replaced(monkey
 
 
 def test_a_shard_without_any_version_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with lent(monkeypatch, [ScriptedEngine], timeout_s=0.2) as it:
-        assert "no version is kept" in it.order("expand", 0).failed[0]
+    monkeypatch.setattr(shards_module, "VERSION_S", 0.1)
+    with lent(monkeypatch, [ScriptedEngine]) as it:
+        outcome = it.order("expand", 0)
+        assert "no version is kept" in outcome.failed[0] and outcome.unready == (0,)
 
 
 def test_seconds_asleep_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
