@@ -23,9 +23,10 @@ class Bounds:
     """Norm of the gradient before clipping."""
 
 
-HALF = Bounds(mismatch_mean=0.02, mismatch_max=0.3, grad_norm=10.0)
+HALF = Bounds(mismatch_mean=0.03, mismatch_max=0.3, grad_norm=10.0)
 """Bounds for bfloat16. Correct runs had means of 0.005 to 0.007, a largest difference of 0.06, and norms of 0.40 to
-0.45; weights of another version give means above 1."""
+0.45. With 2 G parameters they had means of up to 0.021 and a largest difference of 0.12, with all weights equal byte by
+byte. Weights of another version give means above 1."""
 EXACT = Bounds(mismatch_mean=1e-3, mismatch_max=1e-2, grad_norm=10.0)
 """Bounds for float32."""
 

@@ -1,9 +1,10 @@
 """`headrace bench gpu --work pool-*` runs two tenants on a pool of two GPUs, and one that has both GPUs to itself.
 
-    pool start -> tenant `alone`, to its end -> tenants `a` and `b` at once, until `b` has ended -> pool stop, report
+    pool start -> tenant `alone`, to its end -> tenants `a` and `b` at once, until each has made its steps
+          -> pool stop, report
 
-Each trains on one GPU and has an engine on both. `a` begins first and goes on until `b`, which the pool admits after
-the first step of `a`, has made its steps. The figures of both are those of the time in which both were at work.
+Each trains on one GPU and has an engine on both. The pool admits one of `a` and `b` first, and the other one after its
+first step. The figures of both are those of the time in which both were at work.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ALONE, BOTH = "alone", ("a", "b")
 LINK = "host link"
 """Name of the part in which bare copies are measured."""
 ENDLESS = 1_000_000
-"""Number of steps of tenant `a`, which is ended when `b` has made its own."""
+"""Number of steps of tenants `a` and `b`, which are ended when both have made those that are wanted."""
 MOST_GROWTH_GIB = 0.0625
 """Largest growth, in GiB, of what a process holds asleep that counts as none."""
 _LINK_TIMEOUT_S = 120.0
@@ -65,7 +66,7 @@ class PoolOptions:
     backend: str = "fsdp"
     """Train backend, `fsdp` or `megatron`."""
     steps: int | None = None
-    """Number of steps of the tenants `alone` and `b`; None means the work's own."""
+    """Number of steps of the tenant `alone`, and of those that `a` and `b` must make; None means the work's own."""
     prompts: int | None = None
     """Number of prompts of a step; None means the work's own."""
     model: Path | None = None
@@ -149,10 +150,13 @@ def _run_tenants(
 
     tell("starting the pool")
     with served(out / "pool", gpu=gpu) as pool:
-        for tasks in ([task(ALONE, 0, steps)], [task("a", 0, ENDLESS), task("b", 1, steps)]):
+        for tasks, wanted in (
+            ([task(ALONE, 0, steps)], 0),
+            ([task(name, gpu, ENDLESS) for gpu, name in enumerate(BOTH)], steps),
+        ):
             try:
                 with tenants(tasks, pool) as running:
-                    problem = follow(running, running[-1], options.limit_s, tell)
+                    problem = follow(running, options.limit_s, tell, steps=wanted)
             finally:
                 figures = [read_tenant(one.name, one.folder) for one in tasks]
                 for one in tasks:

@@ -124,15 +124,15 @@ def tenants(tasks: Sequence[TenantTask], pool: ServedPool) -> Iterator[list[Runn
             end_process(tenant.process)
 
 
-def follow(running: Sequence[RunningTenant], until: RunningTenant, limit_s: float, tell: Callable[[str], None]) -> str:
-    """Wait until the tenant `until` has ended. Returns a sentence about what was wrong: a tenant that failed, or that
-    did not end within `limit_s` seconds; "" if all is well."""
+def follow(running: Sequence[RunningTenant], limit_s: float, tell: Callable[[str], None], *, steps: int = 0) -> str:
+    """Wait until all tenants have ended, or, with `steps`, until each has made that many. Returns a sentence about what
+    was wrong: a tenant that failed, or that did not come so far within `limit_s` seconds; "" if all is well."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         tell(", ".join(run_phase(one.task.folder, one.task.steps) for one in running))
         if problems := [problem for one in running if (problem := one.problem())]:
             return "; ".join(problems)
-        if until.process.poll() is not None:
+        if all(one.process.poll() is not None or 0 < steps <= steps_done(one.task.folder) for one in running):
             return ""
         time.sleep(_LOOK_S)
     told = [
