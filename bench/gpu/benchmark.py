@@ -30,7 +30,7 @@ from .model_folder import make_folder
 from .nvml import gpu_names, open_nvml, sampler_of
 from .records import train_record, trl_record
 from .train_run import TrainOutcome, TrainTask, run_train
-from .works import EXACT, EXAMPLES, GRPO_WORKS, HALF, Bounds
+from .works import EXACT, EXAMPLES, GRPO_WORKS, Bounds
 
 FIGURES = {
     "step_s": "seconds",
@@ -97,7 +97,7 @@ def run_gpu(options: GpuOptions, report: GpuReport) -> None:
     work = GRPO_WORKS[options.work]
     gpus = torch.cuda.device_count()
     layouts = chosen_layouts(options, gpus)
-    bounds = HALF if gpus else EXACT
+    bounds = work.half if gpus else EXACT
     versions = {"trl": check_trl()} if options.baseline else {}
     model = (options.model or options.out / "model").resolve()
     tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]

@@ -30,7 +30,7 @@ from ..model_folder import make_folder
 from ..nvml import GpuSamples, gpu_names, open_nvml, sampler_of
 from ..progress import Progress
 from ..switch.trainer import link_bytes_per_s
-from ..works import HALF, POOL_WORKS, GrpoWork
+from ..works import POOL_WORKS, GrpoWork
 from .figures import (
     TenantFigures,
     against_link,
@@ -219,7 +219,7 @@ def _judge(report: Figures, options: PoolOptions, found: _Measured, *, gpu: bool
     report.complaints = [*found.problems, *double_grants(events)]
     rows = (options.prompts or work.prompts) * work.group_size
     for tenant in (found.alone, *found.both):
-        wrong = complaints(tenant.steps, HALF, rows)  # samples that go on at a sync have tokens of older weights
+        wrong = complaints(tenant.steps, work.half, rows)  # samples that go on at a sync have tokens of older weights
         report.complaints += [f"{tenant.name}: {line}" for line in wrong] + _losses(tenant)
     if gpu:
         report.complaints += _growth(figures)

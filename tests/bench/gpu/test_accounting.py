@@ -46,9 +46,9 @@ def test_right_figures_are_not_complained_about() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"logprob/mismatch_mean": 1.2}, "step 2: mean difference of log-probs 1.2, expected at most 0.03"),
+        ({"logprob/mismatch_mean": 1.2}, "step 2: mean difference of log-probs 1.2, expected at most 0.02"),
         ({"logprob/mismatch_max": 0.5}, "step 2: largest difference of log-probs 0.5, expected at most 0.3"),
-        ({"logprob/mismatch_mean": None}, "step 2: mean difference of log-probs nan, expected at most 0.03"),
+        ({"logprob/mismatch_mean": None}, "step 2: mean difference of log-probs nan, expected at most 0.02"),
         ({"train/grad_norm": 11.0}, "step 2: gradient norm 11, expected more than 0 and at most 10"),
         ({"train/grad_norm": 0.0}, "step 2: gradient norm 0, expected more than 0 and at most 10"),
         ({"train/grad_norm": None}, "step 2: gradient norm nan, expected more than 0 and at most 10"),

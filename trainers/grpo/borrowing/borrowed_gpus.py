@@ -119,9 +119,9 @@ class BorrowsGpus:
 
     def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
         def demand() -> Demand:
-            left = feed().demand(self._client)
             if self._weights.kept is None:
                 return Demand(0, 0)  # no engine can wake until new train workers keep a version
+            left = feed().demand(self._client)
             if self._stages.current != VALIDATE:
                 return left
             return Demand(left.target + self._step_groups, left.completed)  # an evaluation counts as much as a step

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 FALL_S = 10.0
 """Seconds within which the memory of a shard that sleeps must have fallen."""
 VERSION_S = 1.0
-"""Seconds for which a shard that is to wake waits for a version where none is kept, because the train workers died."""
+"""Seconds for which shards that are to wake wait for a version where none is kept, because the train workers died."""
 
 Note = Callable[[list[StageNote]], None]
 
@@ -114,6 +114,7 @@ class Shards:
             _log.exception("%s of shards %s", order.kind, order.shards)
             for engine in engines:
                 self._end(engine, str(error))
+            self._unready.clear()
             failed = {engine.name: f"{type(error).__name__}: {error}" for engine in engines}
         reasons = {
             shard: failed[engine.name]
@@ -198,9 +199,10 @@ class Shards:
         asleep = [engine for engine in engines if engine.asleep]
         self._replace_dead(asleep, failed)
         with self._stage("sync", asleep):
+            self._changes.wait_for(lambda: self._weights.kept is not None, VERSION_S)
             for engine in asleep:
                 if engine.name not in failed:
-                    self._catch_up(engine, failed, self._unready)
+                    self._catch_up(engine, failed)
         with self._stage("wake", asleep):
             self._each("wake", asleep, failed, lambda engine: engine.handle.wake())
             self._each("wake", asleep, failed, lambda engine: engine.handle.resume())
@@ -234,13 +236,13 @@ class Shards:
                 [rollout.remove_engine(engine.handle) for rollout in self._actors.rollouts], "engines", HEALTH_S
             )
 
-    def _catch_up(self, engine: Engine, failed: dict[str, str], unready: set[str]) -> None:
+    def _catch_up(self, engine: Engine, failed: dict[str, str]) -> None:
         """Bring an engine to the newest version, which is kept while the train workers do something else.
 
-        If these have died, the driver is told, and the engine is `unready`: its GPUs are more use to others, and to the
+        If these have died, the driver is told, and the engine is unready: its GPUs are more use to others, and to the
         new train workers, than in a wait for these.
         """
-        if self._changes.wait_for(lambda: self._weights.kept is not None, VERSION_S):
+        if self._weights.kept is not None:
             if engine.version == self._weights.kept and not engine.broken:
                 return
             try:
@@ -254,7 +256,7 @@ class Shards:
                 self._weights.forget()
                 self._trainer_death = pid, death
         failed[engine.name] = "no version is kept since the train workers died; it wakes once new ones have one"
-        unready.add(engine.name)
+        self._unready.add(engine.name)
 
     def _death_of_trainer(self) -> ActorFailed | None:
         """Return the failure of train rank 0, which keeps the versions, if it is dead."""
