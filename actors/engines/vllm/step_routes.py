@@ -1,17 +1,19 @@
 """Has vLLM's scheduler record routes at less cost, and sends those of a step's tokens to the engine as one array.
 
-vLLM's own way sends an array for each token of each request, and packs and unpacks each of them. Here the scheduler
-joins the routes of a step's tokens, and the engine's process gives each request its part again before vLLM's output
-loop looks at them. vLLM's own way also lists all blocks of every request in each step, where only those of a prompt
-that ends are read. What a request gets, and when, stays the same.
+vLLM's own way cuts an array for each token of each request, which is then packed and unpacked, and lists all blocks of
+every request in each step, where only those of a prompt that ends are read. Here the scheduler takes the routes of all
+tokens of a step at once, and lists the blocks of prompts alone. The engine's process gives each request its part before
+vLLM's output loop looks at them. What a request gets, and when, stays the same.
 
-    engine process     scheduler's outputs of a step -> `join` -> one message
+    engine process     routes of a step -> `hand_out` -> one array in the scheduler's outputs -> one message
     headrace's process                                   one message -> `split` -> vLLM's output loop
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,20 @@ def joining_scheduler(**settings: Any) -> Any:
     base: Any = library.scheduler_class(settings["vllm_config"])
 
     class JoiningScheduler(base):
-        def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-            outputs = super().update_from_output(*args, **kwargs)
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            found, model_runner_output.routed_experts = model_runner_output.routed_experts, None  # so vLLM cuts none
+            if found is None:
+                return super().update_from_output(scheduler_output, model_runner_output)
+            manager, tokens = self.routed_experts_mgr, scheduler_output.num_scheduled_tokens
+            array = found.routing_data.astype(manager.routed_experts_by_slot.dtype, copy=False)
+            manager.store_batch(array, found.slot_mapping)
+            prompts = self._unanswered_prompts(tokens)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            ids = model_runner_output.req_ids
+            ends = dict(zip(ids, itertools.accumulate([tokens[one] for one in ids]), strict=True))
+            drafted = {one: ends[one] - tokens[one] for one in scheduler_output.scheduled_spec_decode_tokens}
             for one in outputs.values():
-                join(one.outputs)
+                hand_out(one.outputs, StepRoutes(array, ends, drafted), prompts, self._prompt_routes)
             return outputs
 
         def _update_after_schedule(self, scheduler_output: Any) -> None:
@@ -40,36 +52,82 @@ def joining_scheduler(**settings: Any) -> Any:
                 super()._update_after_schedule(scheduler_output)
             finally:
                 self.enable_return_routed_experts = True
-            group = self.routed_experts_mgr.attn_gid
-            for request_id in scheduler_output.num_scheduled_tokens:
-                if not self.requests[request_id].num_output_tokens:  # its prompt is not known to have ended
-                    blocks = self.kv_cache_manager.get_blocks(request_id)
-                    self._re_block_ids[request_id] = blocks.get_block_ids()[group]
+            cached = scheduler_output.scheduled_cached_reqs
+            ids = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+            # Tokens that are being computed count as output, too: the blocks of such a prompt are listed already.
+            ids += [one for one, tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True) if not tokens]
+            for request_id in ids:
+                blocks = self.kv_cache_manager.get_blocks(request_id).get_block_ids()
+                self._re_block_ids[request_id] = blocks[self.routed_experts_mgr.attn_gid]
+
+        def _unanswered_prompts(self, scheduled: Mapping[str, int]) -> dict[str, Any]:
+            """Return the requests of a step that have had no output yet, by id. Forgets the blocks of requests that are
+            gone."""
+            gone = [one for one in self._re_block_ids if one not in self.requests]
+            for request_id in gone:
+                del self._re_block_ids[request_id]
+            return {one: self.requests[one] for one in self._re_block_ids if one in scheduled}
+
+        def _prompt_routes(self, request: Any) -> np.ndarray:
+            start = request.sampling_params.routed_experts_prompt_start or 0
+            blocks = self._re_block_ids.pop(request.request_id)
+            return self.routed_experts_mgr.get(blocks, request.num_prompt_tokens, token_start=start)
 
     return JoiningScheduler(**settings)
 
 
-def join(outputs: Sequence[Any]) -> None:
-    """Join the routes of a step's outputs where each new token has one, `[tokens, layers, k]`.
+@dataclass(frozen=True, slots=True)
+class StepRoutes:
+    """Routes of the tokens of one step, as the model runner recorded them."""
 
-    The first of these outputs gets those of all, `[1, tokens of all, layers, k]`, and the others None. Outputs with
-    routes of prompt tokens stay as they are, and so do all if there is a token without a route.
+    array: np.ndarray
+    """The routes, `[tokens, layers, k]`, those of a request one after another."""
+    ends: Mapping[str, int]
+    """Id of each request -> row after its last. A request that was preempted computes its earlier tokens again, in rows
+    before those of its new tokens."""
+    drafted: Mapping[str, int]
+    """Id of each request whose tokens speculative decoding has drafted -> its first row. Those that were accepted come
+    first."""
+
+
+def hand_out(
+    outputs: Sequence[Any],
+    routes: StepRoutes,
+    prompts: Mapping[str, Any],
+    prompt_routes: Callable[[Any], np.ndarray],
+) -> None:
+    """Put the routes of a step into its outputs. The first output of a request gets the routes of its prompt, `[tokens,
+    layers, k]`. Of the other outputs with new tokens, the first gets the routes of all these tokens, `[1, tokens,
+    layers, k]`, and the rest have None.
+
+    prompts: the requests that have had no output before, by id. prompt_routes: function that returns the routes of the
+    prompt of such a request.
     """
-    parts = [one for one in outputs if one.new_token_ids]
-    if any(one.routed_experts is None for one in parts):
-        return
-    parts = [one for one in parts if len(one.routed_experts) == len(one.new_token_ids)]
-    if len(parts) < 2:
-        return
-    joined = np.concatenate([one.routed_experts for one in parts])[None]
-    for one in parts:
-        one.routed_experts = None
-    parts[0].routed_experts = joined
+    first, rows, ends, drafted = None, list[int](), routes.ends, routes.drafted
+    for one in outputs:
+        if not (tokens := len(one.new_token_ids)):
+            continue
+        request_id = one.request_id
+        if request_id in prompts:
+            one.routed_experts = prompt_routes(prompts[request_id])
+            continue
+        start = drafted[request_id] if request_id in drafted else ends[request_id] - tokens
+        if tokens == 1:
+            rows.append(start)
+        else:
+            rows.extend(range(start, start + tokens))
+        if first is None:
+            first = one
+    if first is not None:
+        first.routed_experts = routes.array[rows][None]
 
 
 def split(outputs: Sequence[Any]) -> None:
-    """Undo `join`. Each output gets an array of its own, so that a long request does not keep those of others in
-    memory. Raises RuntimeError if there are not as many routes as tokens."""
+    """Give each output the routes of its own tokens, out of those that `hand_out` put together.
+
+    Each output gets an array of its own, so that a long request does not keep those of others in memory. Raises
+    RuntimeError if there are not as many routes as tokens.
+    """
     joined = next((one.routed_experts for one in outputs if _is_joined(one.routed_experts)), None)
     if joined is None:
         return
