@@ -96,9 +96,10 @@ def _start(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_folder import find_pool
+    from ..trainers.run.pool_folder import find_pool, join_as
 
     served = find_pool(arguments.dir)
+    join_as(served)
     from ..trainers.run.pool_server import joined, status_lines  # imports Ray, which reads the environment then
 
     with joined(served) as client:
@@ -107,11 +108,12 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_folder import find_pool
+    from ..trainers.run.pool_folder import find_pool, join_as
     from ..trainers.supervision.cleanup import wait_until_ended
 
     served = find_pool(arguments.dir)
     if not arguments.force:
+        join_as(served)
         from ..trainers.run.pool_server import joined  # imports Ray, which reads the environment then
 
         with joined(served) as client:

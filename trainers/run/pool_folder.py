@@ -39,8 +39,7 @@ def write_pool(folder: Path, served: ServedPool) -> None:
 
 
 def find_pool(folder: Path) -> ServedPool:
-    """Return where the pool of `folder` is, and have this process join Ray clusters as that pool's processes do, unless
-    its environment says otherwise. Raises UserError if no pool is there."""
+    """Return where the pool of `folder` is. Raises UserError if no pool is there."""
     try:
         served = ServedPool(**json.loads((folder / SERVER).read_text()))
     except OSError:
@@ -48,5 +47,10 @@ def find_pool(folder: Path) -> ServedPool:
         raise UserError(why) from None
     if not is_running(served.pid):
         raise UserError(f"pool: that of {folder} was killed; `headrace pool start --dir {folder}` starts it again")
-    os.environ.setdefault(AUTH_MODE, served.auth_mode)
     return served
+
+
+def join_as(served: ServedPool) -> None:
+    """Have this process join Ray clusters as the processes of a pool do, unless its environment says otherwise. Call it
+    before Ray is imported."""
+    os.environ.setdefault(AUTH_MODE, served.auth_mode)

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Clients of openai 3 use parts of httpx once this module is loaded, and fail while another thread is only loading it:
+# it is loaded here, before agents run in threads.
+import httpx  # noqa: F401
 from openai.types import Completion as TextCompletion
 from openai.types import CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -444,3 +446,11 @@ def test_the_log_probs_of_a_conversation_are_those_of_the_model(tmp_path: Path) 
         own = logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy()
         chosen = sample.response_mask[1:] == 1
         assert np.abs(own[chosen] - sample.logprobs[1:][chosen]).max() < 1e-3
+
+
+@pytest.mark.processes
+def test_httpx_is_loaded_before_agents_can_run() -> None:
+    """Agents' threads would otherwise meet it half loaded, as openai 3 looks for it among the loaded modules."""
+    code = f"import sys; import {serving.__name__}; print(sys.modules['httpx'].Timeout(1))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Timeout" in done.stdout, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,10 @@ def test_mistakes_and_failures_are_told(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tiny_work_runs_on_a_cpu(tmp_path: Path) -> None:
-    report = Figures("pool-tiny", tmp_path / "out")
+    report, before = Figures("pool-tiny", tmp_path / "out"), dict(os.environ)
     benchmark.run_pool(PoolOptions(report.out, "pool-tiny"), report)
     assert not report.complaints
+    assert os.environ == before, "later Ray clusters of this process would want the pool's token"
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     for figure in ("alone.step_s", "a.step_s", "b.step_s", "wall_vs_alone", "shrink_s", "expand_s", "lost_tokens"):
         assert f"gpu.pool-tiny.{figure}" in written, figure
