@@ -32,7 +32,7 @@ from ..dataplane.handle import DataPlaneHandle
 from ..dataplane.meta import KVBatchMeta
 from ..dataplane.plans import Budget, plan_shards
 from ..dataplane.topology import Topology
-from ..trainers.cluster.ray_cluster import any_agent_port
+from ..trainers.cluster.ray_cluster import lean_start
 from ..trainers.errors import UserError
 from .conditions import conditions
 from .replica_rank import SCHEMA, WAYS, RankTask, WayResult, run_rank
@@ -115,7 +115,7 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
     )
     results: list[ReplicaResult] = []
     tell(f"starting the {options.store} store, with dataplane.trusted_network=true")
-    with any_agent_port():
+    with lean_start():
         ray.init(
             "local",
             num_cpus=2,

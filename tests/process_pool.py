@@ -64,9 +64,9 @@ def start_ray(num_gpus: int | None = None, num_cpus: int = 16) -> None:
         return
     fork_ray_workers()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
-    from headrace.trainers.cluster.ray_cluster import any_agent_port
+    from headrace.trainers.cluster.ray_cluster import lean_start
 
-    with any_agent_port():
+    with lean_start():
         # `local`: a test beside this one may have a cluster that was started by `ray start`, which Ray would join.
         ray.init(
             "local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING,

@@ -3,15 +3,17 @@
     pytest -m gpu -s tests/runs/test_gpu_start.py
 
 Both are timed from the start of a process to the end of building. The first turn, which fills vLLM's caches, is not
-counted.
+counted. The test prints when vLLM's own parts of both starts ended, by vLLM's log.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,28 @@ if __name__ == "__main__":
     os._exit(0)
 """
 TURNS = 3
+PART = re.compile(
+    r"Initializing a V1|took|finished in|seconds|Starting to load|Using .* backend|injected", re.IGNORECASE
+)
+"""Lines of vLLM's log that say what a part of its start is, or how long it took."""
+
+
+def tell_parts(what: str, log: Iterable[str]) -> None:
+    """Print the lines of vLLM's log that say how long a part of its start took, each with its time of day."""
+    for line in log:
+        if PART.search(line):
+            print(f"    {what}: {line.strip()[:160]}", flush=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_a_run_starts_in_ten_seconds_more_than_a_bare_engine(tmp_path: Path, record_property: Any) -> None:
+def test_a_run_starts_in_ten_seconds_more_than_a_bare_engine(
+    tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     work, model, script = GRPO_WORKS["grpo-0.6b"], tmp_path / "model", tmp_path / "bare.py"
     make_folder(model, work.folder_task("bfloat16"), "cuda")
     torch.cuda.empty_cache()
@@ -76,6 +92,9 @@ def test_a_run_starts_in_ten_seconds_more_than_a_bare_engine(tmp_path: Path, rec
         [parts] = [line for line in runs.metrics(run_dir) if line.get("event") == "start"]
         ours.append(parts["start/ready_s"])
         print(f"turn {turn}: a bare engine {bare[-1]:.1f} s, a run {ours[-1]:.1f} s: {parts}", flush=True)
+        tell_parts("bare", lines)
+        for log in (run_dir / "engines").iterdir():
+            tell_parts("run", log.read_text().splitlines())
         assert "step 1/1" in output
     record_property("bare_s", bare)
     record_property("run_s", ours)

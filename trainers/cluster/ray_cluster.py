@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import parameter, worker
+from ray._private.node import Node
 
 from ..config.config import Config
 from ..errors import UserError
@@ -106,7 +107,7 @@ class Cluster:
             # Ray's processes read these: else it sends usage reports and warns about accelerators that it did not find.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            with any_agent_port(), _own_signal_handlers():
+            with lean_start(), _own_signal_handlers():
                 ray.init(
                     address="local",
                     num_cpus=num_cpus or max(os.cpu_count() or 1, demand.cpus),
@@ -159,18 +160,26 @@ def _log_what_ray_says(data: dict[str, Any], ignore_prefix: bool) -> None:
 
 
 @contextmanager
-def any_agent_port() -> Iterator[None]:
-    """Context manager that lets a Ray cluster started within it use any free port for its dashboard agent.
+def lean_start() -> Iterator[None]:
+    """Context manager in which a Ray cluster starts without the processes that no run needs. `ray.init` has no argument
+    for that.
 
-    Ray's default is port 52365. If another Ray cluster on this host uses that port, the start waits 3 seconds for it.
-    `ray.init` has no argument for the port.
+    Ray's dashboard would start for its usage statistics even with `include_dashboard=False`, and `ray.init` would wait
+    2 s for it. The autoscaler's monitor has nothing to do in a cluster that does not grow. The agent of a node, which
+    Ray needs, takes any free port: with its default, 52365, a second cluster on the host waits 3 s for the first one's.
     """
-    original = parameter.RayParams
-    parameter.RayParams = partial(original, dashboard_agent_listen_port=0)
+    parameters, start = parameter.RayParams, Node.start_api_server
+    parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0, no_monitor=True)
+    Node.start_api_server = _start_no_api_server
     try:
         yield
     finally:
-        parameter.RayParams = original
+        parameter.RayParams, Node.start_api_server = parameters, start
+
+
+def _start_no_api_server(node: Any, **_: Any) -> None:
+    """Replacement for the method of Ray's `Node` that starts the dashboard."""
+    node._webui_url = ""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from headrace.trainers.cluster import actor_specs, gpu_bundles, run_actors
 from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMeter, gather
 from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
 from headrace.trainers.cluster.placement import Placement
-from headrace.trainers.cluster.ray_cluster import any_agent_port
+from headrace.trainers.cluster.ray_cluster import lean_start
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.start_times import StartTimes
@@ -63,7 +63,7 @@ def nodes(*gpus: int) -> Iterator[str]:
     process_pool.end_ray()
     process_pool.fork_ray_workers()
     small: dict[str, Any] = {"num_cpus": 8, "object_store_memory": 80 << 20}
-    with any_agent_port():
+    with lean_start():
         cluster = RayNodes(
             initialize_head=True, head_node_args={**small, "num_gpus": gpus[0], "include_dashboard": False}
         )
