@@ -168,13 +168,14 @@ def lean_start() -> Iterator[None]:
     2 s for it. The autoscaler's monitor has nothing to do in a cluster that does not grow. The agent of a node, which
     Ray needs, takes any free port: with its default, 52365, a second cluster on the host waits 3 s for the first one's.
     """
-    parameters, start = parameter.RayParams, Node.start_api_server
+    node: Any = Node
+    parameters, start = parameter.RayParams, node.start_api_server
     parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0, no_monitor=True)
-    Node.start_api_server = _start_no_api_server
+    node.start_api_server = _start_no_api_server
     try:
         yield
     finally:
-        parameter.RayParams, Node.start_api_server = parameters, start
+        parameter.RayParams, node.start_api_server = parameters, start
 
 
 def _start_no_api_server(node: Any, **_: Any) -> None:

@@ -3,6 +3,8 @@
 The schedulers are real. The model runner is made up: it has the routes of a table, which differ by request and token.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM need not be installed where types are checked; without it pyright takes the folder above for it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
@@ -36,7 +38,7 @@ class Traffic:
     preempted: int = 0
     """Number of requests in all steps that were put off to make room for others."""
 
-    def submit(self, name: str, prompt: int, tokens: int, *, start: int | None = None) -> None:
+    def submit(self, name: str, prompt: int, tokens: int, *, start: int = 0) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 

@@ -106,17 +106,18 @@ class TestUpdates:
         prompt = [5 + i % 30 for i in range(300)]  # three cache blocks of 128 tokens, two of them full
 
         async def main() -> None:
-            engine = subject.engine
-            for attempt in range(3):
+            engine, attempts = subject.engine, 0
+            while True:
                 version, old = engine.version + 1, copy.deepcopy(subject.model)
                 await engine.prepare_weights(subject.update(0.2))
+                attempts += 1
                 running = asyncio.create_task(
-                    engine.generate(f"{kv} {attempt}", prompt, SamplingParams(n=90, max_new_tokens=40))
+                    engine.generate(f"{kv} {attempts}", prompt, SamplingParams(n=90, max_new_tokens=40))
                 )
                 while sum(one >= 0 for one, _ in engine.tokens_of_newest()) < 32 and not running.done():
                     await asyncio.sleep(0.002)
                 report = await engine.commit_weights(version, "keep", kv)
-                if report.kept:
+                if report.kept or attempts == 3:
                     break
                 await running  # a busy machine let all samples end before the commit
             assert (report.kept, report.aborted) == (1, 0)
