@@ -9,10 +9,14 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..trainers.errors import UserError
 from .outcome import DONE, FAILED, stop_on_sigterm
+
+if TYPE_CHECKING:
+    from ..trainers.run.pool_folder import ServedPool
+    from ..trainers.timeshare.pool_calls import PoolStatus
 
 FOLDER = Path("runs/pool")
 STOP_S = 60.0
@@ -95,31 +99,35 @@ def _start(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _status(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_folder import find_pool, join_as
+def _asked(served: ServedPool) -> PoolStatus:
+    """Return the status of a pool. This process joins its Ray cluster as the pool's own processes do, unless its
+    environment says otherwise."""
+    from ..trainers.run.pool_folder import AUTH_MODE
 
-    served = find_pool(arguments.dir)
-    join_as(served)
-    from ..trainers.run.pool_server import joined, status_lines  # imports Ray, which reads the environment then
+    os.environ.setdefault(AUTH_MODE, served.auth_mode)
+    from ..trainers.run.pool_server import joined  # imports Ray, which reads the environment then
 
     with joined(served) as client:
-        print("\n".join(status_lines(client.status())))
+        return client.status()
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from ..trainers.run.pool_folder import find_pool
+
+    status = _asked(find_pool(arguments.dir))
+    from ..trainers.run.pool_server import status_lines  # imports Ray, after `_asked` has changed the environment
+
+    print("\n".join(status_lines(status)))
     return DONE
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_folder import find_pool, join_as
+    from ..trainers.run.pool_folder import find_pool
     from ..trainers.supervision.cleanup import wait_until_ended
 
     served = find_pool(arguments.dir)
-    if not arguments.force:
-        join_as(served)
-        from ..trainers.run.pool_server import joined  # imports Ray, which reads the environment then
-
-        with joined(served) as client:
-            tenants = [tenant.name for tenant in client.status().tenants]
-        if tenants:
-            raise UserError(f"pool: {', '.join(tenants)} use(s) it, expected no tenant; --force stops it anyway")
+    if not arguments.force and (tenants := [tenant.name for tenant in _asked(served).tenants]):
+        raise UserError(f"pool: {', '.join(tenants)} use(s) it, expected no tenant; --force stops it anyway")
     os.kill(served.pid, signal.SIGTERM)
     return DONE if wait_until_ended(lambda: [served.pid], STOP_S) else FAILED
 

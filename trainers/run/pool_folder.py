@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,9 +47,3 @@ def find_pool(folder: Path) -> ServedPool:
     if not is_running(served.pid):
         raise UserError(f"pool: that of {folder} was killed; `headrace pool start --dir {folder}` starts it again")
     return served
-
-
-def join_as(served: ServedPool) -> None:
-    """Have this process join Ray clusters as the processes of a pool do, unless its environment says otherwise. Call it
-    before Ray is imported."""
-    os.environ.setdefault(AUTH_MODE, served.auth_mode)

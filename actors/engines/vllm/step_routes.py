@@ -42,8 +42,9 @@ def joining_scheduler(**settings: Any) -> Any:
             ids = model_runner_output.req_ids
             ends = dict(zip(ids, itertools.accumulate([tokens[one] for one in ids]), strict=True))
             drafted = {one: ends[one] - tokens[one] for one in scheduler_output.scheduled_spec_decode_tokens}
+            routes = StepRoutes(array, ends, drafted)
             for one in outputs.values():
-                hand_out(one.outputs, StepRoutes(array, ends, drafted), prompts, self._prompt_routes)
+                hand_out(one.outputs, routes, prompts, self._prompt_routes)
             return outputs
 
         def _update_after_schedule(self, scheduler_output: Any) -> None:

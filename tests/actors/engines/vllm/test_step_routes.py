@@ -28,20 +28,20 @@ class Output:
 
 @dataclass(frozen=True)
 class Case:
-    """What a request does in a step."""
+    """Describes what a request does in a step."""
 
     new: int
     """Number of new tokens in its output."""
     computed: int
     """Number of tokens that the step computes for it."""
     drafted: bool = False
-    """Whether speculative decoding has drafted its tokens."""
+    """True if speculative decoding has drafted its tokens."""
     prompt: bool = False
-    """Whether the output is the first of the request."""
+    """True if the output is the first of the request."""
 
 
 def some_routes(tokens: int) -> np.ndarray:
-    """Routes of which no two tokens have the same."""
+    """Return routes of which no two tokens have the same."""
     return np.arange(tokens * 6, dtype=np.uint8).reshape(tokens, 3, 2)
 
 
@@ -172,8 +172,10 @@ def request(name: str, prompt: int, start: int | None = None) -> Any:
 
 
 def scheduled(new: Mapping[str, int], cached: Mapping[str, tuple[int, int]]) -> Any:
-    """What the scheduler decided for a step. new: tokens of requests that begin. cached: tokens of those that go on,
-    and their number of output tokens."""
+    """Return what the scheduler decided for a step.
+
+    new: tokens of requests that begin. cached: tokens of those that go on, and their number of output tokens.
+    """
     return SimpleNamespace(
         num_scheduled_tokens={**new, **{name: tokens for name, (tokens, _) in cached.items()}},
         scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
@@ -185,7 +187,7 @@ def scheduled(new: Mapping[str, int], cached: Mapping[str, tuple[int, int]]) -> 
 
 
 def ran(step: Any, slots: Sequence[int], *, silent: Sequence[str] = (), finished: Sequence[str] = ()) -> Any:
-    """What the model runner returns for a step, in an order of its own. silent: requests without a new token."""
+    """Return what the model runner returns for a step, in an order of its own. silent: requests without a new token."""
     ids = sorted(step.num_scheduled_tokens)
     routes = some_routes(sum(step.num_scheduled_tokens.values())).astype(np.int32)
     return SimpleNamespace(
