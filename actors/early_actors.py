@@ -15,6 +15,7 @@ from typing import Any
 from ..codecs import messages
 from ..codecs.imports import import_ahead
 from .engine_actor import EngineHost, EngineSetup
+from .engines.vllm.standby import start_ahead
 from .own_process import keep_freed_memory, settle
 from .protocols import ActorInfo
 from .rollout.actor import RolloutSetup
@@ -40,14 +41,21 @@ class EarlyEngineActor:
     """Asynchronous Ray actor that becomes an EngineActor or a RolloutActor once it is configured."""
 
     def __init__(
-        self, host: Callable[[Any], EngineHost], modules: Sequence[str], gpus: Sequence[str] | None, folder: str
+        self,
+        host: Callable[[Any], EngineHost],
+        modules: Sequence[str],
+        vllm_ahead: bool,
+        gpus: Sequence[str] | None,
+        folder: str,
     ) -> None:
-        """Start to import `modules`. host: function that makes the actual actor from its settings. gpus: CUDA's names
-        of the GPUs that the process may use; None leaves it those that Ray shows it. folder: the driver's working
-        folder."""
+        """Start to import `modules`. host: function that makes the actual actor from its settings. vllm_ahead: whether
+        to start vLLM's engine process, too. gpus: CUDA's names of the GPUs that the process may use; None leaves it
+        those that Ray shows it. folder: the driver's working folder."""
         show_gpus(gpus)  # before an import looks for GPUs
         enter(folder)
         keep_freed_memory()
+        if vllm_ahead:
+            start_ahead()
         self._host = host
         self._imports = import_ahead(modules)
         self._actor: EngineHost | None = None

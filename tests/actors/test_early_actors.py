@@ -23,7 +23,7 @@ NOTHING = encode_arguments([])
 
 
 def test_an_engine_actor_answers_once_it_is_configured() -> None:
-    actor = EarlyEngineActor(EngineActor, [MODULES["scripted"], "headrace.no_such_module"], None, os.getcwd())
+    actor = EarlyEngineActor(EngineActor, [MODULES["scripted"], "headrace.no_such_module"], False, None, os.getcwd())
     setup = EngineSetup("engine 3", 1, EngineConfig(RolloutConfig(engine="scripted"), ModelConfig(path="/nowhere")))
 
     async def ask(method: str, *arguments: Any) -> bytes:
@@ -46,7 +46,7 @@ def test_an_engine_actor_settles_once_it_is_built(monkeypatch: pytest.MonkeyPatc
             return NOTHING
 
     monkeypatch.setattr(early_actors, "settle", lambda: told.append("settled"))  # it would change this process
-    actor = EarlyEngineActor(lambda _: cast(EngineHost, Host()), [], None, os.getcwd())
+    actor = EarlyEngineActor(lambda _: cast(EngineHost, Host()), [], False, None, os.getcwd())
     actor.configure(EngineSetup("engine 3", 1, cast(EngineConfig, None)))
     for method in ("info", "build", "version"):
         asyncio.run(actor.call(method, NOTHING))

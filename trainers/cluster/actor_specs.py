@@ -193,10 +193,12 @@ def neighbour_bytes(config: Config) -> int:
     return trainer + config.pool.other_runs * (engine + trainer) << 20
 
 
-def engine_modules(config: Config) -> tuple[str, ...]:
-    """Return the names of the modules that an actor with an engine needs and that take seconds to import."""
+def engine_ahead(config: Config, device: str) -> tuple[tuple[str, ...], bool]:
+    """Return what an actor with an engine can do before it knows its settings: import the modules of these names, which
+    takes seconds, and start vLLM's engine process or not. On a CPU it does not, because vLLM then preloads libraries
+    into that process, which it can only do once it knows its settings."""
     kind = "scripted" if config.run.replay else config.rollout.engine
-    return (ENGINE_MODULES[kind], *_model_modules(config, needed=kind == "hf"))
+    return (ENGINE_MODULES[kind], *_model_modules(config, needed=kind == "hf")), kind == "vllm" and device != "cpu"
 
 
 def worker_modules(config: Config) -> tuple[str, ...]:

@@ -273,21 +273,21 @@ class _ActorStarter:
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
         spec = partial(actor_specs.engine_setup, self._config, index, device=self._device, shared_gpu=self._shares)
-        host = (EngineActor, actor_specs.engine_modules(self._config))
+        host = (EngineActor, *actor_specs.engine_ahead(self._config, self._device))
         seat = self.placement.engines[index]
         return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
         spec = partial(actor_specs.rollout_setup, self._config, index, device=self._device, shared_gpu=self._shares)
-        host = (RolloutActor, actor_specs.engine_modules(self._config))
+        host = (RolloutActor, *actor_specs.engine_ahead(self._config, self._device))
         return self._start(RolloutHandle, EarlyEngineActor, host, spec, self.placement.engines[index])
 
     def rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds no engine; returns its handle."""
         spec = partial(actor_specs.rollout_setup, self._config, index, device=None)
         seat = self.placement.rollouts[index]
-        return self._start(RolloutHandle, EarlyEngineActor, (RolloutActor, ()), spec, seat)
+        return self._start(RolloutHandle, EarlyEngineActor, (RolloutActor, (), False), spec, seat)
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""

@@ -8,11 +8,16 @@ used.
 # vLLM need not be installed where types are checked; without it pyright takes the folder above for it.
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .environment import log_level
+
+if TYPE_CHECKING:
+    from .standby import EngineStandby
 
 try:
     with log_level():
@@ -54,6 +59,7 @@ __all__ = [
     "WeightTransferUpdateInfo",
     "check_attention",
     "create_config",
+    "engine_process",
     "finalize_layerwise_reload",
     "forget_moe_kernels",
     "initialize_layerwise_reload",
@@ -98,6 +104,63 @@ def scheduler_class(config: Any) -> type:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+
+
+@contextmanager
+def engine_process(standby: EngineStandby | None) -> Iterator[None]:
+    """Context manager in which vLLM starts its engine process in `standby`; with None it starts a new process, as it
+    does if the standby cannot take it (see `EngineStandby.run`).
+
+    Neither vLLM 0.26 nor 0.30 lets its user choose the process. Delete this function when vLLM does, or when it imports
+    itself in less time.
+    """
+    if standby is None:
+        yield
+        return
+    from vllm.v1.engine import utils
+
+    module: Any = utils
+    original = module.get_mp_context
+    module.get_mp_context = lambda: _StandbyContext(standby, original())
+    try:
+        yield
+    finally:
+        module.get_mp_context = original
+
+
+class _StandbyContext:
+    """Context of multiprocessing whose processes are started in a standby if that can take them."""
+
+    def __init__(self, standby: EngineStandby, context: Any) -> None:
+        self._standby = standby
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> Any:
+        """Return a process that `start` starts."""
+        planned = self._context.Process(target=target, name=name, kwargs=kwargs)
+        return _StandbyProcess(planned, lambda: self._standby.run(target, name, kwargs))
+
+
+class _StandbyProcess:
+    """A process that is started in a standby; everything but `start` is the running process's own."""
+
+    def __init__(self, planned: Any, take: Callable[[], Any]) -> None:
+        """planned: process that is started if `take`, which returns the running one, returns None."""
+        self._process = planned
+        self._take = take
+
+    def start(self) -> None:
+        taken = self._take()
+        if taken is None:
+            self._process.start()
+        else:
+            self._process = taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
 
 
 def take_what_is_free() -> None:

@@ -17,6 +17,7 @@ from .core_log import CoreLog
 from .environment import engine_environment
 from .options import arguments
 from .process_end import exit_code, exit_words, lives
+from .standby import take_standby
 from .step_routes import SCHEDULER
 from .versions import TokenVersions
 from .weights.wire import BACKEND, WORKER
@@ -89,7 +90,7 @@ class VllmProcess:
             config = library.create_config(given)
             library.check_attention(config)
             library.keep_prefills_whole(config)
-            with self._log.capture():
+            with self._log.capture(), library.engine_process(take_standby()):
                 return library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:
             reason = " ".join(str(error).split())
