@@ -64,6 +64,7 @@ __all__ = [
     "forget_moe_kernels",
     "initialize_layerwise_reload",
     "in_place_hindrance",
+    "keep_recorded_routes",
     "on_cpu",
     "plain_parameters",
     "set_current_vllm_config",
@@ -177,6 +178,20 @@ def take_what_is_free() -> None:
 
     module: Any = gpu_worker
     module.request_memory = _lowering(module.request_memory)
+
+
+def keep_recorded_routes() -> None:
+    """Have the workers in this process not clear, before each step, the buffer in which layers record routes.
+
+    vLLM 0.26 clears it, which takes a hundredth of a short step, and later versions do not. Each layer with experts
+    writes the routes of all tokens of a step, and only these are read. Delete this function with the support for vLLM
+    0.26.
+    """
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer  # needs more of vLLM than other processes
+
+    capturer: Any = routed_experts_capturer.RoutedExpertsCapturer
+    if hasattr(capturer, "clear_buffer"):
+        capturer.clear_buffer = lambda self: None
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

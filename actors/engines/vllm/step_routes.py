@@ -1,12 +1,12 @@
 """Has vLLM's scheduler record routes at less cost, and sends those of a step's tokens to the engine as one array.
 
-vLLM's own way cuts an array for each token of each request, which is then packed and unpacked, and lists all blocks of
-every request in each step, where only those of a prompt that ends are read. Here the scheduler takes the routes of all
-tokens of a step at once, and lists the blocks of prompts alone. The engine's process gives each request its part before
-vLLM's output loop looks at them. What a request gets, and when, stays the same.
+vLLM's own way cuts an array for each token of each request, which is then packed, unpacked and joined with the others
+of its request, and lists all blocks of every request in each step, where only those of a prompt that ends are read.
+Here the scheduler takes the routes of all tokens of a step at once, and lists the blocks of prompts alone. Headrace's
+process adds each request's part to what it has, before vLLM's output loop looks at the outputs.
 
     engine process     routes of a step -> `hand_out` -> one array in the scheduler's outputs -> one message
-    headrace's process                                   one message -> `split` -> vLLM's output loop
+    headrace's process                  one message -> `RoutesOfSamples.split` -> vLLM's output loop
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 SCHEDULER = f"{__name__}.joining_scheduler"
 """Value of vLLM's option `scheduler_cls` for an engine that records routes."""
+JOINED = 4
+"""Number of axes of an array of routes of several requests; one of a single request has an axis less."""
+ROOM = 64
+"""Smallest number of tokens for which `SampleRoutes` makes room at first."""
 
 
 def joining_scheduler(**settings: Any) -> Any:
@@ -123,23 +128,62 @@ def hand_out(
         first.routed_experts = routes.array[rows][None]
 
 
-def split(outputs: Sequence[Any]) -> None:
-    """Give each output the routes of its own tokens, out of those that `hand_out` put together.
+class SampleRoutes:
+    """Routes of the tokens of one sample so far, its prompt's first. NumPy takes it for an array `[tokens, layers, k]`.
 
-    Each output gets an array of its own, so that a long request does not keep those of others in memory. Raises
-    RuntimeError if there are not as many routes as tokens.
+    vLLM collects an array for each token, and joins them when the sample ends. Samples often end together, and the
+    joining of thousands of arrays would then keep the last of them waiting. So vLLM gets this one object instead of all
+    these arrays, and each step adds to it.
     """
-    joined = next((one.routed_experts for one in outputs if _is_joined(one.routed_experts)), None)
-    if joined is None:
-        return
-    start = 0
-    for one in outputs:
-        if one.new_token_ids and (one.routed_experts is None or _is_joined(one.routed_experts)):
+
+    def __init__(self, routes: np.ndarray) -> None:
+        """routes: those of the prompt, or of the first tokens, `[tokens, layers, k]`."""
+        self._length = 0
+        self._buffer = np.empty((max(2 * len(routes), ROOM), *routes.shape[1:]), routes.dtype)
+        self.add(routes)
+
+    def add(self, routes: np.ndarray) -> None:
+        """Append the routes of further tokens, `[tokens, layers, k]`."""
+        start, self._length = self._length, self._length + len(routes)
+        if self._length > len(self._buffer):
+            grown = np.empty((2 * self._length, *self._buffer.shape[1:]), self._buffer.dtype)
+            grown[:start] = self._buffer[:start]
+            self._buffer = grown
+        self._buffer[start : self._length] = routes
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the routes so far, as NumPy's protocol of this name asks."""
+        found = self._buffer[: self._length]
+        return found if dtype is None and not copy else found.astype(found.dtype if dtype is None else dtype)
+
+
+class RoutesOfSamples:
+    """Gives each sample the routes of its tokens out of those that `hand_out` put together in each step."""
+
+    def __init__(self) -> None:
+        self._samples = WeakValueDictionary[str, SampleRoutes]()
+        """Routes of each sample that vLLM's output loop still knows, by vLLM's id of its request."""
+
+    def split(self, outputs: Sequence[Any]) -> None:
+        """Add the routes of a step to those of its samples. Outputs have no routes afterwards, but for the first of a
+        sample, which has its SampleRoutes. Raises RuntimeError if there are not as many routes as tokens."""
+        joined = None
+        for one in [one for one in outputs if one.routed_experts is not None]:
+            if one.routed_experts.ndim == JOINED:
+                joined, one.routed_experts = one.routed_experts[0], None
+            else:
+                one.routed_experts = self._samples[one.request_id] = SampleRoutes(one.routed_experts)
+        if joined is None:
+            return
+        start = 0
+        for one in outputs:
+            if one.routed_experts is not None or not one.new_token_ids:
+                continue
             end = start + len(one.new_token_ids)
-            one.routed_experts, start = joined[0, start:end].copy(), end
-    if start != joined.shape[1]:
-        raise RuntimeError(f"routes: a step of vLLM has {joined.shape[1]} joined routes for {start} tokens")
-
-
-def _is_joined(routes: np.ndarray | None) -> bool:
-    return routes is not None and routes.ndim == 4
+            if (sample := self._samples.get(one.request_id)) is None:
+                one.routed_experts = self._samples[one.request_id] = SampleRoutes(joined[start:end])
+            else:
+                sample.add(joined[start:end])
+            start = end
+        if start != len(joined):
+            raise RuntimeError(f"routes: a step of vLLM has {len(joined)} joined routes for {start} tokens")

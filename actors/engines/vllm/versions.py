@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .step_routes import split
+from .step_routes import RoutesOfSamples
 
 PATIENCE_S = 60.0
 """Longest time in seconds to wait until outputs that have arrived are processed."""
@@ -42,6 +42,7 @@ class TokenVersions:
         self._spans: dict[str, list[list[int]]] = {}
         """Weight versions of each request's tokens, in order: request id -> list of [version, number of consecutive
         tokens]."""
+        self._routes = RoutesOfSamples()
         self._next_output = core.get_output_async
         core.get_output_async = self._counted_output
 
@@ -96,7 +97,7 @@ class TokenVersions:
             self._version = outputs.version
             if not outputs.passed.done():
                 outputs.passed.set_result(None)
-        split(outputs.outputs)
+        self._routes.split(outputs.outputs)
         for output in outputs.outputs:
             self.num_tokens += len(output.new_token_ids)
             # vLLM appends `-` and eight characters to the id that a request was submitted with.

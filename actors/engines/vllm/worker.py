@@ -282,3 +282,4 @@ class WeightWorker:
 if BACKEND not in library.WeightTransferEngineFactory._registry:  # this module is imported once in every worker
     library.WeightTransferEngineFactory.register_engine(BACKEND, StagedWeightEngine)
     library.take_what_is_free()
+    library.keep_recorded_routes()

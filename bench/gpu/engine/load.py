@@ -7,8 +7,6 @@ affects them alike.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import random
 import statistics
 import time
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 import torch
 
 from ....actors.engines.factory import EngineConfig
@@ -146,25 +143,6 @@ async def timed_round(engine: GenerationEngine, load: Load, number: int) -> tupl
     return sum(len(one.token_ids) for found in answers for one in found) / seconds, answers
 
 
-def share_core(pids: Sequence[int]) -> int | None:
-    """Have the main threads of these processes, of which one works at a time, run on one core, and all their other
-    threads and this process on the other cores. Returns the core; None on a machine with fewer than four cores, where
-    nothing changes.
-
-    On a machine that shares its host with others, a core can be slower than another for seconds. Threads stay on their
-    cores, so such a core would slow down one way and not the other.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < 4:
-        return None
-    *others, core = cores
-    for pid in (os.getpid(), *pids):
-        for thread in psutil.Process(pid).threads():
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(thread.id, {core} if thread.id == pid != os.getpid() else others)
-    return core
-
-
 def round_name(number: int) -> str:
     """Return the name of a counted round, of which the first has the number 0."""
     return f"round {number + 1}"
@@ -177,13 +155,11 @@ async def time_in_turns(
     notes: Path,
     tell: Progress,
     rates: dict[Way, list[float]],
-    once_warm: Callable[[], None] = lambda: None,
 ) -> None:
     """Time each way in each of `pairs` rounds, after a round that is not counted.
 
     run: function that makes round `number` of a way and returns its tokens per second. notes: file to which each of
     them is appended as it is known. rates: gets the tokens per second of all ways of each round that is over.
-    once_warm: callback for the end of the round that is not counted.
     """
     rng = random.Random(0)
     for number in range(-1, pairs):
@@ -192,9 +168,7 @@ async def time_in_turns(
         for way in rng.sample(ways, len(ways)):
             found[way] = await run(way, number)
             note(notes, round=number, way=way, tokens_per_s=found[way])
-        if number < 0:
-            once_warm()
-        else:
+        if number >= 0:
             for way in ways:
                 rates.setdefault(way, []).append(found[way])
             tell.finish(round_name(number))

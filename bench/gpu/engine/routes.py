@@ -38,7 +38,6 @@ from .load import (
     rate_figures,
     ratio_figures,
     round_name,
-    share_core,
     time_in_turns,
     timed_round,
 )
@@ -123,8 +122,6 @@ class Measured:
     """Samples of the last round, of the engine with routes."""
     engines: dict[Way, dict[str, Any]] = field(default_factory=dict)
     """Settings that vLLM chose itself for each engine, by name."""
-    core: int | None = None
-    """Core on which the main threads of both engine processes ran; None if they were not bound to one."""
     trust: TrustReport | None = None
     """Differences between the log-probs of engine and trainer; None if they were not compared."""
 
@@ -161,7 +158,7 @@ def _judge(report: Figures, options: EngineOptions, found: Measured) -> None:
     if found.routes is not None:
         figures |= found.routes.figures()
         report.complaints = found.routes.complaints()
-    report.conditions |= {"engines": found.engines, "engines_core": found.core}
+    report.conditions["engines"] = found.engines
     if found.trust is not None:
         figures |= trust_figures(found.trust)
         report.conditions |= {"trainer": found.trust.backend, "compared_tokens": found.trust.tokens}
@@ -189,9 +186,6 @@ async def _measure(bench: EngineBench, spec: RouteSpec, found: Measured, tell: P
             note(notes, round=number, **tally.figures())
         return rate
 
-    def once_warm() -> None:
-        found.core = share_core([engine.pids[0] for engine in engines.values()])
-
     async with AsyncExitStack() as stack:
         # One after the other, because a start changes the environment of this process, and so that the second one finds
         # what vLLM compiled for the first.
@@ -201,7 +195,7 @@ async def _measure(bench: EngineBench, spec: RouteSpec, found: Measured, tell: P
             stack.push_async_callback(engine.close)
             engines[way] = engine
             found.engines[way] = chosen_by_vllm(engine)
-        await time_in_turns(WAYS, bench.options.pairs, run, notes, tell, found.rates, once_warm)
+        await time_in_turns(WAYS, bench.options.pairs, run, notes, tell, found.rates)
         tell("closing the engines")
 
 

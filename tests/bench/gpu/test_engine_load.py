@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -19,7 +15,6 @@ from headrace.bench.gpu.engine.load import (
     check_options,
     made_up_load,
     ratio_figures,
-    share_core,
     time_in_turns,
 )
 from headrace.bench.gpu.progress import Progress
@@ -61,28 +56,6 @@ def test_every_round_has_all_ways_in_changing_orders(tmp_path: Path) -> None:
     assert sorted(rates["a"] + rates["b"]) == list(range(3, 19)), "the first round warms up and does not count"
     noted = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
     assert [(line["round"], line["way"]) for line in noted] == seen
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("cores", [{0, 1, 2}, {1, 2, 4, 7}])
-def test_main_threads_share_a_core_that_no_other_thread_uses(cores: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: dict[int, set[int]] = {}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, to: bound.update({thread: set(to)}))
-    code = "import threading; threading.Thread(target=input).start(); print('up', flush=True)"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        core = share_core([process.pid])
-        threads = {thread.id for thread in psutil.Process(process.pid).threads()}
-        process.communicate(b"\n")
-    assert len(threads) == 2
-    if len(cores) < 4:
-        assert core is None and not bound
-    else:
-        own = {thread.id for thread in psutil.Process().threads()}
-        assert core == 7 and bound[process.pid] == {7}
-        assert all(bound[thread] == {1, 2, 4} for thread in (threads | {os.getpid()}) - {process.pid})
-        assert bound.keys() <= own | threads
 
 
 def test_ratios_are_those_of_rounds() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.vllm.step_routes import joining_scheduler, split
+from headrace.actors.engines.vllm.step_routes import RoutesOfSamples, joining_scheduler
 from headrace.tests.actors.engines.moe import EXPERTS, TOP_K, save_moe
 
 LAYERS, BLOCK, END = 3, 16, 2
@@ -31,8 +31,9 @@ class Traffic:
     """Number of steps that are decided before the first of them is answered."""
     tables: dict[str, np.ndarray] = field(default_factory=dict)
     """Routes of the tokens of each request, prompt first."""
-    found: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Routes of each output of each request."""
+    samples: RoutesOfSamples = field(default_factory=RoutesOfSamples)
+    found: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """What vLLM's output loop collects of each request, and joins when it ends."""
     tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Number of output tokens of each request."""
     preempted: int = 0
@@ -66,10 +67,11 @@ class Traffic:
                 if len(pending) < self.in_flight:
                     continue
             for outputs in self.scheduler.update_from_output(*pending.popleft()).values():
-                split(outputs.outputs)
+                self.samples.split(outputs.outputs)
                 for one in outputs.outputs:
-                    assert one.routed_experts is not None
-                    self.found[one.request_id].append(one.routed_experts)
+                    if one.routed_experts is not None:
+                        self.found[one.request_id].append(one.routed_experts)
+                    assert len(self.found[one.request_id]) == 1, "the first output has what all others add to"
                     self.tokens[one.request_id] += len(one.new_token_ids)
 
     def _computed(self, step: Any) -> Any:

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from headrace.actors.engines import vllm
-from headrace.actors.engines.vllm.step_routes import StepRoutes, hand_out, joining_scheduler, split
+from headrace.actors.engines.vllm.step_routes import (
+    ROOM,
+    RoutesOfSamples,
+    SampleRoutes,
+    StepRoutes,
+    hand_out,
+    joining_scheduler,
+)
 
 BLOCK = 4
 """Number of tokens of a block of the stand-in for vLLM's scheduler."""
@@ -23,7 +30,7 @@ class Output:
 
     request_id: str
     new_token_ids: list[int]
-    routed_experts: np.ndarray | None = None
+    routed_experts: Any = None
 
 
 @dataclass(frozen=True)
@@ -88,26 +95,56 @@ def test_every_output_gets_the_routes_of_its_tokens(cases: list[Case]) -> None:
     carried = [one.routed_experts for one in outputs if one.routed_experts is not None]
     assert [array.shape[1] for array in carried if array.ndim == 4] == [sum(own)]
     assert len(carried) == 1 + sum(case.prompt for case in cases)
-    split(outputs)
+    RoutesOfSamples().split(outputs)
     for one, routes in zip(outputs, wanted, strict=True):
         assert (one.routed_experts is None) == (routes is None)
-        if one.routed_experts is not None and routes is not None:
-            assert one.routed_experts.dtype == routes.dtype
-            np.testing.assert_array_equal(one.routed_experts, routes)
-    for one, case in zip(outputs, cases, strict=True):
-        assert one.routed_experts is None or case.prompt or one.routed_experts.base is None
+        if routes is not None:
+            found = np.concatenate([one.routed_experts])
+            assert found.dtype == routes.dtype
+            np.testing.assert_array_equal(found, routes)
+
+
+def test_the_steps_of_a_sample_add_to_the_routes_of_its_first_output() -> None:
+    samples = RoutesOfSamples()
+    wanted = {"a": [some_routes(3)], "b": [some_routes(2 * ROOM)]}
+    outputs = [Output(name, [7], *wanted[name]) for name in wanted]
+    samples.split(outputs)
+    firsts = [one.routed_experts for one in outputs]
+    for step in range(3 * ROOM):
+        outputs = [Output("b", [7] * 2), Output("a", [7])]
+        routes = (some_routes(3) + step).astype(np.uint8)
+        outputs[0].routed_experts = routes[None]
+        samples.split(outputs)
+        assert [one.routed_experts for one in outputs] == [None, None]
+        wanted["b"].append(routes[:2])
+        wanted["a"].append(routes[2:])
+    assert all(isinstance(first, SampleRoutes) for first in firsts)
+    np.testing.assert_array_equal(np.concatenate(firsts[:1]), np.concatenate(wanted["a"]))
+    np.testing.assert_array_equal(np.concatenate(firsts[1:]), np.concatenate(wanted["b"]))
+    assert np.array(firsts[0], np.int32, copy=True).dtype == np.int32
+    assert set(samples._samples) == {"a", "b"}
+    firsts.clear()
+    assert not set(samples._samples), "a sample that vLLM's output loop has forgotten keeps its routes"
+
+
+def test_a_sample_whose_first_routes_did_not_come_begins_with_the_next() -> None:
+    samples, routes = RoutesOfSamples(), some_routes(2)
+    first, second = Output("a", [7], routes[None, :1]), Output("a", [7], routes[None, 1:])
+    samples.split([first])
+    samples.split([second])
+    np.testing.assert_array_equal(np.concatenate([first.routed_experts]), routes)
 
 
 @pytest.mark.parametrize("cases", [[], [Case(0, 1)], [Case(1, 5, prompt=True), Case(0, 2)]])
 def test_a_step_without_tokens_but_those_after_prompts_has_nothing_to_split(cases: list[Case]) -> None:
     outputs, wanted = hand_out_step(cases)
-    split(outputs)
+    RoutesOfSamples().split(outputs)
     assert [one.routed_experts is None for one in outputs] == [routes is None for routes in wanted]
 
 
 def test_outputs_without_routes_stay_as_they_are() -> None:
     outputs = [Output("0", [7]), Output("1", [7])]
-    split(outputs)
+    RoutesOfSamples().split(outputs)
     assert [one.routed_experts for one in outputs] == [None, None]
 
 
@@ -115,7 +152,7 @@ def test_a_step_with_other_tokens_than_routes_is_refused() -> None:
     outputs, _ = hand_out_step([Case(1, 1)] * 3)
     del outputs[-1]
     with pytest.raises(RuntimeError, match="3 joined routes for 2 tokens"):
-        split(outputs)
+        RoutesOfSamples().split(outputs)
 
 
 class Scheduler:
@@ -220,13 +257,13 @@ def test_a_prompt_in_two_parts_gets_its_routes_with_the_first_token(scheduler: A
     step = scheduled({"new": 3}, {"old": (1, 1)})
     scheduler._update_after_schedule(step)
     done = scheduler.update_from_output(step, ran(step, [8, 9, 10, 0], silent=["new"]))[0].outputs
-    split(done)
+    RoutesOfSamples().split(done)
     assert [one.request_id for one in done] == ["new", "old"] and done[0].routed_experts is None
     np.testing.assert_array_equal(done[1].routed_experts, some_routes(4)[3:])
     step = scheduled({}, {"old": (1, 2), "new": (2, 0)})
     scheduler._update_after_schedule(step)
     done = scheduler.update_from_output(step, ran(step, [11, 4, 1], finished=["new"]))[0].outputs
-    split(done)
+    RoutesOfSamples().split(done)
     np.testing.assert_array_equal(done[0].routed_experts, some_routes(3)[2:])
     # Without its first token, which it does not want; slots 8 to 11 and 4 are those of its blocks 2 and 1.
     np.testing.assert_array_equal(done[1].routed_experts, [*some_routes(4)[1:3], *some_routes(3)[:2]])
