@@ -47,20 +47,19 @@ class EngineStandby:
         return self._process.pid
 
     def run(self, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> BaseProcess | None:
-        """Have the process run `target(**kwargs)` and end. It gets the environment and the outputs that this process
-        has now. Returns the process; None if it has ended, or if the arguments can only be inherited by a process that
-        is started with them."""
-        try:
-            order = reduction.ForkingPickler.dumps((target, kwargs))
-        except RuntimeError:  # a lock or a queue
-            return None
-        try:
-            for output in OUTPUTS:
-                reduction.send_handle(self._orders, output, self._process.pid)
-            self._orders.send(dict(os.environ))
-            self._orders.send_bytes(order)  # what `send` does
-        except OSError:
-            return None
+        """Have the process run `target(**kwargs)` and end, once it has imported its modules. It gets the environment
+        and the outputs that this process has now. Call it once. Returns the process; None if it has ended, or if it
+        ends now because the arguments can only be inherited by a process that is started with them."""
+        with self._orders:
+            try:
+                order = reduction.ForkingPickler.dumps((target, kwargs))
+                self._orders.recv_bytes()  # it is ready
+                for output in OUTPUTS:
+                    reduction.send_handle(self._orders, output, self._process.pid)
+                self._orders.send(dict(os.environ))
+                self._orders.send_bytes(order)  # what `send` does
+            except (RuntimeError, EOFError, OSError):  # RuntimeError: a lock or a queue
+                return None
         self._process.name = name
         return self._process
 
@@ -71,6 +70,7 @@ def _stand_by(orders: Connection, modules: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):  # whoever needs the module imports it again and reports the error
             importlib.import_module(name)
     try:
+        orders.send_bytes(b"ready")
         outputs = [reduction.recv_handle(orders) for _ in OUTPUTS]
         environment = orders.recv()
         sys.stdout.flush()

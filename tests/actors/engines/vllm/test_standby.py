@@ -66,13 +66,11 @@ def test_a_standby_runs_what_it_is_told_with_the_environment_and_outputs_of_that
     assert (tmp_path / "log").read_text() == "told later {'rank': 3}\n"
 
 
-def test_a_standby_that_ended_or_cannot_get_the_arguments_takes_nothing() -> None:
+def test_a_standby_that_cannot_get_the_arguments_ends() -> None:
     one = EngineStandby(())
-    assert one.run(tell, "Told", {"lock": multiprocessing.get_context("spawn").Lock()}) is None
     assert one.pid is not None and psutil.pid_exists(one.pid)
-    os.kill(one.pid, signal.SIGKILL)
-    psutil.Process(one.pid).wait(PATIENCE_S)
-    assert one.run(tell, "Told", {}) is None
+    assert one.run(tell, "Told", {"lock": multiprocessing.get_context("spawn").Lock()}) is None
+    expect_end(one.pid)
 
 
 @pytest.mark.parametrize("end", ["returns", "killed"])
