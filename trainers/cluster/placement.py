@@ -302,25 +302,29 @@ def _separate(
 def _colocated(
     rooms: tuple[tuple[int, int], ...], group: int, num_groups: int, engine: int, num_engines: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the numbers of train groups and engines on each host if both roles have the same GPUs; None if they do not
-    fit. The role with the larger groups takes the first hosts that it fits on; the other role takes the GPUs of these
+    """Return the numbers of train groups and engines on each host if both roles have the same GPUs, as far as there are
+    CPUs for both; None if they do not fit, or would have no GPU in common. The role with the larger groups takes the
+    first hosts that it fits on, at best hosts with CPUs for the other role, too; the other role takes the GPUs of these
     hosts first."""
     if engine > group:
         swapped = _colocated(rooms, engine, num_engines, group, num_groups)
         return swapped and (swapped[1], swapped[0])
-    first, second = [], []
-    groups, engines = num_groups, num_engines
-    for gpus, cpus in rooms:
-        first.append(min(gpus // group, cpus // group, groups))
-        groups -= first[-1]
-    for (_, cpus), here in zip(rooms, first, strict=True):
-        second.append(min(here * group // engine, (cpus - here * group) // engine, engines))
-        engines -= second[-1]
-    for index, ((gpus, cpus), here) in enumerate(zip(rooms, first, strict=True)):
-        more = min(gpus // engine, (cpus - here * group) // engine, engines + second[index]) - second[index]
-        second[index] += more
-        engines -= more
-    return None if groups or engines else (tuple(first), tuple(second))
+    for roles in (2, 1):
+        first, second = [], []
+        groups, engines = num_groups, num_engines
+        for gpus, cpus in rooms:
+            first.append(min(gpus // group, cpus // (roles * group), groups))
+            groups -= first[-1]
+        for (_, cpus), here in zip(rooms, first, strict=True):
+            second.append(min(here * group // engine, (cpus - here * group) // engine, engines))
+            engines -= second[-1]
+        for index, ((gpus, cpus), here) in enumerate(zip(rooms, first, strict=True)):
+            more = min(gpus // engine, (cpus - here * group) // engine, engines + second[index]) - second[index]
+            second[index] += more
+            engines -= more
+        if not groups and not engines and any(map(min, first, second)):
+            return tuple(first), tuple(second)
+    return None
 
 
 # ---------------------------------------------------------------- who stands where
@@ -460,7 +464,7 @@ def _refusal(config: Config, hosts: Sequence[Host]) -> str:
         f"resources.layout: got {layout!r} with {train} train worker(s) (trainer.dp={topology.dp} x "
         f"{topology.replica_size} rank(s)) and {rollout} engine process(es) "
         f"(rollout.num_engines={config.rollout.num_engines} x rollout.tp={config.rollout.tp}), expected {needed} that "
-        f"are free{on_one}, with a logical CPU for each process: "
+        f"are free{on_one}, with a logical CPU for each process on its host: "
         f"{_listed(hosts)}; {_would_fit(config, hosts)}"
     )
 

@@ -98,11 +98,11 @@ def test_each_shape_has_its_places(
     [
         (hosts(1), config(2), "got 'auto' with 1 train worker(s) (trainer.dp=1 x 1 rank(s)) and 2 engine process(es) "
          "(rollout.num_engines=2 x rollout.tp=1), expected 3 GPUs (or 2, each for both roles) that are free, with a "
-         "logical CPU for each process: host0 has 1 of 1 GPU(s) and 100 CPU(s) free; trainer.dp=1 with "
+         "logical CPU for each process on its host: host0 has 1 of 1 GPU(s) and 100 CPU(s) free; trainer.dp=1 with "
          "rollout.num_engines=1 would fit"),
         (hosts(2), config(2, trainer={"dp": 3}), "trainer.dp=2 with rollout.num_engines=2 would fit"),
         (hosts(2, free=[[1]]), config(layout="separate"), "expected 2 GPUs that are free, with a logical CPU for each "
-         "process: host0 has 1 of 2 GPU(s)"),
+         "process on its host: host0 has 1 of 2 GPU(s)"),
         (hosts(1, 1), config(1, 2), "2 of them together on one host"),
         (hosts(1, 1), config(1, trainer={"tp": 2}), "no smaller trainer.dp and rollout.num_engines would fit either"),
         (hosts(2, cpus=1), config(), "host0 has 2 of 2 GPU(s) and 1 CPU(s) free"),
@@ -179,7 +179,18 @@ def shapes(draw: st.DrawFn) -> tuple[Config, list[Host]]:
     return config(draw(st.integers(1, 6)), draw(size), actors=actors, trainer=mesh, layout=layout), machine
 
 
+def test_colocated_roles_share_a_gpu_where_there_are_cpus_for_both() -> None:
+    placement = plan_placement(config(2, layout="colocated"), [Host("a", 1, (0,), 1), Host("b", 2, (0, 1), 3)])
+    assert placement.layout == "colocated"
+    assert [(seat.host, seat.gpus) for seat in (*placement.ranks, *placement.engines)] == [
+        (1, (0,)), (1, (0,)), (1, (1,)),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"resources\.layout"):
+        plan_placement(config(layout="colocated"), [Host("a", 1, (0,), 1), Host("b", 1, (0,), 1)])
+
+
 @given(shapes())
+@example((config(2, layout="colocated"), [Host("a", 1, (0,), 1), Host("b", 2, (0, 1), 2)]))
 @example((config(6, 1, trainer={"dp": 1}), hosts(3, 4)))
 def test_no_plan_breaks_a_rule(shape: tuple[Config, list[Host]]) -> None:
     asked, machine = shape
