@@ -2,8 +2,9 @@
 
     pytest -m gpu -s tests/runs/test_gpu_start.py
 
-Both are timed from the start of a process to the end of building. The first turn, which fills vLLM's caches, is not
-counted. The test prints when vLLM's own parts of both starts ended, by vLLM's log.
+Both are timed from the start of a process to the end of building. The first two turns are not counted: a bare engine
+fills vLLM's caches in the first, and still compiles kernels of Triton in the second. The test prints when vLLM's own
+parts of both starts ended, by vLLM's log.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if __name__ == "__main__":
     asyncio.run(main())
     os._exit(0)
 """
-TURNS = 3
+WARMUP, TURNS = 2, 5
 PART = re.compile(
     r"Initializing a V1|took|finished in|seconds|Starting to load|Using .* backend|injected", re.IGNORECASE
 )
@@ -98,4 +99,4 @@ def test_a_run_starts_in_ten_seconds_more_than_a_bare_engine(
         assert "step 1/1" in output
     record_property("bare_s", bare)
     record_property("run_s", ours)
-    assert statistics.median(ours[1:]) <= statistics.median(bare[1:]) + 10, (bare, ours)
+    assert statistics.median(ours[WARMUP:]) <= statistics.median(bare[WARMUP:]) + 10, (bare, ours)
