@@ -41,15 +41,16 @@ def import_object(path: str, what: str) -> Any:
         raise ValueError(f"{what}: module {module_name!r} has no {name!r}") from None
 
 
+def import_each(modules: Sequence[str]) -> None:
+    """Import `modules`, one after another. A module that cannot be imported is passed over: whoever needs it imports it
+    again and reports the error."""
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def import_ahead(modules: Sequence[str]) -> threading.Thread:
-    """Start to import `modules`, one after another, in a thread, and return the thread. A module that cannot be
-    imported is passed over: whoever needs it imports it again and reports the error."""
-
-    def run() -> None:
-        for name in modules:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-
-    thread = threading.Thread(target=run, name="headrace-imports", daemon=True)
+    """Start to import `modules` in a thread, as `import_each` does, and return the thread."""
+    thread = threading.Thread(target=import_each, args=(modules,), name="headrace-imports", daemon=True)
     thread.start()
     return thread

@@ -57,14 +57,14 @@ class CoreLog:
     def capture(self) -> Iterator[None]:
         """Context manager in which stdout and stderr of this process, and of all processes that it starts, are the log.
         The started processes keep it. This process writes to its own outputs again when the block ends."""
-        _flush()
+        flush_outputs()
         saved = os.dup(1), os.dup(2)
         try:
             os.dup2(self._descriptor, 1)
             os.dup2(self._descriptor, 2)
             yield
         finally:
-            _flush()
+            flush_outputs()
             for target, own in zip((1, 2), saved, strict=True):
                 os.dup2(own, target)
                 os.close(own)
@@ -113,7 +113,8 @@ class CoreLog:
             self._descriptor = -1
 
 
-def _flush() -> None:
+def flush_outputs() -> None:
+    """Write out what Python has buffered of this process's stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()

@@ -7,17 +7,16 @@ process that started it, and ends with it.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ....codecs.imports import import_each
+from .core_log import flush_outputs
 from .environment import engine_environment
 
 MODULES = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", f"{__package__}.worker")
@@ -43,7 +42,7 @@ class EngineStandby:
 
     @property
     def pid(self) -> int | None:
-        """Process id."""
+        """Id of the process."""
         return self._process.pid
 
     def run(self, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> BaseProcess | None:
@@ -66,15 +65,12 @@ class EngineStandby:
 
 def _stand_by(orders: Connection, modules: Sequence[str]) -> None:
     """Import `modules`, wait for the order of `EngineStandby.run`, and carry it out."""
-    for name in modules:
-        with contextlib.suppress(ImportError):  # whoever needs the module imports it again and reports the error
-            importlib.import_module(name)
+    import_each(modules)
     try:
         orders.send_bytes(b"ready")
         outputs = [reduction.recv_handle(orders) for _ in OUTPUTS]
         environment = orders.recv()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_outputs()
         for received, output in zip(outputs, OUTPUTS, strict=True):
             os.dup2(received, output)
             os.close(received)
@@ -88,6 +84,7 @@ def _stand_by(orders: Connection, modules: Sequence[str]) -> None:
 
 
 _standby: EngineStandby | None = None
+"""Process that the next `VllmEngine` of this process takes for its engine process; None if it starts a new one."""
 
 
 def start_ahead() -> None:

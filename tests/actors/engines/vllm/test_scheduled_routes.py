@@ -33,7 +33,7 @@ class Traffic:
     """Routes of the tokens of each request, prompt first."""
     samples: RoutesOfSamples = field(default_factory=RoutesOfSamples)
     found: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    """What vLLM's output loop collects of each request, and joins when it ends."""
+    """vLLM's output loop collects these routes of each request, by its id, and joins them when it ends."""
     tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Number of output tokens of each request."""
     preempted: int = 0
