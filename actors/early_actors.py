@@ -3,25 +3,27 @@
 A process and its imports take seconds, and so do the data plane and the model, which an actor's settings name. So the
 driver starts the processes first. `configure` then delivers the settings, from which the actual actor is made, and all
 later calls go to that one.
+
+This module itself imports nothing that takes time, so that vLLM's engine process can start before its actor has
+imported torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..codecs import messages
-from ..codecs.imports import import_ahead
-from .engine_actor import EngineHost, EngineSetup
+from ..codecs.imports import import_ahead, import_object
+from .actor_info import ActorInfo
 from .engines.vllm.standby import start_ahead
 from .own_process import keep_freed_memory, settle
-from .protocols import ActorInfo
-from .rollout.actor import RolloutSetup
-from .train.actor import TrainActor
-from .train.worker import WorkerSetup
 from .visible_gpus import show_gpus
+
+if TYPE_CHECKING:
+    from .engine_actor import EngineHost
+    from .train.actor import TrainActor
 
 CONFIGURE = "configure"
 """Name of the call that delivers the settings."""
@@ -42,21 +44,22 @@ class EarlyEngineActor:
 
     def __init__(
         self,
-        host: Callable[[Any], EngineHost],
+        host: str,
         modules: Sequence[str],
         vllm_ahead: bool,
         gpus: Sequence[str] | None,
         folder: str,
     ) -> None:
-        """Start to import `modules`. host: function that makes the actual actor from its settings. vllm_ahead: whether
-        to start vLLM's engine process, too. gpus: CUDA's names of the GPUs that the process may use; None leaves it
-        those that Ray shows it. folder: the driver's working folder."""
+        """Import the actual actor's class, and start to import `modules`. host: import path of that class, an
+        EngineHost, as `package.module:Class`. vllm_ahead: whether to start vLLM's engine process before that. gpus:
+        CUDA's names of the GPUs that the process may use; None leaves it those that Ray shows it. folder: the driver's
+        working folder."""
         show_gpus(gpus)  # before an import looks for GPUs
         enter(folder)
         keep_freed_memory()
         if vllm_ahead:
             start_ahead()
-        self._host = host
+        self._make: Any = import_object(host, "actor")
         self._imports = import_ahead(modules)
         self._actor: EngineHost | None = None
 
@@ -64,7 +67,7 @@ class EarlyEngineActor:
         """Run a call: `configure`, or a method of the actual actor (see `EngineHost.call`), which waits until all
         modules are imported. Raises RuntimeError for a method that is called before `configure`."""
         if method == CONFIGURE:
-            return messages.encode(self.configure(*arguments))
+            return _encoded(self.configure(*arguments))
         if self._actor is None:
             raise RuntimeError(f"{method}: not configured yet (configure comes first)")
         if self._imports.is_alive():
@@ -74,9 +77,10 @@ class EarlyEngineActor:
             settle()
         return reply
 
-    def configure(self, setup: EngineSetup | RolloutSetup) -> ActorInfo:
-        """Make the actual actor from its settings, and return its name and the process id and host of this process."""
-        self._actor = self._host(setup)
+    def configure(self, setup: Any) -> ActorInfo:
+        """Make the actual actor from its settings, and return its name and the process id and host of this process.
+        setup: an EngineSetup or a RolloutSetup."""
+        self._actor = self._make(setup)
         return ActorInfo.here(setup.name)
 
 
@@ -89,6 +93,9 @@ class EarlyTrainActor:
         show_gpus(gpus)  # before an import looks for GPUs
         enter(folder)
         keep_freed_memory()
+        from .train.actor import TrainActor  # not with this module, see there
+
+        self._make: Any = TrainActor
         self._imports = import_ahead(modules)
         self._actor: TrainActor | None = None
 
@@ -96,7 +103,7 @@ class EarlyTrainActor:
         """Run a call: `configure`, or a method of the actual actor (see `TrainActor.call`), which waits until all
         modules are imported. Raises RuntimeError for a method that is called before `configure`."""
         if method == CONFIGURE:
-            return messages.encode(self.configure(*arguments))
+            return _encoded(self.configure(*arguments))
         if self._actor is None:
             raise RuntimeError(f"{method}: not configured yet (configure comes first)")
         self._imports.join()
@@ -105,7 +112,15 @@ class EarlyTrainActor:
             settle()
         return reply
 
-    def configure(self, setup: WorkerSetup) -> ActorInfo:
-        """Make the actual actor from its settings, and return its name and the process id and host of this process."""
-        self._actor = TrainActor(setup)
-        return self._actor.info()
+    def configure(self, setup: Any) -> ActorInfo:
+        """Make the actual actor from its settings, and return its name and the process id and host of this process.
+        setup: a WorkerSetup."""
+        actor: TrainActor = self._make(setup)
+        self._actor = actor
+        return actor.info()
+
+
+def _encoded(info: ActorInfo) -> bytes:
+    from ..codecs import messages  # not with this module, see there
+
+    return messages.encode(info)

@@ -11,6 +11,7 @@ import torch
 
 from ..codecs import messages
 from ..codecs.weights.parameter_digests import ParameterDigests
+from .actor_info import ActorInfo
 from .engines.factory import EngineConfig, build_engine
 from .engines.generate_messages import GenerateCall, GenerateReply
 from .engines.protocol import (
@@ -23,7 +24,6 @@ from .engines.protocol import (
     Prepared,
 )
 from .memory import ProcessMemory
-from .protocols import ActorInfo
 from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
 

@@ -5,8 +5,6 @@ The protocols of generation engines are in `engines/protocol.py`.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,28 +17,8 @@ from ..codecs.schema import DTYPES, Field, Kind, Schema
 from ..codecs.tokens.routes import ROUTES, RouteSpec
 from .columns import ColumnConfig, TokenValues
 from .engines.protocol import Generator, SamplingParams
-from .visible_gpus import shown_gpus
 
-# ---------------------------------------------------------------- hosts
-
-
-@dataclass(frozen=True, slots=True)
-class ActorInfo:
-    """Identity of a process, for errors, traces and clean-up."""
-
-    name: str
-    pid: int
-    host: str
-    gpus: tuple[str, ...] = ()
-    """CUDA's names of the GPUs that the process is limited to; () if there is no limit, or if it may use none."""
-
-    @staticmethod
-    def here(name: str) -> ActorInfo:
-        """Return the identity of the calling process, with `name` as its name."""
-        return ActorInfo(name, os.getpid(), socket.gethostname(), shown_gpus())
-
-    def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid} on {self.host})"
+# ---------------------------------------------------------------- spans
 
 
 @dataclass(frozen=True, slots=True)

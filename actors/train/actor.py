@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...codecs import messages
-from ..protocols import ActorInfo
+from ..actor_info import ActorInfo
 from ..remote_methods import decode_arguments, in_thread_of
 from ..rendezvous_store import RendezvousServer, RendezvousStore
 from .own_address import bind_process_groups, own_address

@@ -18,11 +18,11 @@ from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
+from ..actor_info import ActorInfo
 from ..columns import ColumnConfig
 from ..memory import ProcessMemory, measure
 from ..protocols import (
     TRAIN_FIELDS,
-    ActorInfo,
     OffloadReport,
     Span,
     SpanTable,

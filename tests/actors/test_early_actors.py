@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from headrace.actors import early_actors
+from headrace.actors.actor_info import ActorInfo
 from headrace.actors.early_actors import EarlyEngineActor, EarlyTrainActor
-from headrace.actors.engine_actor import EngineActor, EngineHost, EngineSetup
+from headrace.actors.engine_actor import EngineActor, EngineSetup
 from headrace.actors.engines.config import ModelConfig, RolloutConfig
 from headrace.actors.engines.factory import MODULES, EngineConfig
-from headrace.actors.protocols import ActorInfo
 from headrace.actors.remote_methods import decode_result, encode_arguments
 from headrace.codecs import messages
 from headrace.codecs.imports import import_ahead
@@ -22,8 +23,22 @@ from headrace.codecs.imports import import_ahead
 NOTHING = encode_arguments([])
 
 
+class Host:
+    """Takes the place of an engine actor, and notes the calls."""
+
+    told: ClassVar[list[str]] = []
+
+    def __init__(self, setup: EngineSetup) -> None:
+        pass
+
+    async def call(self, method: str, message: bytes) -> bytes:
+        self.told.append(method)
+        return NOTHING
+
+
 def test_an_engine_actor_answers_once_it_is_configured() -> None:
-    actor = EarlyEngineActor(EngineActor, [MODULES["scripted"], "headrace.no_such_module"], False, None, os.getcwd())
+    host = f"{EngineActor.__module__}:EngineActor"
+    actor = EarlyEngineActor(host, [MODULES["scripted"], "headrace.no_such_module"], False, None, os.getcwd())
     setup = EngineSetup("engine 3", 1, EngineConfig(RolloutConfig(engine="scripted"), ModelConfig(path="/nowhere")))
 
     async def ask(method: str, *arguments: Any) -> bytes:
@@ -39,14 +54,9 @@ def test_an_engine_actor_answers_once_it_is_configured() -> None:
 
 def test_an_engine_actor_settles_once_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-
-    class Host:
-        async def call(self, method: str, message: bytes) -> bytes:
-            told.append(method)
-            return NOTHING
-
+    monkeypatch.setattr(Host, "told", told)
     monkeypatch.setattr(early_actors, "settle", lambda: told.append("settled"))  # it would change this process
-    actor = EarlyEngineActor(lambda _: cast(EngineHost, Host()), [], False, None, os.getcwd())
+    actor = EarlyEngineActor(f"{__name__}:Host", [], False, None, os.getcwd())
     actor.configure(EngineSetup("engine 3", 1, cast(EngineConfig, None)))
     for method in ("info", "build", "version"):
         asyncio.run(actor.call(method, NOTHING))
@@ -67,7 +77,7 @@ def test_a_train_actor_waits_for_its_imports(monkeypatch: pytest.MonkeyPatch) ->
         def call(self, method: str, message: bytes) -> bytes:
             return f"{method} {'this' in sys.modules}".encode()
 
-    monkeypatch.setattr(early_actors, "TrainActor", Worker)
+    monkeypatch.setattr("headrace.actors.train.actor.TrainActor", Worker)
     monkeypatch.setattr(early_actors, "settle", lambda: made.append("settled"))  # it would change this process
     actor = EarlyTrainActor(["this"], None, os.getcwd())
     with pytest.raises(RuntimeError, match="build: not configured yet"):
@@ -82,3 +92,11 @@ def test_a_module_that_is_not_there_is_passed_over() -> None:
     thread = import_ahead(["headrace.no_such_module", "headrace.version"])
     thread.join(30)
     assert not thread.is_alive() and "headrace.version" in sys.modules
+
+
+@pytest.mark.processes
+def test_nothing_is_imported_before_vllms_engine_process_starts() -> None:
+    """Torch alone takes seconds on a host with GPUs."""
+    script = "import headrace.actors.early_actors, sys; print({'torch', 'numpy', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["set()"]

@@ -17,8 +17,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ...actors.actor_info import ActorInfo
 from ...actors.engines.protocol import EngineDied
-from ...actors.protocols import ActorInfo
 from ...actors.remote_methods import decode_result, encode_arguments, submit
 
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...actors.protocols import ActorInfo
+from ...actors.actor_info import ActorInfo
 from ...actors.weights.transports.protocol import ReceiverGroup
 from .calls import Call
 from .handles import EngineHandle

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ...actors.protocols import ActorInfo
+from ...actors.actor_info import ActorInfo
 from ..config.config import Config
 from ..errors import UserError
 from .calls import ActorFailed

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...actors.actor_info import ActorInfo
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
 from ...actors.engines.protocol import CommitReport, KeysAndValues, PauseMode, Prepared, SamplingParams
 from ...actors.engines.router import Suspension
 from ...actors.memory import ProcessMemory
-from ...actors.protocols import ActorInfo, OffloadReport
+from ...actors.protocols import OffloadReport
 from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.report import EvaluationReport, RolloutReport

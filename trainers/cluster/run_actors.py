@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import ray
 from ray.actor import ActorHandle as RayActor
 
+from ...actors.actor_info import ActorInfo
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import CONCURRENCY, EngineActor
-from ...actors.protocols import ActorInfo
 from ...actors.rollout.actor import RolloutActor
 from ...actors.train.actor import CONCURRENCY_GROUPS
 from ...dataplane.errors import DataPlaneError
@@ -273,21 +273,21 @@ class _ActorStarter:
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
         spec = partial(actor_specs.engine_setup, self._config, index, device=self._device, shared_gpu=self._shares)
-        host = (EngineActor, *actor_specs.engine_ahead(self._config, self._device))
+        host = (_path(EngineActor), *actor_specs.engine_ahead(self._config, self._device))
         seat = self.placement.engines[index]
         return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
         spec = partial(actor_specs.rollout_setup, self._config, index, device=self._device, shared_gpu=self._shares)
-        host = (RolloutActor, *actor_specs.engine_ahead(self._config, self._device))
+        host = (_path(RolloutActor), *actor_specs.engine_ahead(self._config, self._device))
         return self._start(RolloutHandle, EarlyEngineActor, host, spec, self.placement.engines[index])
 
     def rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds no engine; returns its handle."""
         spec = partial(actor_specs.rollout_setup, self._config, index, device=None)
         seat = self.placement.rollouts[index]
-        return self._start(RolloutHandle, EarlyEngineActor, (RolloutActor, (), False), spec, seat)
+        return self._start(RolloutHandle, EarlyEngineActor, (_path(RolloutActor), (), False), spec, seat)
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
@@ -325,6 +325,11 @@ class _ActorStarter:
         started = handle(start, seat.name, self._meter)
         self._specs.append((started, spec))
         return started
+
+
+def _path(kind: type) -> str:
+    """Return the import path of an actor's class."""
+    return f"{kind.__module__}:{kind.__name__}"
 
 
 def _started(

@@ -192,10 +192,11 @@ class VllmEngine:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of a prompt, in order. Cancelling the call ends the request.
 
-        Raises ValueError if the prompt does not fit (empty, too long, unknown ids) or the id is already in flight,
-        EngineBroken after `sleep(2)`, EngineDied if a process of vLLM has died, FloatingPointError if the weights give
-        non-finite log-probs, and RuntimeError if the engine is asleep or closed. After a load that failed halfway, the
-        call waits until a complete version of the weights has been loaded.
+        Raises ValueError if the prompt does not fit (empty, too long, unknown ids), the id is already in flight, or
+        there are stop texts and the model's tokenizer cannot be loaded, EngineBroken after `sleep(2)`, EngineDied if a
+        process of vLLM has died, FloatingPointError if the weights give non-finite log-probs, and RuntimeError if the
+        engine is asleep or closed. After a load that failed halfway, the call waits until a complete version of the
+        weights has been loaded.
         """
         self._expect_usable(f"request {request_id!r}")
         self._watch_process()
@@ -222,6 +223,8 @@ class VllmEngine:
         tasks: list[asyncio.Task[Completion]] = []
         self._busy.change(running=1)
         try:
+            if params.stop:
+                await self._process.load_tokenizer(request.id)
             kept = await self._logprobs.keeps()
             sampling = self._checks.sampling(request.id, params, with_logprobs=not kept)
             tasks += [

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import numpy as np
-import torch
+from typing import Any
 
 _FORCED = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the host has threads (Ray, torch): a forked worker would hang
@@ -45,10 +44,15 @@ def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
     own when the block ends.
 
     vLLM itself writes LD_PRELOAD and more into the environment, which every later child process would inherit. The
-    states of the random generators of Python, NumPy and torch are restored, too.
+    states of the random generators of Python, NumPy and torch are restored, too; of the latter two if they have been
+    imported, because a process that starts early must not wait for them here.
     """
     before = dict(os.environ)
-    generators = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    numpy: Any = sys.modules.get("numpy")
+    torch: Any = sys.modules.get("torch")
+    python_state = random.getstate()
+    numpy_state = numpy and numpy.random.get_state()
+    torch_state = torch and torch.random.get_rng_state()
     os.environ.update(_FORCED)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if cpu:
@@ -60,6 +64,8 @@ def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
-        torch.random.set_rng_state(generators[2])
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        if torch:
+            torch.random.set_rng_state(torch_state)

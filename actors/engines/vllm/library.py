@@ -8,6 +8,7 @@ used.
 # vLLM need not be installed where types are checked; without it pyright takes the folder above for it.
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ try:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
+        from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,6 +67,8 @@ __all__ = [
     "initialize_layerwise_reload",
     "in_place_hindrance",
     "keep_recorded_routes",
+    "leave_out_tokenizer",
+    "load_tokenizer",
     "on_cpu",
     "plain_parameters",
     "set_current_vllm_config",
@@ -237,6 +241,23 @@ def keep_prefills_whole(config: Any) -> None:
         scheduler = config.scheduler_config
         scheduler.enable_chunked_prefill = False
         scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, config.model_config.max_model_len)
+
+
+def leave_out_tokenizer(config: Any) -> None:
+    """Configure vLLM so that its processes load no tokenizer, which takes each of them a second or more.
+
+    Requests are token ids. Only stop texts need the tokenizer, for which `load_tokenizer` loads it. Models that also
+    take other input than text load it nevertheless, because vLLM prepares that input with it.
+    """
+    if not config.model_config.is_multimodal_model:
+        config.model_config.skip_tokenizer_init = True
+
+
+def load_tokenizer(llm: AsyncLLM) -> None:
+    """Load the tokenizer that `leave_out_tokenizer` has left out, so that vLLM finds the stop texts of requests."""
+    config = copy.copy(llm.model_config)
+    config.skip_tokenizer_init = False
+    llm.output_processor.tokenizer = cached_tokenizer_from_config(config)
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:

@@ -48,6 +48,7 @@ OWN_VALUES: Mapping[str, str] = {
     "node_rank": "an engine stays on one host",
     "master_addr": "an engine stays on one host",
     "master_port": "an engine stays on one host",
+    "skip_tokenizer_init": "requests are token ids, and vLLM gets the tokenizer once a request has stop texts",
     "disable_log_stats": "nothing reads vLLM's own statistics",
     "enable_log_requests": "Headrace submits requests without vLLM's server",
     "aggregate_engine_logging": "nothing reads vLLM's own statistics",

@@ -76,6 +76,7 @@ class VllmProcess:
         self.can_sleep = not cpu
         self._asleep: set[str] = set()
         """Kinds of device memory that vLLM has released in `sleep` and not taken back yet: `weights`, `kv_cache`."""
+        self._tokenizer_lock = asyncio.Lock()
         self._death = ""
         manager: Any = self.llm.engine_core.resources.engine_manager
         self._started = list(manager.processes)
@@ -90,6 +91,7 @@ class VllmProcess:
             config = library.create_config(given)
             library.check_attention(config)
             library.keep_prefills_whole(config)
+            library.leave_out_tokenizer(config)
             with self._log.capture(), library.engine_process(take_standby()):
                 return library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except ValueError as error:
@@ -116,6 +118,17 @@ class VllmProcess:
     @property
     def vocab_size(self) -> int:
         return self.llm.vllm_config.model_config.get_vocab_size()
+
+    async def load_tokenizer(self, request_id: str) -> None:
+        """Make vLLM ready for a request with stop texts. The first call loads the model's tokenizer, and later ones do
+        nothing. Raises ValueError, which names the request, if it cannot be loaded."""
+        async with self._tokenizer_lock:
+            if self.llm.output_processor.tokenizer is None:
+                try:
+                    await asyncio.to_thread(library.load_tokenizer, self.llm)
+                except (OSError, ValueError) as error:
+                    what = f"request {request_id!r}: stop texts need the model's tokenizer"
+                    raise ValueError(f"{what}, which cannot be loaded: {' '.join(str(error).split())}") from error
 
     def generate(self, request_id: str, prompt: list[int], params: library.SamplingParams) -> AsyncGenerator[Any, None]:
         """Submit one request and yield vLLM's outputs. It finds only those cached prefixes that were computed for

@@ -15,6 +15,7 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from headrace.actors.actor_info import ActorInfo
 from headrace.actors.engine_actor import EngineHost
 from headrace.actors.engines.protocol import (
     CommitReport,
@@ -26,7 +27,7 @@ from headrace.actors.engines.protocol import (
 )
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.memory import ProcessMemory
-from headrace.actors.protocols import ActorInfo, OffloadReport
+from headrace.actors.protocols import OffloadReport
 from headrace.actors.remote_methods import decode_arguments
 from headrace.actors.train.worker import TrainWorker
 from headrace.actors.weights.config import SyncConfig

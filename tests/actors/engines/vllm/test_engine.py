@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from headrace.actors.engines.protocol import Completion, SamplingParams
+from headrace.tests.actors.conftest import save_tokenizer
 from headrace.tests.actors.engines.vllm.builder import CONTEXT, EOS, VOCAB_SIZE, build, save_model
 from headrace.tests.actors.engines.vllm.conftest import Subject
 
@@ -77,6 +80,38 @@ def test_a_sample_does_not_depend_on_what_else_runs(subject: Subject) -> None:
         assert len({tuple(one.token_ids) for one in together[0]}) > 1, "samples share their random numbers"
         seeded = await answers(subject, SamplingParams(n=3, max_new_tokens=20, seed=7))
         assert [one.token_ids.tolist() for one in seeded[0]] != [one.token_ids.tolist() for one in together[0]]
+
+    subject.run(main())
+
+
+def test_vllm_gets_the_tokenizer_with_the_first_stop_text(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.actors.engines.vllm import library  # imported by the engine by now
+
+    save_tokenizer(Path(subject.model_folder))
+    tokenizer = AutoTokenizer.from_pretrained(subject.model_folder)
+    outputs, load, loads = subject.engine.process.llm.output_processor, library.load_tokenizer, []
+
+    def refuse(llm: library.AsyncLLM) -> None:
+        raise OSError("there is no tokenizer.json")
+
+    def counted(llm: library.AsyncLLM) -> None:
+        loads.append(llm)
+        load(llm)
+
+    async def main() -> None:
+        params = SamplingParams(max_new_tokens=12, temperature=0.0)
+        [[plain], *_] = await answers(subject, params)
+        assert outputs.tokenizer is None, "it takes seconds, and nothing has needed it"
+        wanted = plain.token_ids.tolist()
+        stop = next(token for token in wanted if token != wanted[0])
+        ending = dataclasses.replace(params, stop=(tokenizer.decode([stop]),))
+        monkeypatch.setattr(library, "load_tokenizer", refuse)
+        with pytest.raises(ValueError, match="'refused0': stop texts need the model's tokenizer.*no tokenizer.json"):
+            await answers(subject, ending, "refused")
+        monkeypatch.setattr(library, "load_tokenizer", counted)
+        [[ended], *_] = await answers(subject, ending, "ended")
+        assert ended.token_ids.tolist() == wanted[: wanted.index(stop) + 1]
+        assert ended.finish_reason == "stop" and len(loads) == 1
 
     subject.run(main())
 

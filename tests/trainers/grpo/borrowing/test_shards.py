@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.actors.actor_info import ActorInfo
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.memory import ProcessMemory
-from headrace.actors.protocols import ActorInfo
 from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
