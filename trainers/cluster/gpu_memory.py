@@ -38,7 +38,8 @@ class GpuMemory:
     """Estimated bytes of one train worker and of one process of an engine, which share a GPU."""
 
     trainer: Mapping[str, int]
-    """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `activations`, `logits`."""
+    """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `activations`, `logits`,
+    `gathered weights`."""
     engine: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `keys and values`, `workspace`."""
     buckets: int
@@ -120,7 +121,7 @@ def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
     if params is None:
         return None
     trains = config.trainer.backend != "scripted"
-    trainer = {**trained_parts(config, params), **_pass_parts(config, model)} if trains else {}
+    trainer = {**trained_parts(config, params), **_pass_parts(config, model, params)} if trains else {}
     versions = CACHED_VERSIONS * params * (2 if config.trainer.mixed_precision else 4) if config.sync.cache else 0
     return GpuMemory(
         trainer=trainer,
@@ -163,7 +164,7 @@ def engine_parts(config: Config, params: int, gpu_bytes: int | None) -> dict[str
     return {"weights": weights, "keys and values": cache, "workspace": ENGINE_WORKSPACE_BYTES}
 
 
-def _pass_parts(config: Config, model: Mapping[str, Any]) -> dict[str, int]:
+def _pass_parts(config: Config, model: Mapping[str, Any], params: int) -> dict[str, int]:
     """Return what the forward and backward pass of one microbatch of the largest size adds to a train worker's memory:
     name of a part -> bytes.
 
@@ -185,7 +186,10 @@ def _pass_parts(config: Config, model: Mapping[str, Any]) -> dict[str, int]:
     logits = tokens * model["vocab_size"] // trainer.tp
     if trainer.head == "selected":
         logits = min(logits, GPU_LOGIT_ELEMENTS)
-    return {"activations": kept, "logits": 4 * 4 * logits}  # float32 logits, log-probs, and a gradient of each
+    parts = {"activations": kept, "logits": 4 * 4 * logits}  # float32 logits, log-probs, and a gradient of each
+    if trainer.backend == "fsdp" and trainer.topology.world > 1 and not trainer.reshard_after_forward:
+        parts["gathered weights"] = params * size // trainer.tp
+    return parts
 
 
 # ---------------- Sizes that other checks use, too.

@@ -103,6 +103,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("actor_rollout_ref.actor.kl_loss_type", "loss.kl_kind", "low_var_kl is k3"),
         ("actor_rollout_ref.actor.entropy_coeff", "loss.entropy_coef", ""),
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "trainer.offload", ""),
+        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward", "trainer.reshard_after_forward", ""),
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "trainer.pp", ""),
         ("actor_rollout_ref.actor.megatron.context_parallel_size", "trainer.cp", ""),
         ("actor_rollout_ref.actor.megatron.expert_model_parallel_size", "trainer.ep", ""),

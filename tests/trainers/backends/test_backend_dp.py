@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from headrace.actors.protocols import MicroBatch
 from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     COLUMNS,
@@ -85,6 +87,36 @@ def error_of(call: Any) -> str:
     return "no error"
 
 
+def sharded(backend: FsdpBackend) -> bool:
+    """Whether this rank holds nothing but its own shards; the alternative is all weights whole."""
+    kinds = {isinstance(param, DTensor) for param in backend._policy.parameters()}
+    assert len(kinds) == 1
+    return kinds.pop()
+
+
+def step_that_keeps_weights(backend: FsdpBackend, rank: int, *, fails: bool = False) -> dict[str, Any]:
+    """Run a step of three microbatches at once, and note before each of them, and at the end, whether this rank holds
+    its own shards alone. With `fails` the third cannot be read."""
+    seen = list[bool]()
+
+    def micros() -> Iterator[MicroBatch]:
+        for number, chunk in enumerate(chunks_of(random_rows(0, 10), 0, rank)):
+            seen.append(sharded(backend))
+            if fails and number == 2:
+                raise OSError("gone")
+            yield micro_batch(chunk)
+
+    backend.begin_step(TEMPERATURE)
+    try:
+        backend.accumulate(micros(), 3)
+    except OSError:
+        backend.abort_step()
+        return {"sharded": [*seen, sharded(backend)]}
+    seen.append(sharded(backend))
+    flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
+    return {"sharded": seen, "gradients": flat, "step": backend.finish_step()}
+
+
 def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, Any]:
     """Run everything that needs two ranks in one start of two processes."""
     backend = FsdpBackend(backend_config(model, topology=Topology(world)), rank, world)
@@ -113,6 +145,14 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     result["export"] = error_of(lambda: backend.export_model(f"{folder}/exported"))
     backend.load(f"{folder}/one")
     result["next of one"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
+
+    keeping = FsdpBackend(backend_config(model, reshard_after_forward=False, topology=Topology(world)), rank, world)
+    result["kept, failed"] = step_that_keeps_weights(keeping, rank, fails=True)
+    result["kept, logprobs"] = logprobs_of(keeping, batch), sharded(keeping)
+    result["kept"] = step_that_keeps_weights(keeping, rank)
+    result["kept, reference"] = logprobs_of(keeping, batch, reference=True)
+    result["kept, steps"] = [run_step(keeping, chunks_of(random_rows(step, 10), step, rank)) for step in (1, 2)]
+    result["kept, weights"] = weights_of(keeping)
 
     untied = FsdpBackend(
         backend_config(f"{folder}/untied", mixed_precision=True, topology=Topology(world)), rank, world
@@ -171,6 +211,23 @@ def test_three_steps_equal_a_plain_torch_trainer(model: str, two: list[dict[str,
     for name, value in two[0]["weights"].items():
         torch.testing.assert_close(value, plain.model.state_dict()[name], rtol=0, atol=2e-6)
     assert not two[1]["weights"], "only rank 0 keeps what is gathered"
+
+
+def test_weights_that_are_kept_change_nothing_but_how_often_they_are_gathered(
+    model: str, two: list[dict[str, Any]]
+) -> None:
+    whole = gradients(FsdpBackend(backend_config(model), 0, 1), [random_rows(0, 10)])
+    for result in two:
+        assert result["kept, failed"]["sharded"] == [True, False, False, True]
+        assert result["kept"]["sharded"] == [True, False, False, True]
+        assert torch.linalg.norm(result["kept"]["gradients"] - whole) <= 1e-6 * torch.linalg.norm(whole)
+        values, alone = result["kept, logprobs"]
+        assert alone and torch.equal(values, result["logprobs"])
+        assert torch.equal(result["kept, reference"], result["reference"])
+        for own, usual in zip((result["kept"]["step"], *result["kept, steps"]), result["steps"], strict=True):
+            assert_same_step({name: own[name] for name in usual}, usual)
+    for name, value in two[0]["kept, weights"].items():
+        torch.testing.assert_close(value, two[0]["weights"][name], rtol=0, atol=2e-6)
 
 
 def test_all_ranks_skip_together(two: list[dict[str, Any]]) -> None:

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, Topology, dict[str, Any]]] = {
     "qwen3 tp2, all logits": ("qwen3", TP2, {"head": "full"}),
     "moe tp2": ("moe", TP2, {}),
     "moe dp2 recomputed": ("moe", DP2, {"recompute": "full"}),
+    "moe dp2 recomputed, weights kept": ("moe", DP2, {"recompute": "full", "reshard_after_forward": False}),
     "llama tp2": ("llama", TP2, {}),
 }
 BONUS = LossConfig(clip_low=0.1, clip_high=0.15, entropy_coef=0.3)

@@ -66,6 +66,9 @@ def test_less_is_needed_with_recomputation_and_more_with_a_full_head(tmp_path: P
     assert plain is not None and with_full is not None and with_lean is not None
     assert with_lean.trainer["activations"] < plain.trainer["activations"] / 10
     assert with_full.trainer["logits"] > 10 * plain.trainer["logits"]
+    kept = estimate(config(tmp_path, trainer={"dp": 2, "reshard_after_forward": False}))
+    assert kept is not None and "gathered weights" not in plain.trainer
+    assert kept.trainer["gathered weights"] / GIB == pytest.approx(2 * 0.596e9 / GIB, rel=0.01)
     half = estimate(config(tmp_path, trainer={"recompute": "full", "recompute_layers": 14}))
     assert half is not None
     assert half.trainer["activations"] == pytest.approx(

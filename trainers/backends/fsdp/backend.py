@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from .loading import WeightSource, fill, open_source
 from .norms import use_closed_form_norms
 from .output_checks import check_head, check_packing
 from .routers import balance_experts, replay_routers, router_biases
-from .sharding import build_mesh, own_piece, spread, spread_weights
+from .sharding import build_mesh, give_back, own_piece, spread, spread_weights
 from .tensor_parallel import split_dim, sum_per_head_gradients
 
 
@@ -133,7 +134,9 @@ class FsdpBackend:
         `ref_logprobs` with a KL term. Raises RuntimeError when no step is open, and ValueError naming a missing column.
         """
         with self._meter.working():
-            for micro in itertools.islice(micros, count):
+            for number, micro in enumerate(itertools.islice(micros, count), start=1):
+                if self._mesh is not None and not self._config.trainer.reshard_after_forward:
+                    cast(FSDPModule, self._policy).set_reshard_after_backward(number == count)
                 self._accumulate(micro)
 
     def finish_step(self) -> dict[str, float]:
@@ -154,6 +157,7 @@ class FsdpBackend:
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
+        give_back(self._policy)  # a microbatch that failed leaves weights gathered
         self._optimizer.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------ log-probs
@@ -206,8 +210,7 @@ class FsdpBackend:
         Every rank must iterate to the end (see `stream_weights`). Raises RuntimeError when the backend is offloaded.
         """
         self._residence.require_onloaded("weights")
-        if isinstance(self._policy, FSDPModule):
-            self._policy.reshard()  # a forward without backward leaves the root's parameters gathered
+        give_back(self._policy)
         params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
         return stream_weights(self._weights, lambda weight: own_piece(params[weight.name]), self._rank, self._device)
 
@@ -300,7 +303,8 @@ class FsdpBackend:
         device.
         """
         topology = self._config.topology
-        spread(module, self._mesh, self._device, half=self._half, offload=offload)
+        reshard = self._config.trainer.reshard_after_forward
+        spread(module, self._mesh, self._device, half=self._half, offload=offload, reshard=reshard)
         fill(module, source, topology, self._rank, self._device, host=offload and self._mesh is not None)
         return module
 
@@ -371,8 +375,7 @@ class FsdpBackend:
         """Return the log-probs of the layout's wanted tokens, float32 `[T]`, from a pass without a backward pass."""
         with self._precision(model):
             values, _ = model(layout, temperature)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # the root keeps its parameters gathered for a backward pass, but none follows
+        give_back(model)  # what is kept for a backward pass, because none follows
         return values
 
     @torch.no_grad()
@@ -402,8 +405,7 @@ class FsdpBackend:
     def _resident(self) -> Iterator[torch.Tensor]:
         """Yield this rank's pieces of all tensors that stay between steps. Gradients do not."""
         for model in filter(None, (self._policy, self._reference)):
-            if isinstance(model, FSDPModule):
-                model.reshard()  # a forward without backward leaves the root's parameters gathered
+            give_back(model)
             yield from map(own_piece, (*model.parameters(), *model.buffers()))
         for state in self._optimizer.state.values():
             yield from map(own_piece, state.values())

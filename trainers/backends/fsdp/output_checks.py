@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ....actors.protocols import ROLLOUT_SCHEMA
 from ....codecs.batch import Batch, Jagged
 from ..row_layout import lay_out
 from .causal_lm import CausalLM
+from .sharding import give_back
 
 TOKENS = 4
 """Number of tokens of the made-up row that the checks use."""
@@ -100,6 +100,5 @@ def _logprobs(module: CausalLM, device: torch.device, rows: int) -> torch.Tensor
     column = Jagged(row.repeat(rows), np.full(rows, TOKENS, np.int64))
     batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), rows, {"input_ids": column})
     values, _ = module(lay_out(batch, device, packed=True), 1.0)
-    if isinstance(module, FSDPModule):
-        module.reshard()  # the root keeps its parameters gathered for a backward pass, but none follows
+    give_back(module)  # what is kept for a backward pass, because none follows
     return values

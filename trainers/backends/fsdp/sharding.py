@@ -24,11 +24,20 @@ def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, (topology.dp, topology.tp), mesh_dim_names=("dp", "tp"))
 
 
-def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, half: bool, offload: bool) -> CausalLM:
+def spread(
+    module: CausalLM,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    half: bool,
+    offload: bool,
+    reshard: bool,
+) -> CausalLM:
     """Split `module` over the tensor-parallel ranks, then shard it over the data-parallel ranks, in place.
 
     Each decoder layer is sharded by its own call of FSDP's `fully_shard`, and one more call shards the rest of the
     module. With `half` the module computes in bfloat16. With `offload` shards are kept in host memory between uses.
+    Without `reshard` a layer that was gathered for a forward pass stays so until its backward pass, or `give_back`.
     Gradients are summed over the data-parallel ranks. A single rank's module is returned unchanged: there is nothing to
     shard, and FSDP's hooks and copies would only cost time. The module is on the meta device; `fill` later gives it
     memory and weights. Raises ValueError when the model cannot be split or sharded.
@@ -45,9 +54,17 @@ def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, h
             mesh=mesh["dp"],
             mp_policy=precision if half else MixedPrecisionPolicy(),
             offload_policy=host if offload else OffloadPolicy(),
+            reshard_after_forward=reshard,
         )
         _sum_gradients(sharded)
     return module
+
+
+def give_back(module: torch.nn.Module) -> None:
+    """Free what this rank has gathered from other ranks for passes over `module`. A no-op if that is nothing."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _sum_gradients(module: FSDPModule) -> None:
