@@ -45,9 +45,11 @@ def joining_scheduler(**settings: Any) -> Any:
             prompts = self._unanswered_prompts(tokens)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             ids = model_runner_output.req_ids
-            ends = dict(zip(ids, itertools.accumulate([tokens[one] for one in ids]), strict=True))
+            single = len(array) == len(ids)
+            last = range(1, len(ids) + 1) if single else itertools.accumulate([tokens[one] for one in ids])
+            ends = dict(zip(ids, last, strict=True))
             drafted = {one: ends[one] - tokens[one] for one in scheduler_output.scheduled_spec_decode_tokens}
-            routes = StepRoutes(array, ends, drafted)
+            routes = StepRoutes(array, ends, drafted, single)
             for one in outputs.values():
                 hand_out(one.outputs, routes, prompts, self._prompt_routes)
             return outputs
@@ -61,7 +63,8 @@ def joining_scheduler(**settings: Any) -> Any:
             cached = scheduler_output.scheduled_cached_reqs
             ids = [new.req_id for new in scheduler_output.scheduled_new_reqs]
             # Tokens that are being computed count as output, too: the blocks of such a prompt are listed already.
-            ids += [one for one, tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True) if not tokens]
+            if 0 in cached.num_output_tokens:
+                ids += [one for one, tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True) if not tokens]
             for request_id in ids:
                 blocks = self.kv_cache_manager.get_blocks(request_id).get_block_ids()
                 self._re_block_ids[request_id] = blocks[self.routed_experts_mgr.attn_gid]
@@ -94,6 +97,8 @@ class StepRoutes:
     drafted: Mapping[str, int]
     """Id of each request whose tokens speculative decoding has drafted -> its first row. Those that were accepted come
     first."""
+    single: bool
+    """True if the step has one token of each request, as most steps have."""
 
 
 def hand_out(
@@ -110,6 +115,11 @@ def hand_out(
     prompt of such a request.
     """
     first, rows, ends, drafted = None, list[int](), routes.ends, routes.drafted
+    if routes.single and not prompts:
+        if told := [one for one in outputs if one.new_token_ids]:
+            rows = [ends[one.request_id] - 1 for one in told]
+            told[0].routed_experts = routes.array.take(rows, axis=0)[None]
+        return
     for one in outputs:
         if not (tokens := len(one.new_token_ids)):
             continue
@@ -125,7 +135,7 @@ def hand_out(
         if first is None:
             first = one
     if first is not None:
-        first.routed_experts = routes.array[rows][None]
+        first.routed_experts = routes.array.take(rows, axis=0)[None]
 
 
 class SampleRoutes:
