@@ -93,7 +93,7 @@ class EarlyTrainActor:
         show_gpus(gpus)  # before an import looks for GPUs
         enter(folder)
         keep_freed_memory()
-        from .train.actor import TrainActor  # not with this module, see there
+        from .train.actor import TrainActor  # imported here, see the docstring of this module
 
         self._make: Any = TrainActor
         self._imports = import_ahead(modules)
@@ -121,6 +121,6 @@ class EarlyTrainActor:
 
 
 def _encoded(info: ActorInfo) -> bytes:
-    from ..codecs import messages  # not with this module, see there
+    from ..codecs import messages  # imported here, see the docstring of this module
 
     return messages.encode(info)
