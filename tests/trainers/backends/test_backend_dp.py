@@ -94,22 +94,30 @@ def sharded(backend: FsdpBackend) -> bool:
     return kinds.pop()
 
 
-def step_that_keeps_weights(backend: FsdpBackend, rank: int, *, fails: bool = False) -> dict[str, Any]:
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError("gone")
+
+
+def step_that_keeps_weights(backend: FsdpBackend, rank: int, *, fails: str = "") -> dict[str, Any]:
     """Run a step of three microbatches at once, and note before each of them, and at the end, whether this rank holds
-    its own shards alone. With `fails` the third cannot be read."""
+    its own shards alone. fails: what fails at the third, `rows` or `layer`."""
     seen = list[bool]()
+    layer = backend._policy.model.model.layers[1].mlp
 
     def micros() -> Iterator[MicroBatch]:
         for number, chunk in enumerate(chunks_of(random_rows(0, 10), 0, rank)):
             seen.append(sharded(backend))
-            if fails and number == 2:
-                raise OSError("gone")
+            if fails == "rows" and number == 2:
+                fail()
+            if fails == "layer" and number == 2:
+                layer.forward = fail
             yield micro_batch(chunk)
 
     backend.begin_step(TEMPERATURE)
     try:
         backend.accumulate(micros(), 3)
     except OSError:
+        layer.__dict__.pop("forward", None)
         backend.abort_step()
         return {"sharded": [*seen, sharded(backend)]}
     seen.append(sharded(backend))
@@ -147,7 +155,7 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     result["next of one"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
 
     keeping = FsdpBackend(backend_config(model, reshard_after_forward=False, topology=Topology(world)), rank, world)
-    result["kept, failed"] = step_that_keeps_weights(keeping, rank, fails=True)
+    result["kept, failed"] = [step_that_keeps_weights(keeping, rank, fails=what) for what in ("rows", "layer")]
     result["kept, logprobs"] = logprobs_of(keeping, batch), sharded(keeping)
     result["kept"] = step_that_keeps_weights(keeping, rank)
     result["kept, reference"] = logprobs_of(keeping, batch, reference=True)
@@ -218,7 +226,8 @@ def test_weights_that_are_kept_change_nothing_but_how_often_they_are_gathered(
 ) -> None:
     whole = gradients(FsdpBackend(backend_config(model), 0, 1), [random_rows(0, 10)])
     for result in two:
-        assert result["kept, failed"]["sharded"] == [True, False, False, True]
+        for failed in result["kept, failed"]:
+            assert failed["sharded"] == [True, False, False, True]
         assert result["kept"]["sharded"] == [True, False, False, True]
         assert torch.linalg.norm(result["kept"]["gradients"] - whole) <= 1e-6 * torch.linalg.norm(whole)
         values, alone = result["kept, logprobs"]

@@ -37,7 +37,7 @@ from .loading import WeightSource, fill, open_source
 from .norms import use_closed_form_norms
 from .output_checks import check_head, check_packing
 from .routers import balance_experts, replay_routers, router_biases
-from .sharding import build_mesh, give_back, own_piece, spread, spread_weights
+from .sharding import build_mesh, give_back, give_back_unfinished, own_piece, spread, spread_weights
 from .tensor_parallel import split_dim, sum_per_head_gradients
 
 
@@ -157,7 +157,7 @@ class FsdpBackend:
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
-        give_back(self._policy)  # a microbatch that failed leaves weights gathered
+        give_back_unfinished(self._policy, reshard=self._config.trainer.reshard_after_forward)
         self._optimizer.zero_grad(set_to_none=True)
 
     # ------------------------------------------------------------ log-probs

@@ -54,17 +54,28 @@ def spread(
             mesh=mesh["dp"],
             mp_policy=precision if half else MixedPrecisionPolicy(),
             offload_policy=host if offload else OffloadPolicy(),
-            reshard_after_forward=reshard,
+            reshard_after_forward=None if reshard else False,  # None: not of the root, whose backward pass comes next
         )
         _sum_gradients(sharded)
     return module
 
 
 def give_back(module: torch.nn.Module) -> None:
-    """Free what this rank has gathered from other ranks for passes over `module`. A no-op if that is nothing."""
+    """Free what this rank has gathered from other ranks for passes over `module` that have ended. A no-op if that is
+    nothing."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def give_back_unfinished(module: torch.nn.Module, *, reshard: bool) -> None:
+    """Do what `give_back` does, also after a pass that failed halfway, for which FSDP would keep what it has been told
+    to keep. reshard: that of `spread`."""
+    if isinstance(module, FSDPModule):
+        module.set_reshard_after_forward(True)
+        give_back(module)
+        module.set_reshard_after_forward(reshard)
+        module.set_reshard_after_forward(False, recurse=False)
 
 
 def _sum_gradients(module: FSDPModule) -> None:
