@@ -155,7 +155,9 @@ def test_figures_go_on_after_the_kill_of_the_whole_run(place: Place, tmp_path: P
     [at] = [index for index, line in enumerate(lines) if line.get("event") == "resumed"]
     after = [line for line in lines[at:] if "reward/mean" in line]
     first = lines[at]["step"]
-    assert first == max(before) // 4 * 4 and [step["step"] for step in after] == list(range(first + 1, last + 1))
+    newest = max(before) // 4 * 4
+    assert first in (newest, newest - 4), "its checkpoint may not have been complete yet"
+    assert [step["step"] for step in after] == list(range(first + 1, last + 1))
     check(after, place)
     for step in after:
         if step["step"] in before:

@@ -30,6 +30,9 @@ LOOK_S = 0.2
 """Seconds between two checks that the engine process is alive, while waiting for an answer from it."""
 CLOSE_PATIENCE_S = 10.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
+CANCELLED = "cancelled"
+"""Last word of vLLM's error for a call to its workers that it gives up because one of them has died. Its engine process
+ends right after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +277,19 @@ class VllmProcess:
             raise EngineDied(f"{self.died or 'vLLM ended its engine process'}, found at {name!r}") from error
         except Exception as error:
             if type(error) is Exception:  # vLLM wraps what was raised in its process like this
+                if str(error).endswith(CANCELLED) and (died := await self._death_soon()):
+                    raise EngineDied(f"{died}, found at {name!r}") from error
                 raise RuntimeError(f"vLLM: {error}") from error
             raise
         finally:
             task.cancel()
+
+    async def _death_soon(self) -> str:
+        """Wait until the engine process has died, at most CLOSE_PATIENCE_S. Returns how it died; "" if it lives."""
+        deadline = asyncio.get_running_loop().time() + CLOSE_PATIENCE_S
+        while not self.died and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(LOOK_S)
+        return self.died
 
 
 async def all_of(*calls: Coroutine[Any, Any, None]) -> None:

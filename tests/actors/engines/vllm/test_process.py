@@ -57,6 +57,33 @@ def test_memory_is_woken_once() -> None:
     assert process.llm.asked == [2, ["weights"], ["kv_cache"], 1, ["kv_cache", "weights"]]
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_call_that_vllm_cancels_is_told_as_the_death_that_follows(
+    monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """vLLM tells the call first, and its engine process ends some moments later."""
+    process_module = module("process")
+    monkeypatch.setattr(process_module, "CLOSE_PATIENCE_S", 0.5)
+    process = object.__new__(process_module.VllmProcess)
+    process.llm, process._death, process._engines = SleepyLLM(), "", []
+
+    async def cancelled() -> None:
+        raise Exception("Call to collective_rpc method failed: cancelled")
+
+    async def die() -> None:
+        await asyncio.sleep(0.25)
+        process._death = "vLLM's engine process died: Worker proc VllmWorker-1 died unexpectedly"
+
+    async def main() -> None:
+        call = process._bounded("headrace_take_logprobs", cancelled())
+        await asyncio.gather(call, *([die()] if dies else []))
+
+    expected = module("process").EngineDied if dies else RuntimeError
+    words = "Worker proc VllmWorker-1 died unexpectedly, found at 'headrace_take_logprobs'" if dies else "cancelled"
+    with pytest.raises(expected, match=words):
+        asyncio.run(main())
+
+
 @pytest.mark.parametrize(("backend", "plain"), [("TRITON", True), ("FLASHINFER_CUTLASS", False), ("CPU", False)])
 def test_experts_are_loaded_in_place_only_for_kernels_that_read_them_as_they_come(backend: str, plain: bool) -> None:
     method = type("UnquantizedFusedMoEMethod", (), {"unquantized_backend": SimpleNamespace(name=backend)})()
