@@ -26,7 +26,10 @@ _PREFIX = re.compile(
 the source."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?$")
-_ELSEWHERE = ("root cause", "stack trace", "initialization failed", "EngineDeadError", "RuntimeError: cancelled")
+CANCELLED = "cancelled"
+"""Last word of vLLM's error for a call to its workers that it gives up because one of them has died. Its engine process
+ends right after that."""
+_ELSEWHERE = ("root cause", "stack trace", "initialization failed", "EngineDeadError", f"RuntimeError: {CANCELLED}")
 """Phrases of exceptions that only say that another process failed."""
 _WORKER_DIED = "died unexpectedly"
 """Phrase of the line in which the engine process says that a worker was killed."""

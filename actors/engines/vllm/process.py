@@ -13,7 +13,7 @@ import torch
 from ....codecs import messages
 from ..protocol import EngineDied
 from . import library
-from .core_log import CoreLog
+from .core_log import CANCELLED, CoreLog
 from .environment import engine_environment
 from .options import arguments
 from .process_end import exit_code, exit_words, lives
@@ -30,9 +30,6 @@ LOOK_S = 0.2
 """Seconds between two checks that the engine process is alive, while waiting for an answer from it."""
 CLOSE_PATIENCE_S = 10.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
-CANCELLED = "cancelled"
-"""Last word of vLLM's error for a call to its workers that it gives up because one of them has died. Its engine process
-ends right after that."""
 
 
 @dataclass(frozen=True, slots=True)

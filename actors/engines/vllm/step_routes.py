@@ -45,11 +45,9 @@ def joining_scheduler(**settings: Any) -> Any:
             prompts = self._unanswered_prompts(tokens)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             ids = model_runner_output.req_ids
-            single = len(array) == len(ids)
-            last = range(1, len(ids) + 1) if single else itertools.accumulate([tokens[one] for one in ids])
-            ends = dict(zip(ids, last, strict=True))
+            ends = dict(zip(ids, itertools.accumulate([tokens[one] for one in ids]), strict=True))
             drafted = {one: ends[one] - tokens[one] for one in scheduler_output.scheduled_spec_decode_tokens}
-            routes = StepRoutes(array, ends, drafted, single)
+            routes = StepRoutes(array, ends, drafted)
             for one in outputs.values():
                 hand_out(one.outputs, routes, prompts, self._prompt_routes)
             return outputs
@@ -97,8 +95,11 @@ class StepRoutes:
     drafted: Mapping[str, int]
     """Id of each request whose tokens speculative decoding has drafted -> its first row. Those that were accepted come
     first."""
-    single: bool
-    """True if the step has one token of each request, as most steps have."""
+
+    @property
+    def single(self) -> bool:
+        """True if the step has one token of each request, as most steps have."""
+        return len(self.array) == len(self.ends)
 
 
 def hand_out(

@@ -88,7 +88,8 @@ def error_of(call: Any) -> str:
 
 
 def sharded(backend: FsdpBackend) -> bool:
-    """Whether this rank holds nothing but its own shards; the alternative is all weights whole."""
+    """Return whether this rank holds its own shards of all weights; False if it holds all weights whole. Fails if it
+    holds some of both."""
     kinds = {isinstance(param, DTensor) for param in backend._policy.parameters()}
     assert len(kinds) == 1
     return kinds.pop()
@@ -125,6 +126,20 @@ def step_that_keeps_weights(backend: FsdpBackend, rank: int, *, fails: str = "")
     return {"sharded": seen, "gradients": flat, "step": backend.finish_step()}
 
 
+def logprobs_that_keep_weights(backend: FsdpBackend, batch: MicroBatch) -> tuple[torch.Tensor, list[bool]]:
+    """Return the log-probs of the second of two equal microbatches, and whether this rank held its own shards alone
+    before each of them and at the end."""
+    seen = list[bool]()
+
+    def micros() -> Iterator[MicroBatch]:
+        for _ in range(2):
+            seen.append(sharded(backend))
+            yield batch
+
+    values = backend.logprobs(micros(), 2)[1]
+    return values, [*seen, sharded(backend)]
+
+
 def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, Any]:
     """Run everything that needs two ranks in one start of two processes."""
     backend = FsdpBackend(backend_config(model, topology=Topology(world)), rank, world)
@@ -156,7 +171,7 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
 
     keeping = FsdpBackend(backend_config(model, reshard_after_forward=False, topology=Topology(world)), rank, world)
     result["kept, failed"] = [step_that_keeps_weights(keeping, rank, fails=what) for what in ("rows", "layer")]
-    result["kept, logprobs"] = logprobs_of(keeping, batch), sharded(keeping)
+    result["kept, logprobs"] = logprobs_that_keep_weights(keeping, batch)
     result["kept"] = step_that_keeps_weights(keeping, rank)
     result["kept, reference"] = logprobs_of(keeping, batch, reference=True)
     result["kept, steps"] = [run_step(keeping, chunks_of(random_rows(step, 10), step, rank)) for step in (1, 2)]
@@ -231,7 +246,7 @@ def test_weights_that_are_kept_change_nothing_but_how_often_they_are_gathered(
         assert result["kept"]["sharded"] == [True, False, False, True]
         assert torch.linalg.norm(result["kept"]["gradients"] - whole) <= 1e-6 * torch.linalg.norm(whole)
         values, alone = result["kept, logprobs"]
-        assert alone and torch.equal(values, result["logprobs"])
+        assert alone == [True, False, True] and torch.equal(values, result["logprobs"])
         assert torch.equal(result["kept, reference"], result["reference"])
         for own, usual in zip((result["kept"]["step"], *result["kept, steps"]), result["steps"], strict=True):
             assert_same_step({name: own[name] for name in usual}, usual)

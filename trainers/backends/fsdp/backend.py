@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -135,8 +134,8 @@ class FsdpBackend:
         """
         with self._meter.working():
             for number, micro in enumerate(itertools.islice(micros, count), start=1):
-                if self._mesh is not None and not self._config.trainer.reshard_after_forward:
-                    cast(FSDPModule, self._policy).set_reshard_after_backward(number == count)
+                if isinstance(self._policy, FSDPModule) and not self._config.trainer.reshard_after_forward:
+                    self._policy.set_reshard_after_backward(number == count)
                 self._accumulate(micro)
 
     def finish_step(self) -> dict[str, float]:
@@ -178,7 +177,11 @@ class FsdpBackend:
         if model is None:
             raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
         replay = None if reference else self._replay
-        columns = [self._logprobs(model, replay, micro.batch, temperature) for micro in itertools.islice(micros, count)]
+        given = itertools.islice(micros, count)
+        try:
+            columns = [self._logprobs(model, replay, micro.batch, temperature) for micro in given]
+        finally:
+            give_back(model)  # what is kept for a backward pass, because none follows
         return columns if self._rank == self._config.topology.writer(self._place.dp) else []
 
     @torch.no_grad()
@@ -191,8 +194,11 @@ class FsdpBackend:
         self._residence.require_onloaded("native_figures")
         self._step.require_closed("native_figures")
         replay = require_replay(self._replay)
-        for micro in itertools.islice(micros, count):
-            self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
+        try:
+            for micro in itertools.islice(micros, count):
+                self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
+        finally:
+            give_back(self._policy)
         return replay.native.metrics()
 
     # ------------------------------------------------------------ weights and state
@@ -375,7 +381,6 @@ class FsdpBackend:
         """Return the log-probs of the layout's wanted tokens, float32 `[T]`, from a pass without a backward pass."""
         with self._precision(model):
             values, _ = model(layout, temperature)
-        give_back(model)  # what is kept for a backward pass, because none follows
         return values
 
     @torch.no_grad()

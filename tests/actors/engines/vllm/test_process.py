@@ -78,7 +78,7 @@ def test_a_call_that_vllm_cancels_is_told_as_the_death_that_follows(
         call = process._bounded("headrace_take_logprobs", cancelled())
         await asyncio.gather(call, *([die()] if dies else []))
 
-    expected = module("process").EngineDied if dies else RuntimeError
+    expected = process_module.EngineDied if dies else RuntimeError
     words = "Worker proc VllmWorker-1 died unexpectedly, found at 'headrace_take_logprobs'" if dies else "cancelled"
     with pytest.raises(expected, match=words):
         asyncio.run(main())

@@ -73,7 +73,7 @@ def hand_out_step(cases: Sequence[Case]) -> tuple[list[Output], list[np.ndarray 
         return 100 + some_routes(5)
 
     outputs.reverse()  # vLLM's outputs come in another order than its rows
-    hand_out(outputs, StepRoutes(array, ends, drafted, single=len(array) == len(ends)), prompts, prompt_routes)
+    hand_out(outputs, StepRoutes(array, ends, drafted), prompts, prompt_routes)
     assert sorted(asked) == list(prompts.values())
     return outputs, wanted[::-1]
 
