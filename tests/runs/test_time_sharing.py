@@ -22,7 +22,12 @@ from headrace.tests.runs.test_switch_roles import figures
 pytestmark = pytest.mark.processes
 
 STEPS = 6
-SLOW = (*SCRIPTED, f"algorithm.steps={STEPS}", "scripted.latency_s=0.3", "scripted.train_step_s=0.3")
+SLOW = (
+    *SCRIPTED, f"algorithm.steps={STEPS}", "scripted.latency_s=0.3", "scripted.latency_sigma=1.0",
+    "scripted.train_step_s=0.3",
+)  # fmt: skip
+"""Requests take from 0.1 to 3 s, so that some are in flight when an engine must sleep, even on a slow machine:
+requests of equal length end together, and that is when a training asks for the GPU."""
 
 
 def expect_whole(run_dir: Path, steps: int = STEPS) -> list[dict]:
