@@ -19,7 +19,7 @@ import torch
 from . import objects
 from .batch import Jagged, Ragged
 from .checksums import Sums
-from .memory import fresh
+from .memory import flat_bytes, fresh
 from .schema import Field
 
 # ---------------- Runs are rows that are neighbours both where they are read and where they are wanted, so that they
@@ -131,10 +131,9 @@ def by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def as_bytes(values: torch.Tensor) -> np.ndarray:
-    """Return a contiguous CPU tensor's memory as a uint8 1-D view."""
-    if not values.numel():
-        return np.empty(0, dtype=np.uint8)  # torch cannot view an empty tensor that came from numpy: its stride is 0
-    return values.reshape(-1).view(torch.uint8).numpy()
+    """Return the memory of a contiguous CPU tensor as a uint8 1-D view. Raises RuntimeError if the tensor is not
+    contiguous."""
+    return flat_bytes(values).numpy()
 
 
 def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:

@@ -73,6 +73,14 @@ def _allocate(size: int) -> np.ndarray:
 _POOL = Pool()
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, on any device, as a uint8 1-D view. Raises RuntimeError if the tensor
+    is not contiguous."""
+    flat = tensor.detach().view(-1)
+    # A tensor of at most one element is contiguous whatever its stride is, but torch views bytes only at stride 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def fresh(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Return an uninitialised contiguous CPU tensor for the caller to fill. Large ones use pooled memory."""
     nbytes = math.prod(shape) * dtype.itemsize

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...codecs.memory import flat_bytes
 from ...codecs.schema import DTYPES
 from ...codecs.weights.buckets import BucketEntry, BucketPlan
 from ...codecs.weights.gpu_scatter import Scatter, scatter_kernel
@@ -127,7 +128,7 @@ class BucketLandings:
             for entry in plan.in_bucket(bucket):
                 place = places.get(entry.name)
                 if place is not None and _is_for(place, entry, device):
-                    flat = place.detach().view(-1).view(torch.uint8)
+                    flat = flat_bytes(place)
                     pieces.append((entry.offset, flat[entry.begin : entry.begin + entry.nbytes]))
                     names.append(entry.name)
             self._made[bucket] = Landing(

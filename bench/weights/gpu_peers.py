@@ -28,6 +28,7 @@ from ...actors.weights.publisher import WeightPublisher
 from ...actors.weights.transports.factory import build_sender
 from ...actors.weights.transports.protocol import ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages
+from ...codecs.memory import flat_bytes
 from ...codecs.weights.gpu_scatter import device_digest
 from .vllm_transfers import BuiltinSender
 
@@ -281,7 +282,7 @@ def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict
     """
     found, host = {}, torch.empty(0, dtype=torch.uint8)
     for name, one in parameters:
-        flat = one.detach().contiguous().view(-1).view(torch.uint8)
+        flat = flat_bytes(one.contiguous())
         if exact:
             if len(host) < len(flat):
                 host = torch.empty(len(flat), dtype=torch.uint8)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from ...codecs.memory import flat_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -62,7 +64,7 @@ def random_weights(size: str, dtype: torch.dtype, device: torch.device) -> dict[
     named = {}
     for name, dims in weight_shapes(size).items():
         tensor = torch.empty(dims, dtype=dtype, device=device)
-        flat = tensor.reshape(-1).view(torch.uint8)
+        flat = flat_bytes(tensor)
         for start in range(0, len(flat), len(noise)):
             piece = flat[start : start + len(noise)]
             piece.copy_(noise[: len(piece)])
@@ -74,7 +76,7 @@ def change(named: dict[str, torch.Tensor], version: int) -> None:
     """Set the first byte in every 4 KiB of every tensor to a value that depends on `version`, so that versions differ.
     The values repeat after 251 versions."""
     for tensor in named.values():
-        flat = tensor.view(-1).view(torch.uint8)
+        flat = flat_bytes(tensor)
         flat[::_STRIDE_BYTES] = (version * 37) % 251
 
 
@@ -83,5 +85,5 @@ def digest(named: dict[str, torch.Tensor]) -> str:
     hasher = xxhash.xxh3_128()
     for name in sorted(named):
         hasher.update(name.encode())
-        hasher.update(named[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        hasher.update(flat_bytes(named[name].cpu().contiguous()).numpy().data)
     return hasher.hexdigest()

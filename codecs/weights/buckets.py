@@ -21,7 +21,7 @@ import xxhash
 
 from .. import messages
 from ..integers import ALIGN, round_up
-from ..memory import fresh
+from ..memory import flat_bytes, fresh
 from ..schema import DTYPES
 from .gpu_scatter import device_digest
 
@@ -151,7 +151,7 @@ def write_piece(
     if gap:
         out[end : end + gap] = 0  # what was there must not change the checksum
     if entry.nbytes:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = flat_bytes(tensor.contiguous())
         copy_bytes(flat[entry.begin : entry.begin + entry.nbytes], out[entry.offset : end], digest)
     if digest is not None and gap:
         digest.update(out[end : end + gap].numpy().data)
@@ -192,7 +192,7 @@ def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict
             raise ValueError(f"weight {entry.name!r}: the tensor to read into is not contiguous")
     for entry in entries:
         if entry.nbytes:
-            target = into[entry.name].detach().reshape(-1).view(torch.uint8)
+            target = flat_bytes(into[entry.name])
             piece = payload[entry.offset : entry.offset + entry.nbytes]
             target[entry.begin : entry.begin + entry.nbytes].copy_(piece)
 

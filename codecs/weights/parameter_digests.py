@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import xxhash
 
+from ..memory import flat_bytes
 from .gpu_scatter import device_digest
 
 Kind = Literal["xxh3", "device"]
@@ -110,7 +111,7 @@ def compare_digests(
 
 def _queued(tensor: torch.Tensor, kind: Kind) -> int | torch.Tensor:
     """Return the digest of a tensor, for `device` as a tensor that the device may still be computing."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = flat_bytes(tensor.contiguous())
     return device_digest(flat) if kind == "device" else _xxh3(flat)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.codecs import memory
-from headrace.codecs.memory import HUGE_PAGE, POOLED_FROM_BYTES, Pool, fresh
+from headrace.codecs.memory import HUGE_PAGE, POOLED_FROM_BYTES, Pool, flat_bytes, fresh
 
 
 def test_memory_comes_back_when_its_last_view_goes() -> None:
@@ -69,3 +69,22 @@ def test_shapes_and_dtypes() -> None:
         for dtype in (torch.uint8, torch.float32, torch.int64, torch.bfloat16):
             tensor = fresh(dtype, shape)
             assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    torch.arange(6, dtype=torch.bfloat16)[::2][:1],  # torch calls it contiguous, and does not view it as bytes
+    torch.arange(6, dtype=torch.int64).reshape(2, 3).t()[1:2, 1:2],
+    torch.tensor(3.0, requires_grad=True),
+    torch.from_numpy(np.zeros((0, 3), np.float32)),
+    torch.zeros(4, 0, 3),
+])  # fmt: skip
+def test_bytes_of_contiguous_tensors(tensor: torch.Tensor) -> None:
+    flat = flat_bytes(tensor)
+    assert flat.shape == (tensor.nbytes,) and flat.data_ptr() == tensor.data_ptr()
+    assert flat.view(tensor.dtype).tolist() == tensor.flatten().tolist()
+
+
+def test_bytes_of_other_tensors_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="view"):
+        flat_bytes(torch.zeros(2, 3).t())

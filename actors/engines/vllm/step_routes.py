@@ -12,7 +12,7 @@ process adds each request's part to what it has, before vLLM's output loop looks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -44,10 +44,12 @@ def joining_scheduler(**settings: Any) -> Any:
             manager.store_batch(array, found.slot_mapping)
             prompts = self._unanswered_prompts(tokens)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            ids = model_runner_output.req_ids
-            ends = dict(zip(ids, itertools.accumulate([tokens[one] for one in ids]), strict=True))
-            drafted = {one: ends[one] - tokens[one] for one in scheduler_output.scheduled_spec_decode_tokens}
-            routes = StepRoutes(array, ends, drafted)
+            starts = model_runner_output.req_id_to_index  # right where each request has one token, as in most steps
+            if len(array) > len(starts):
+                ids = model_runner_output.req_ids
+                before = itertools.accumulate([tokens[one] for one in ids], initial=0)
+                starts = dict(zip(ids, before, strict=False))  # the last sum is the number of all tokens
+            routes = StepRoutes(array, starts, tokens, scheduler_output.scheduled_spec_decode_tokens)
             for one in outputs.values():
                 hand_out(one.outputs, routes, prompts, self._prompt_routes)
             return outputs
@@ -89,17 +91,13 @@ class StepRoutes:
 
     array: np.ndarray
     """The routes, `[tokens, layers, k]`, those of a request one after another."""
-    ends: Mapping[str, int]
-    """Id of each request -> row after its last. A request that was preempted computes its earlier tokens again, in rows
+    starts: Mapping[str, int]
+    """Id of each request -> its first row."""
+    tokens: Mapping[str, int]
+    """Id of each request -> number of its rows. A request that was preempted computes its earlier tokens again, in rows
     before those of its new tokens."""
-    drafted: Mapping[str, int]
-    """Id of each request whose tokens speculative decoding has drafted -> its first row. Those that were accepted come
-    first."""
-
-    @property
-    def single(self) -> bool:
-        """True if the step has one token of each request, as most steps have."""
-        return len(self.array) == len(self.ends)
+    drafted: Container[str]
+    """Ids of the requests whose tokens speculative decoding has drafted. Those that were accepted come first."""
 
 
 def hand_out(
@@ -115,10 +113,10 @@ def hand_out(
     prompts: the requests that have had no output before, by id. prompt_routes: function that returns the routes of the
     prompt of such a request.
     """
-    first, rows, ends, drafted = None, list[int](), routes.ends, routes.drafted
-    if routes.single and not prompts:
+    first, rows, starts = None, list[int](), routes.starts
+    if len(routes.array) == len(starts) and not prompts:  # one token of each request
         if told := [one for one in outputs if one.new_token_ids]:
-            rows = [ends[one.request_id] - 1 for one in told]
+            rows = [starts[one.request_id] for one in told]
             told[0].routed_experts = routes.array.take(rows, axis=0)[None]
         return
     for one in outputs:
@@ -128,7 +126,9 @@ def hand_out(
         if request_id in prompts:
             one.routed_experts = prompt_routes(prompts[request_id])
             continue
-        start = drafted[request_id] if request_id in drafted else ends[request_id] - tokens
+        start = starts[request_id]
+        if request_id not in routes.drafted:
+            start += routes.tokens[request_id] - tokens
         if tokens == 1:
             rows.append(start)
         else:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from ....codecs.memory import flat_bytes
 from ....dataplane.topology import Topology
 from ....trainers.backends.factory import build_backend
 from ...gpu_train import config, micro_batch, random_rows
@@ -218,7 +219,7 @@ def checksum(backend: SwitchedBackend) -> dict[str, int]:
     """Return the sum of the bytes of each weight by name; of empty tensors, which ranks other than 0 get, it is 0.
     Collective."""
     return {
-        name: int(value.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+        name: int(flat_bytes(value.contiguous()).sum(dtype=torch.int64))
         for name, value in backend.weights()
     }
 

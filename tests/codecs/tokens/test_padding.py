@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.gather import copy_runs
@@ -38,6 +38,10 @@ def columns(draw: st.DrawFn) -> tuple[Schema, dict[str, list[torch.Tensor]]]:
         fields.append(Field(f"f{number}", Kind.PER_TOKEN, dtype, trailing, pad_value=draw(st.integers(0, 1))))
         rows[f"f{number}"] = [random_bits(rng, dtype, (length, *trailing)) for length in lengths]
     return Schema(fields), rows
+
+
+ONE_TOKEN = (Schema([Field("f0", Kind.PER_TOKEN, torch.bfloat16)]), {"f0": [torch.ones(1, dtype=torch.bfloat16)]})
+"""A single token is contiguous, whatever the stride of its column is."""
 
 
 def by_hand(field: Field, rows: list[torch.Tensor], width: int) -> torch.Tensor:
@@ -79,6 +83,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @both_ways
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @settings(max_examples=examples(10), deadline=None)
+@example(ONE_TOKEN, 0)
 @given(columns(), st.integers(0, 2))
 def test_valid_tokens_come_out_of_any_memory(rowwise_bytes, view, case, extra):
     schema, rows = case

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace.codecs import messages
+from headrace.codecs.memory import flat_bytes
 from headrace.codecs.weights.gpu_scatter import device_digest
 from headrace.codecs.weights.parameter_digests import (
     NUM_SAMPLED,
@@ -23,6 +24,7 @@ WEIGHTS = {
     "strided": torch.arange(60).reshape(6, 10).t().bfloat16(),
     "odd": torch.arange(7, dtype=torch.uint8),
     "scalar": torch.tensor(3.0),
+    "one of a wider tensor": torch.randn(4)[::2][:1],
     "empty": torch.zeros(0, 4),
 }
 
@@ -41,7 +43,7 @@ def taken(names: list[str]) -> ParameterDigests:
 def test_a_changed_bit_is_found_and_its_weight_named(kind: str, name: str) -> None:
     digests = taken(list(WEIGHTS))
     if kind == "device":  # as of a trainer on a GPU
-        flat = {name: one.contiguous().reshape(-1).view(torch.uint8) for name, one in WEIGHTS.items()}
+        flat = {name: flat_bytes(one.contiguous()) for name, one in WEIGHTS.items()}
         weights = [replace(one, kind="device", digest=int(device_digest(flat[one.name]))) for one in digests.weights]
         digests = replace(digests, weights=tuple(replace(one, digest=one.digest & (1 << 64) - 1) for one in weights))
     served = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
@@ -51,7 +53,7 @@ def test_a_changed_bit_is_found_and_its_weight_named(kind: str, name: str) -> No
 
     assert compare() == (len(WEIGHTS), "")
     served[name] = served[name].contiguous()
-    served[name].reshape(-1).view(torch.uint8)[-1] ^= 1
+    flat_bytes(served[name])[-1] ^= 1
     count, error = compare()
     [expected] = [one for one in digests.weights if one.name == name]
     assert count == len(WEIGHTS)

@@ -55,15 +55,16 @@ def some_routes(tokens: int) -> np.ndarray:
 def hand_out_step(cases: Sequence[Case]) -> tuple[list[Output], list[np.ndarray | None]]:
     """Return the outputs of a step in which the routes were handed out, and the routes that each must have in the
     end."""
-    array, ends, end = some_routes(sum(case.computed for case in cases)), dict[str, int](), 0
+    array, starts, end = some_routes(sum(case.computed for case in cases)), dict[str, int](), 0
     wanted: list[np.ndarray | None] = []
     for index, case in enumerate(cases):
         start, end = end, end + case.computed
-        ends[str(index)] = end
+        starts[str(index)] = start
         first = start if case.drafted else end - case.new
         routes = array[first : first + case.new] if case.new else None
         wanted.append(100 + some_routes(5) if case.prompt else routes)
-    drafted = {str(index): ends[str(index)] - case.computed for index, case in enumerate(cases) if case.drafted}
+    tokens = {str(index): case.computed for index, case in enumerate(cases)}
+    drafted = {str(index) for index, case in enumerate(cases) if case.drafted}
     outputs = [Output(str(index), [7] * case.new) for index, case in enumerate(cases)]
     prompts = {str(index): f"request {index}" for index, case in enumerate(cases) if case.prompt}
     asked: list[str] = []
@@ -73,7 +74,7 @@ def hand_out_step(cases: Sequence[Case]) -> tuple[list[Output], list[np.ndarray 
         return 100 + some_routes(5)
 
     outputs.reverse()  # vLLM's outputs come in another order than its rows
-    hand_out(outputs, StepRoutes(array, ends, drafted), prompts, prompt_routes)
+    hand_out(outputs, StepRoutes(array, starts, tokens, drafted), prompts, prompt_routes)
     assert sorted(asked) == list(prompts.values())
     return outputs, wanted[::-1]
 
@@ -230,7 +231,8 @@ def ran(step: Any, slots: Sequence[int], *, silent: Sequence[str] = (), finished
     ids = sorted(step.num_scheduled_tokens)
     routes = some_routes(sum(step.num_scheduled_tokens.values())).astype(np.int32)
     return SimpleNamespace(
-        req_ids=ids, finished=finished, sampled={name: [] if name in silent else [7] for name in ids},
+        req_ids=ids, req_id_to_index={name: index for index, name in enumerate(ids)}, finished=finished,
+        sampled={name: [] if name in silent else [7] for name in ids},
         routed_experts=SimpleNamespace(routing_data=routes, slot_mapping=np.array(slots)),
     )  # fmt: skip
 
