@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from headrace.tests import example_counts, process_pool, socket_origins
 
@@ -27,6 +28,10 @@ SHARED_FOLDERS = ("dataplane/", "actors/weights/transports/")
 """Folders whose files share fixtures that take seconds to make. Elsewhere the tests of one file do."""
 SINGLE_TESTS = tuple(f"runs/test_{name}" for name in ("end", "healing", "modes", "observed", "watchdog", "weight"))
 """Files whose tests share nothing and take half a minute each."""
+
+# An example that takes long, or is drawn slowly, says only that the machine is busy.
+settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("headrace")
 
 # ---------------------------------------------------------------- processes
 

@@ -58,7 +58,7 @@ def test_nested_dataclasses():
         assert (got.lengths is None) == (message.lengths is None) and got.deadline_s == message.deadline_s
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     hnp.arrays(
         st.one_of(
@@ -78,7 +78,7 @@ def test_arrays_keep_dtype_shape_and_bits(array):
     assert got.flags.owndata and got.flags.writeable and got.flags.aligned
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["math", "", "code"]) | st.text(st.characters(exclude_categories=("Cs",)), max_size=5)))
 def test_columns_of_text_travel(texts):
     column = np.array(texts, dtype=object)

@@ -39,7 +39,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(nested)
 def test_objects_come_back_exactly(obj):
     assert same(decode(encode(obj)), obj)

@@ -14,7 +14,7 @@ from headrace.codecs.schema import DTYPES, Field, Kind, Schema
 from headrace.tests.codecs.random_bits import random_bits
 from headrace.tests.example_counts import examples
 
-modest = settings(max_examples=examples(60), deadline=None)
+modest = settings(max_examples=examples(60))
 
 keys = st.text(max_size=4) | st.integers(-(2**63), 2**64 - 1)
 scalars = (

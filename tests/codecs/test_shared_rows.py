@@ -27,7 +27,7 @@ SCHEMA = Schema(
     ]
 )
 SHARED_BYTES = 4 + 24
-modest = settings(max_examples=examples(60), deadline=None)
+modest = settings(max_examples=examples(60))
 
 
 def batch_of(groups: list[tuple[int, list[int]]], seed: int = 0) -> tuple[Batch, np.ndarray]:

@@ -233,7 +233,7 @@ def test_with_tags() -> None:
         meta.with_tags(advantage=np.arange(3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3), max_size=80))
 def test_ints_round_trip(values: list[int]) -> None:
     array = np.array(values, dtype=np.int64)
@@ -245,7 +245,7 @@ def test_ints_are_small() -> None:
     assert len(pack_ints(np.arange(1000) % 256 + 10**12)) < 1020
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1), max_size=30))
 def test_keys_round_trip(keys: list[str]) -> None:
     assert unpack_keys(pack_keys(check_keys(keys))) == keys

@@ -18,7 +18,7 @@ def max_over_mean(plan: ShardPlan, cost: np.ndarray, dp: int) -> float:
     return float(loads.max() / loads.mean())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 100), max_size=60),
     st.integers(1, 8),
@@ -41,7 +41,7 @@ def test_each_row_once_equal_counts_within_budget(lengths, dp, tp, group, budget
             assert padded.sum() <= budget + 2
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 5), st.integers(1, 2), st.integers(100, 500))
 def test_padded_microbatches_fit_the_budget(lengths, dp, cp, budget):
     lengths, topology = np.array(lengths, dtype=np.int64), Topology(dp=dp, cp=cp)

@@ -59,6 +59,8 @@ class CollectiveReceiver(Receiver):
             link.close()
             raise deadline.error(f"the sender at {host}:{port} is lost: {error}") from error
         except WeightTransferError:
+            with contextlib.suppress(OSError):  # else the sender would take this receiver for a lost one
+                link.send(Note("gave up"))
             link.close()
             self.leave()
             raise

@@ -218,10 +218,7 @@ def link_bytes_per_s(device: torch.device, num_bytes: int = _LINK_BYTES, repeats
 def checksum(backend: SwitchedBackend) -> dict[str, int]:
     """Return the sum of the bytes of each weight by name; of empty tensors, which ranks other than 0 get, it is 0.
     Collective."""
-    return {
-        name: int(flat_bytes(value.contiguous()).sum(dtype=torch.int64))
-        for name, value in backend.weights()
-    }
+    return {name: int(flat_bytes(value.contiguous()).sum(dtype=torch.int64)) for name, value in backend.weights()}
 
 
 def used_bytes(device: torch.device) -> int:

@@ -184,10 +184,10 @@ def test_an_async_tool_is_awaited(ascii_tokenizer: Any) -> None:
         await asyncio.Event().wait()
         return ""
 
-    environment = hosted(ToolUse({"search": search, "stuck": stuck}, 3, timeout_s=0.1))
+    environment = hosted(ToolUse({"search": search, "stuck": stuck}, 3, timeout_s=1.0))
     (sample,) = play(environment, ascii_tokenizer, ["<tool>search: 42</tool>", "<tool>stuck: 1</tool>", "{}"])
     assert "<result>found 42</result>" in ascii_tokenizer.decode(sample.input_ids)
-    assert sample.text == "error: tool 'stuck' did not return within 0.1 s"
+    assert sample.text == "error: tool 'stuck' did not return within 1 s"
 
 
 @pytest.mark.processes

@@ -34,7 +34,7 @@ def whole_rows(lengths: list[int]) -> Batch:
     return Batch(SCHEMA, len(lengths), columns)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(2, 5), st.integers(1, 3))
 def test_chunks_of_all_ranks_are_each_row_exactly_once(lengths: list[int], cp: int, tp: int) -> None:
     seen = [np.zeros(length, np.int64) for length in lengths]
@@ -46,7 +46,7 @@ def test_chunks_of_all_ranks_are_each_row_exactly_once(lengths: list[int], cp: i
     assert all((row == 1).all() for row in seen)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(2, 5), st.integers(1, 3), st.data())
 def test_a_piece_is_its_chunk_and_the_next_token(lengths: list[int], cp: int, tp: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, cp - 1))
@@ -60,7 +60,7 @@ def test_a_piece_is_its_chunk_and_the_next_token(lengths: list[int], cp: int, tp
             assert list(range(begins[row, part], ends[row, part])) == wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(2, 4), st.data())
 def test_slicing_takes_just_those_tokens_of_every_column(lengths: list[int], cp: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, cp - 1))

@@ -17,7 +17,7 @@ from headrace.codecs.tokens import padding
 from headrace.tests.codecs.random_bits import random_bits
 from headrace.tests.example_counts import examples
 
-modest = settings(max_examples=examples(40), deadline=None)
+modest = settings(max_examples=examples(40))
 both_ways = pytest.mark.parametrize("rowwise_bytes", [0, 1 << 30], ids=["rowwise", "masked"])
 
 
@@ -82,7 +82,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @both_ways
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 @example(ONE_TOKEN, 0)
 @given(columns(), st.integers(0, 2))
 def test_valid_tokens_come_out_of_any_memory(rowwise_bytes, view, case, extra):

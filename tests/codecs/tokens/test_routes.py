@@ -26,7 +26,7 @@ from headrace.codecs.tokens.routes import (
 )
 from headrace.tests.example_counts import examples
 
-modest = settings(max_examples=examples(60), deadline=None)
+modest = settings(max_examples=examples(60))
 
 
 def moe(layers: int = 4, **extra) -> SimpleNamespace:

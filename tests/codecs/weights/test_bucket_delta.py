@@ -28,7 +28,7 @@ def apply(payload, base):
     return target
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(WIDTHS), st.integers(0, 3000), st.floats(0, 1), st.integers(0, 2**32))
 def test_round_trip(element_bytes, num_elements, share, seed):
     rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def test_round_trip(element_bytes, num_elements, share, seed):
     assert np.array_equal(apply(payload, base), new)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.sampled_from([0, 1, 7, 254, 255, 256, 509, 510, 511, 65533, 65534, 65535, 65536, 131070]), max_size=8),
     st.integers(0, 600),
@@ -95,7 +95,7 @@ def test_bits_are_compared():
     assert payload is not None and apply(payload, base.view(np.uint8)).tobytes() == other_nan.tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.booleans(), st.data())
 def test_damage_writes_nothing_beyond_the_target(seed, dense, data):
     base = random_bytes(2000, seed)

@@ -68,7 +68,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes, st.integers(1, 8), st.integers(0, 2**32))
 def test_weights_round_trip(tensors, lines, seed):
     named = weights(tensors, seed)
@@ -86,7 +86,7 @@ def test_weights_round_trip(tensors, lines, seed):
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape and raw(got[name]) == raw(tensor)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shapes, st.integers(1, 8), st.integers(0, 2**32))
 def test_buckets_end_to_end_hold_each_tensor_in_one_piece(tensors, lines, seed):
     named = weights(tensors, seed)
@@ -168,7 +168,7 @@ def test_every_byte_is_under_the_checksum(digest, nbytes):
     assert digest(torch.cat([payload, payload.new_zeros(1)])) != whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from([64, 32 << 10, 40 << 10]), st.data())
 def test_digests_of_gpus_see_what_lies_in_another_s_place(seed, nbytes, data):
     payload = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 160 << 10, dtype=np.uint8))

@@ -99,7 +99,7 @@ def assert_same(got: Batch, expected: Batch) -> None:
         assert got.lengths is not None and np.array_equal(got.lengths, expected.lengths)
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     rows=st.one_of(
         st.lists(st.integers(0, ROWS - 1), max_size=60),

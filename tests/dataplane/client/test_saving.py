@@ -125,7 +125,7 @@ def fill(client: DataPlaneClient, partition: str, seed: int) -> list[Any]:
     return leases
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(0, 10**6))
 def test_a_partition_comes_back_exactly(roomy: DataPlane, tmp_path: Path, seed: int) -> None:
     path = tmp_path / "saved"

@@ -123,7 +123,7 @@ def test_lengths_are_balanced_within_a_round() -> None:
     assert [int(meta.lengths.sum()) for meta in shares if meta is not None] == [15 * GROUP, 15 * GROUP]
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=24), st.integers(1, 6))
 def test_balanced_shares_are_equally_many_and_no_worse_than_in_turn(lengths: list[int], num_ranks: int) -> None:
     tokens = np.sort(np.repeat(lengths, num_ranks))[::-1]  # in turn, the first rank gets the longest of each turn

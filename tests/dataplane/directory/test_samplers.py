@@ -219,7 +219,7 @@ def shuffled(draw_seed: int, count: int, spread: int) -> list[int]:
     return np.argsort(np.arange(count) + rng.uniform(0, spread, count)).tolist()
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(events=EVENTS, seed=st.integers(0, 2**32 - 1), window=st.integers(1, 6))
 def test_window_is_never_exceeded_and_each_prompt_is_leased_once(
     events: list[tuple[str, int]], seed: int, window: int
@@ -240,7 +240,7 @@ def test_window_is_never_exceeded_and_each_prompt_is_leased_once(
             getattr(story, event)(number)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     events=EVENTS,
     seed=st.integers(0, 2**32 - 1),
@@ -274,7 +274,7 @@ def test_staleness_never_exceeds_the_bound_and_stale_rows_hold_nothing_up(
     assert sorted(found) == sorted(fresh), "all prompts were put: whatever is fresh enough is served"
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(0, 5))
 def test_stream_progress_is_that_of_a_set(numbers: list[int], first: int) -> None:
     progress = StreamProgress(first)
@@ -285,7 +285,7 @@ def test_stream_progress_is_that_of_a_set(numbers: list[int], first: int) -> Non
     assert progress.ahead == {n for n in settled if n > progress.first}
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=300), st.integers(1, 40))
 def test_queue_serves_by_version_then_arrival_however_rows_come(entries: list[tuple[int, bool]], count: int) -> None:
     directory = opened("oldest_version_first", group_size=1)

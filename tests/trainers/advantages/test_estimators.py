@@ -90,7 +90,7 @@ def reference(kind: str, rows: RewardRows) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(table=ROWS)
 def test_equals_the_formula(kind: str, table: list[tuple[float, bool, int, float]]) -> None:
     rows = reward_rows(table)

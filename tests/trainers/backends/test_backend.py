@@ -88,7 +88,7 @@ def test_three_steps_equal_a_plain_torch_trainer(model: str) -> None:
         torch.testing.assert_close(value, plain.model.state_dict()[name], rtol=0, atol=2e-6)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_any_chunking_and_order_gives_the_gradient_of_the_whole(
     gradient_backend: FsdpBackend, data: st.DataObject

@@ -52,7 +52,7 @@ def short_row(length: int) -> Row:
     return Row(np.full(length, 4, np.int32), np.zeros(length, np.uint8), columns, 1.0, 0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_packed_rows_give_the_gradient_and_logprobs_of_padded_ones(
     pair: tuple[FsdpBackend, FsdpBackend], data: st.DataObject

@@ -47,7 +47,7 @@ def plainly(changes: list[tuple[str, float, np.ndarray | float]], decode_s: floa
     return ends, busy
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(changes=CHANGES, row_s=st.sampled_from([0.0, 0.05]))
 def test_groups_end_when_they_do_row_by_row(changes: list[tuple[str, float, int]], row_s: float) -> None:
     engine = SimulatedEngine(1000, 0.1, row_s)

@@ -145,7 +145,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(changes=CASES, ahead=st.integers(1, 3), streaming_ahead=st.integers(0, 2))
 def test_whatever_the_figures_groups_are_conserved_and_staleness_is_bounded(
     changes: dict, ahead: int, streaming_ahead: int
@@ -172,7 +172,7 @@ def test_whatever_the_figures_groups_are_conserved_and_staleness_is_bounded(
         assert sum(step.engines_busy_s for step in run.steps) <= bound + 1e-6
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(changes=CASES)
 def test_the_same_seed_is_the_same_run_and_strict_streaming_is_no_slower_than_sync(changes: dict) -> None:
     case = scenario(**changes)

@@ -117,16 +117,15 @@ class TestUpdates:
                 while sum(one >= 0 for one, _ in engine.tokens_of_newest()) < 32 and not running.done():
                     await asyncio.sleep(0.002)
                 report = await engine.commit_weights(version, "keep", kv)
-                if report.kept or attempts == 3:
-                    break
-                await running  # a busy machine let all samples end before the commit
+                late = await engine.generate(f"late {kv} {attempts}", prompt, SamplingParams(n=2, max_new_tokens=8))
+                done = await running
+                fresh = [one for one in done if (one.versions == version).all()]
+                mixed = [one for one in done if 0 < np.count_nonzero(one.versions == version) < len(one.versions)]
+                if (report.kept and fresh and mixed) or attempts == 3:
+                    break  # else a busy machine let the samples end, or all of them begin, before the commit
             assert (report.kept, report.aborted) == (1, 0)
-            late = await engine.generate("late", prompt, SamplingParams(n=2, max_new_tokens=8))
-            subject.expect_logprobs(prompt, late)
-            done = await running
-            fresh = [one for one in done if (one.versions == version).all()]
-            mixed = [one for one in done if 0 < np.count_nonzero(one.versions == version) < len(one.versions)]
             assert fresh and mixed and len(done) == 90
+            subject.expect_logprobs(prompt, late)
             subject.expect_logprobs(prompt, fresh[:3])
             distance = 0.0
             for one in mixed[:3]:

@@ -133,6 +133,23 @@ def test_a_receiver_that_dies_on_the_way_is_missed_at_once(group: Callable[..., 
     peers.update(3, BUCKET_BYTES, groups=peers.groups[:1])
 
 
+def test_a_sender_that_comes_late_names_the_receiver_that_is_missing(group: Callable[..., PeerGroup]) -> None:
+    """The other receivers have given up waiting by then, which is no fault of theirs."""
+    peers = group("collective", 2.0)
+    named = weights(1, ROWS)
+    plan = plan_of(named, BUCKET_BYTES)
+    update = peers.sender.begin(1, plan, peers.groups)
+    others = [peer for who, peer in peers.workers.items() if who != ("engine-1", 1)]
+    for peer in others:
+        peer.start("prepare", update)
+    for peer in others:
+        assert "did not start it: not all receivers are here" in peer.answer().error
+    sent = outcome(lambda: publish(peers.sender, plan, named))
+    assert "engine-1 worker 1 did not join" in sent.error and sent.error.count("gave up waiting") == 3, sent
+    peers.sender.abort(sent.error)
+    peers.update(2, BUCKET_BYTES)
+
+
 def test_the_sender_is_killed(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     """Receivers say so and go on with the next sender, which finds nothing of the last one in its way."""
     # With store and disk nothing but time tells that a sender is dead.

@@ -93,7 +93,7 @@ def whole_attention(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(out)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
 def test_all_context_ranks_together_attend_as_whole_rows_do(cp: int, units: list[int]) -> None:
     torch.manual_seed(0)
