@@ -187,11 +187,13 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
             await router.suspend(name, cut=False)
             assert name not in router.names
             await asyncio.sleep(seconds)
+            suspending.discard(name)
             if name in router.members and name not in leaving:
                 router.readmit(name)
 
         tasks: dict[str, asyncio.Task] = {}
         suspended: list[asyncio.Task] = []
+        suspending: set[str] = set()
         removals: list[asyncio.Task] = []
         leaving: set[str] = set()
         for event in range(120):
@@ -224,7 +226,8 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
                 await router.resume()
             elif kind == "suspend" and names:
                 name = rng.choice(names)
-                if name not in leaving:
+                if name not in leaving | suspending:
+                    suspending.add(name)
                     suspended.append(asyncio.create_task(suspend_for_a_while(name, rng.random() * 0.01)))
             if rng.random() < 0.3:
                 await asyncio.sleep(rng.random() * 0.004)
