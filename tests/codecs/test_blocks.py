@@ -140,11 +140,11 @@ def test_columns_of_one_element_of_a_wider_tensor():
     schema = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("reward", Kind.PER_SAMPLE, torch.float32)])
     data = {"ids": [np.arange(1, dtype=np.int32)], "reward": torch.arange(4.0)[1::2][:1]}
     batch = pack(schema, data)
-    assert batch["reward"].stride() == (2,), "it was copied, so that this test shows nothing"
+    assert batch.tensor("reward").stride() == (2,), "it was copied, so that this test shows nothing"
     block = encode_block(batch, 0, 1, checksum=True)
     source, views = source_of(block, [0]), dict(enumerate(block.parts))
     out = assemble(schema, np.zeros(1), [source], [block.layout], [views])
-    assert out["reward"].tolist() == [1.0]
+    assert out.tensor("reward").tolist() == [1.0]
 
 
 def test_every_byte_is_under_a_checksum(batch):
