@@ -105,7 +105,8 @@ class ProcessGroups:
         """Destroy all groups of the process, the default one last, and return the seconds that took. Idempotent.
 
         holders: objects through which all references to groups can be reached (see `replace_groups`). Using a group
-        afterwards raises RuntimeError. No operation may be in progress.
+        afterwards raises RuntimeError. No operation may be in progress on any rank, nor may any rank still be making a
+        group: torch does not wait for the others there, and this call closes the connections that they are making.
         """
         if not self.formed:
             return 0.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from headrace.actors.protocols import OffloadReport, TrainBackend
@@ -66,6 +67,7 @@ def cycle(
     """Offload the backend and destroy the groups, and undo both."""
     report = backend.offload()
     if groups is not None:
+        dist.barrier()  # a rank that has just made its groups is still connecting to others that have theirs
         destroy_groups(backend, groups, experts=experts)
         groups.form_again(backend.group_holders())
     return report, backend.onload()
