@@ -48,9 +48,10 @@ def kill(pid: int) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended (a zombie has)."""
+    """Return whether a process has ended (a zombie has) with all its threads, so that its files are closed, too."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return zombie and len(os.listdir(f"/proc/{pid}/task")) == 1
     except (FileNotFoundError, ProcessLookupError):
         return True
 
