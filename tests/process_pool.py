@@ -11,6 +11,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -54,6 +56,22 @@ def has_ended(pid: int) -> bool:
         return zombie and len(os.listdir(f"/proc/{pid}/task")) == 1
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def zombie_with_a_thread() -> subprocess.Popen[str]:
+    """Start a process of which only a thread is left, until it reads a line or the end of its input. Such a process is
+    a zombie, as one is whose main thread is the first to die of a signal."""
+    code = (
+        "import ctypes, os, sys, threading\n"
+        "threading.Thread(target=lambda: (sys.stdin.readline(), os._exit(0))).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the main thread does not end"
+        time.sleep(0.001)
+    return child
 
 
 def start_ray(num_gpus: int | None = None, num_cpus: int = 16) -> None:

@@ -110,7 +110,8 @@ def try_lock(path: Path) -> int | None:
 
 
 def process_start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None when it has ended; a zombie counts as ended.
+    """Return when a process started, in clock ticks since boot, or None when it has ended. A zombie counts as ended
+    once its last thread has: until then it can write.
 
     The pid together with the start time identifies a process uniquely, whereas pids alone are reused.
     """
@@ -119,7 +120,8 @@ def process_start(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat.rpartition(b")")[2].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
+    return None if ended else int(fields[19])
 
 
 def _remove_stale(folder: Path) -> bool:

@@ -109,9 +109,10 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process runs; a zombie does not count."""
+    """Return whether the process runs. A zombie does not count once its last thread has ended: until then it keeps its
+    files and its GPU memory."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 
