@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.codecs.host.owned_folder import process_start
+
 from . import forks
 
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -51,11 +53,7 @@ def kill(pid: int) -> None:
 
 def has_ended(pid: int) -> bool:
     """Return whether a process has ended (a zombie has) with all its threads, so that its files are closed, too."""
-    try:
-        zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return zombie and len(os.listdir(f"/proc/{pid}/task")) == 1
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    return process_start(pid) is None
 
 
 def zombie_with_a_thread() -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ from headrace.dataplane.errors import DirectoryLost, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.tests.dataplane.planes import put_one
 from headrace.tests.dataplane.rows import fresh_run_id
-from headrace.tests.process_pool import kill
+from headrace.tests.process_pool import has_ended, kill
 from headrace.tests.two_hosts import needs_two_hosts
 
 pytestmark = pytest.mark.processes
@@ -35,14 +35,7 @@ def plane() -> Iterator[DataPlane]:
             client.register("train", SCHEMA, tasks=["train"])
         yield plane
     assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
-    assert not any(map(lives, plane.processes().values()))
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert all(map(has_ended, plane.processes().values()))
 
 
 def test_processes_of_every_kind_share_a_plane_by_its_text(plane: DataPlane) -> None:
@@ -129,7 +122,7 @@ def test_a_plane_ends_with_its_script(end: str, kind: str) -> None:
     )
     assert script.stdin is not None and script.stdout is not None
     *pids, text = script.stdout.readline().split()
-    assert len(pids) == (2 if kind == "tcp" else 1) and all(lives(int(pid)) for pid in pids)
+    assert len(pids) == (2 if kind == "tcp" else 1) and not any(has_ended(int(pid)) for pid in pids)
     with connect(text) as client:
         assert client.get_keys("train", ["a.0"], ["ids"]).jagged("ids").values.tolist() == [1, 2, 3]
         if end == "it is killed":
@@ -137,7 +130,7 @@ def test_a_plane_ends_with_its_script(end: str, kind: str) -> None:
         script.stdin.close()
         script.wait(60)
         deadline = time.monotonic() + 60
-        while any(lives(int(pid)) for pid in pids) or list(Path("/dev/shm").glob(f"*{run_id}*")):
+        while not all(has_ended(int(pid)) for pid in pids) or list(Path("/dev/shm").glob(f"*{run_id}*")):
             assert time.monotonic() < deadline, "the directory and its unit end with the script, and remove its rows"
             time.sleep(0.05)
         with pytest.raises(DirectoryLost):

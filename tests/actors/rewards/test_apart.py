@@ -19,6 +19,7 @@ from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.factory import build_rubric, check_rewards
 from headrace.actors.user_processes import UserFunctionFailed, UserProcesses
 from headrace.tests.dataplane.rpc.served import wait_until
+from headrace.tests.process_pool import has_ended
 
 HERE = "headrace.tests.actors.rewards.test_apart"
 calls = 0
@@ -143,10 +144,8 @@ def test_a_hanging_function_ends_with_the_process_that_called_it(tmp_path: Path)
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as caller:
         wait_until((tmp_path / "pid").exists)
         caller.kill()
-    process = Path("/proc", (tmp_path / "pid").read_text().strip())
-    wait_until(
-        lambda: not process.exists() or process.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    )
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: has_ended(pid))
 
 
 def test_built_in_rewards_run_as_they_are() -> None:
