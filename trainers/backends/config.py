@@ -155,6 +155,10 @@ class BackendConfig:
     """Columns of numbers that the user brings, which the loss reads."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
+    trains: bool = True
+    """If false, the backend only computes log-probs, and `begin_step`, `save`, `load` and `offload` raise RuntimeError.
+    It has no optimizer, so that a parameter takes 2 bytes (4 without mixed precision) in place of 12 and more. The
+    backend `scripted`, which has no parameters, does not look at it."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference:
@@ -167,3 +171,8 @@ class BackendConfig:
     def topology(self) -> Topology:
         """Sizes of the train mesh: the numbers of data-, tensor-, context-, pipeline- and expert-parallel ranks."""
         return self.trainer.topology
+
+    def require_trains(self, call: str) -> None:
+        """Raise RuntimeError if the backend only computes log-probs. call: name of the method that trains."""
+        if not self.trains:
+            raise RuntimeError(f"{call}: this {self.trainer.backend} backend only computes log-probs (trains=False)")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ class HfSource:
         """Read the config and find out which safetensors file contains each tensor. Raises ValueError when there is no
         such model or it has no safetensors files."""
         self._model = model
+        self._open: contextlib.ExitStack | None = None
+        """Closes the files that `reading` keeps open; None outside it."""
+        self._handles: dict[str, Any] = {}
+        """Open files of `reading`, by path."""
         try:
             self.config: Any = AutoConfig.from_pretrained(model)
             self._files = self._locate()
@@ -39,23 +43,47 @@ class HfSource:
 
     def has(self, name: str) -> bool:
         """Return whether the safetensors files contain the tensor `name`, or its experts one by one, so that `tensor`
-        and `box` can read it."""
+        and `pieces` can read it."""
         match = _EXPERTS.fullmatch(name)
         return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
 
-    def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of the tensor `name` in float32. `ranges` has one slice for each dimension.
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context manager in which files stay open, so that the list of tensors in each is read once and not for each
+        tensor."""
+        assert self._open is None, "it is open already"
+        with contextlib.ExitStack() as self._open:
+            try:
+                yield
+            finally:
+                self._open, self._handles = None, {}
 
-        Only that part is read from the file. If the folder stores experts one by one, only the experts in the part are
-        read. Raises ValueError when the tensor does not exist.
+    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Yield a part of the tensor `name` in pieces: the place of each in that part, and its values in the dtype of
+        the file. `ranges` has one slice for each dimension.
+
+        Only that part is read. A tensor in the files is one piece; where the folder stores experts one by one, each of
+        their matrices is a piece, so that no more than one of them is in memory. Values may lie in the mapped file
+        itself. Raises ValueError when the tensor does not exist.
         """
         match = _EXPERTS.fullmatch(name)
-        if name not in self._files and match is not None:
-            return self.tensor(name, ranges[0].start, ranges[0].stop)[(slice(None), *ranges[1:])]
-        return self._read(name, ranges)
+        if name in self._files or match is None:
+            yield tuple(slice(0, part.stop - part.start) for part in ranges), self._read(name, ranges)
+            return
+        experts, rows, columns = ranges
+        for expert in range(experts.start, experts.stop):
+            start = 0  # of the rows of the matrix in the stacked tensor
+            for part in self._expert(match, expert):
+                end = start + self._shape(part)[0]
+                first, last = max(rows.start, start), min(rows.stop, end)
+                if first < last:
+                    place = slice(expert - experts.start, expert - experts.start + 1)
+                    values = self._read(part, (slice(first - start, last - start), columns))
+                    yield (place, slice(first - rows.start, last - rows.start), slice(0, values.shape[1])), values
+                start = end
 
     def tensor(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        """Return the tensor `name` in float32, or only `[start:stop]` of it along dimension 0.
+        """Return the tensor `name`, or only `[start:stop]` of it along dimension 0, in the dtype of the file.
 
         `name` is the HF model's own name. Experts that the folder stores one by one are stacked. Raises ValueError when
         the tensor does not exist.
@@ -64,8 +92,16 @@ class HfSource:
         if name in self._files or match is None:
             return self._read(name, () if start is None and stop is None else (slice(start, stop),))
         experts = range(num_experts(self.config))[start:stop]
-        parts = [torch.cat([self._read(part) for part in self._expert(match, expert)]) for expert in experts]
-        return torch.stack(parts)
+        shapes = [self._shape(part) for part in self._expert(match, experts.start)]
+        rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
+        ranges = (slice(experts.start, experts.stop), slice(0, rows), slice(0, columns))
+        whole: torch.Tensor | None = None
+        for place, values in self.pieces(name, ranges):
+            if whole is None:
+                whole = torch.empty((len(experts), rows, columns), dtype=values.dtype)
+            whole[place] = values
+        assert whole is not None, "a rank has at least one expert"
+        return whole
 
     @staticmethod
     def _expert(match: re.Match[str], expert: int) -> list[str]:
@@ -88,11 +124,26 @@ class HfSource:
         return model.eval()
 
     def _read(self, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
+        with self._opened(name) as file:
+            return file.get_slice(name)[ranges] if ranges else file.get_tensor(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        with self._opened(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """Context manager that provides the safetensors file that contains the tensor `name`."""
         if name not in self._files:
             raise ValueError(f"model.path: {self._model!r} has no tensor {name!r} in its safetensors files")
-        with safe_open(self._files[name], framework="pt") as opened:
-            found = opened.get_slice(name)[ranges] if ranges else opened.get_tensor(name)
-        return found.float()
+        path = self._files[name]
+        if self._open is None:
+            with safe_open(path, framework="pt") as file:
+                yield file
+            return
+        if path not in self._handles:
+            self._handles[path] = self._open.enter_context(safe_open(path, framework="pt"))
+        yield self._handles[path]
 
     def _locate(self) -> dict[str, str]:
         """Return the path of the safetensors file that contains each tensor: tensor name -> path. Raises OSError when a

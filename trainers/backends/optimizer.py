@@ -20,7 +20,8 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """Build a fused AdamW optimizer and allocate its state at once, so that even a checkpoint before the first step
     contains the full state.
 
-    Weight decay applies to matrices only, not to norms and biases.
+    Weight decay applies to matrices only, not to norms and biases. The optimizer of a model that is not trained is
+    empty.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     sorts: dict[tuple[bool, object], list[nn.Parameter]] = {}
@@ -31,7 +32,9 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
         {"params": members, "weight_decay": 0.0 if vector else config.weight_decay}
         for (vector, _), members in sorts.items()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=ADAM_EPS, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups or [{"params": []}], lr=config.lr, betas=config.betas, eps=ADAM_EPS, fused=True
+    )
     for param in params:
         optimizer.state[param] = {
             "step": torch.zeros((), dtype=torch.float32, device=param.device),

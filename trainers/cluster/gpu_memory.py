@@ -196,7 +196,8 @@ def _pass_parts(config: Config, model: Mapping[str, Any], params: int) -> dict[s
 
 
 def trained_parts(config: Config, params: int) -> dict[str, int]:
-    """Return what one train worker holds between two passes, all in float32: name of a part -> bytes.
+    """Return what one train worker holds between two passes: name of a part -> bytes. All is in float32, but for a
+    reference model, which is in bfloat16 with mixed precision.
 
     The result takes into account how the train backend shards them over ranks.
     """
@@ -207,12 +208,14 @@ def trained_parts(config: Config, params: int) -> dict[str, int]:
     if trainer.backend != "fsdp" and trainer.distributed_optimizer:
         moments = 2 * params * 4 // (sharded * topology.dp * topology.cp)
     parts = {"weights": each, "gradients": each, "optimizer": moments}
-    return {**parts, "reference": each} if config.with_reference else parts
+    if config.with_reference:
+        parts["reference"] = params * (2 if trainer.mixed_precision else 4) // sharded
+    return parts
 
 
 def trained_bytes(config: Config, params: int) -> int:
-    """Return the number of bytes that one train worker holds: float32 weights, gradients, Adam moments and, if the run
-    needs it, reference model."""
+    """Return the number of bytes that one train worker holds: weights, gradients, Adam moments and, if the run needs it,
+    a reference model."""
     return sum(trained_parts(config, params).values())
 
 

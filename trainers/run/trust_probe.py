@@ -153,7 +153,7 @@ def compare_rows(config: Config, spec: RouteSpec | None, rows: Rows) -> TrustRep
         update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
     )
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
-    backend: Any = build_backend(BackendConfig(config.model.path, trainer, router_replay=replay), 0, 1)
+    backend: Any = build_backend(BackendConfig(config.model.path, trainer, router_replay=replay, trains=False), 0, 1)
     micro, sampled = _micro_batch(rows, spec)
     temperature = config.rollout.temperature
     try:

@@ -161,8 +161,8 @@ def test_compiled_layers_are_not_compiled_again_for_other_rows(
     monkeypatch.setattr(varlen_attention, "attend_rows", attend_rows)
     real = FsdpBackend._build
 
-    def build(backend: FsdpBackend, source: Any) -> Any:
-        policy = real(backend, source)
+    def build(backend: FsdpBackend, source: Any, *, trained: bool) -> Any:
+        policy = real(backend, source, trained=trained)
         varlen_attention.use_varlen_attention(policy.model)
         return policy
 

@@ -106,8 +106,7 @@ def test_two_ranks_read_half_the_model_each_and_have_its_very_weights(tmp_path: 
             assert same, "policy and reference start alike"
             size = sum(param.numel() for param in expected.values())
             whole = sum(param.numel() for name, param in expected.items() if "norm" in name or "bias" in name)
-            # Experts that are stored one by one are read whole, those of other ranks are not read.
-            assert 0.9 * size <= elements <= 1.1 * size + 2 * whole, f"{case}: half of it for each of two modules"
+            assert 0.9 * size <= elements <= 1.02 * size + 2 * whole, f"{case}: half of it for each of two modules"
 
 
 def test_one_rank_has_the_model_s_buffers_ties_and_generation_settings(

@@ -46,6 +46,8 @@ def test_memory_as_the_backend_splits_it() -> None:
 def test_host_memory_is_that_of_a_rank_s_own_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = config(dp=4, tp=2).model_copy(update={"loss": LossConfig(kl_coef=0.1)})
     assert host_bytes(kept, 1000, gpus=False) == trained_bytes(kept, 1000) == 1000 * 4 * 5 // 8
+    half = kept.model_copy(update={"trainer": kept.trainer.model_copy(update={"mixed_precision": True})})
+    assert trained_bytes(half, 1000) == 1000 * (4 * 4 + 2) // 8, "a reference model in bfloat16"
     assert host_bytes(kept, 1000, gpus=True) == 1000 * 4 // 8, "the reference alone, and of that its pieces"
     alone = config().model_copy(update={"loss": LossConfig(kl_coef=0.1)})
     assert host_bytes(alone, 1000, gpus=True) == 0, "one rank has it on its GPU"

@@ -31,7 +31,7 @@ from ..train_step import TrainStep
 from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .causal_lm import CausalLM
-from .half_parameters import half_parameters
+from .half_parameters import half_parameters, halve_parameters
 from .loading import WeightSource, fill, open_source
 from .norms import use_closed_form_norms
 from .output_checks import check_head, check_packing
@@ -64,7 +64,7 @@ class FsdpBackend:
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.model)
         self._packed = False
-        policy = self._build(source)
+        policy = self._build(source, trained=config.trains)
         if config.trainer.head == "selected":
             check_head(policy.model)
         self._replay: RouterReplay | None = None
@@ -75,7 +75,7 @@ class FsdpBackend:
         flops = flop_model(policy.model.config)
         self._reference: CausalLM | None = None
         if config.with_reference:
-            reference = self._build(source).requires_grad_(False)
+            reference = self._build(source, trained=False)
             host = config.trainer.offload or self._device.type == "cuda"
             self._reference = self._spread(reference, source, offload=host)
         layers = policy.layers()  # FSDP gives them other class names
@@ -115,6 +115,7 @@ class FsdpBackend:
         Raises RuntimeError when a step is open or the backend is offloaded, and ValueError when `temperature` is not
         above 0.
         """
+        self._config.require_trains("begin_step")
         self._residence.require_onloaded("begin_step")
         self._step.begin(temperature)
         self._meter.begin()
@@ -227,6 +228,7 @@ class FsdpBackend:
         while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
         offloaded, and ValueError when `path` exists and is not a checkpoint.
         """
+        self._config.require_trains("save")
         self._step.require_closed("save")
         self._residence.require_onloaded("save")
         self._checkpointer.save(path, self._state(), wait=wait)
@@ -242,6 +244,7 @@ class FsdpBackend:
         Raises RuntimeError while a step is open or the backend is offloaded, and ValueError when `path` is not a
         complete checkpoint of this model.
         """
+        self._config.require_trains("load")
         self._step.require_closed("load")
         self._residence.require_onloaded("load")
         self._checkpointer.load(path, self._state())
@@ -262,6 +265,7 @@ class FsdpBackend:
         The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
         of the last write, and OSError when host memory does not suffice.
         """
+        self._config.require_trains("offload")
         self._step.require_closed("offload")
         self._checkpointer.wait()
         return self._residence.offload(self._resident())
@@ -288,8 +292,9 @@ class FsdpBackend:
 
     # ------------------------------------------------------------ inside
 
-    def _build(self, source: WeightSource) -> CausalLM:
-        """Build the whole model on the meta device, where its weights have no values and need no memory."""
+    def _build(self, source: WeightSource, *, trained: bool) -> CausalLM:
+        """Build the whole model on the meta device, where its weights have no values and need no memory. With mixed
+        precision the weights of a model that is not trained are in bfloat16."""
         model = source.empty_model(torch.float32)
         check_split(self._config.trainer, model.config)
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
@@ -300,6 +305,10 @@ class FsdpBackend:
             use_varlen_attention(model)
         if self._device.type == "cpu" and not self._config.trainer.compile:
             use_closed_form_norms(model)
+        if not trained:
+            model.requires_grad_(False)
+            if self._half:
+                halve_parameters(model)
         return CausalLM(model, self._config.trainer.head)
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:

@@ -1,4 +1,5 @@
-"""Lets a single rank compute with bfloat16 copies of its float32 parameters, as FSDP does on several ranks."""
+"""Lets a single rank compute with bfloat16 copies of its float32 parameters, as FSDP does on several ranks, and gives
+modules that are not trained bfloat16 parameters alone."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ import torch
 from torch import nn
 
 
+def halve_parameters(module: nn.Module) -> None:
+    """Change the dtype of the parameters of `module` to bfloat16, for a module that is not trained. Passes compute with
+    the same values as those in `half_parameters`."""
+    for param in module.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(torch.bfloat16)
+
+
 @contextmanager
 def half_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the parameters of `module` by bfloat16 copies inside the context; gradients flow to the float32
     originals.
 
     The backward pass must be inside the context too, because parts of the forward pass may be computed again in it. A
-    parameter that several modules share has one copy. The copies take 2 bytes per parameter.
+    parameter that several modules share has one copy. The copies take 2 bytes per parameter; a parameter that is in
+    bfloat16 already is not copied.
     """
     copies: dict[int, torch.Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []

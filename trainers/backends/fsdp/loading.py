@@ -7,6 +7,8 @@ rank needs host memory for its shard and the largest piece of a weight, however 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,14 +27,19 @@ _log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Interface for reading parts of a HF model's weights. They are returned in float32 in host memory."""
+    """Interface for reading parts of a HF model's weights. They are in host memory, in the dtype of the source."""
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
         """Return the HF model on the meta device, without values of its weights."""
         ...
 
-    def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of the tensor `name`. `ranges` has one slice for each dimension."""
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context manager in which many reads are fast."""
+        ...
+
+    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Return a part of the tensor `name` in pieces: the place of each in that part, and its values. `ranges` has
+        one slice for each dimension."""
         ...
 
 
@@ -51,8 +58,11 @@ class WholeModel:
         empty.generation_config = self._model.generation_config
         return empty.eval()
 
-    def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
-        return self._tensors[name][ranges]
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
+        return [(tuple(slice(0, part.stop - part.start) for part in ranges), self._tensors[name][ranges])]
 
 
 def open_source(model: str) -> WeightSource:
@@ -116,11 +126,19 @@ def fill(
         for parent, other in others:
             parent.register_parameter(other, first.get_parameter(name))
     model, place = module.model, topology.place(rank)
-    _compute_buffers(model, source, device)
-    for name, param in model.named_parameters():
-        ranges = cut_box(param.shape, own_cuts(param, topology, place))
-        if all(part.start < part.stop for part in ranges):
-            own_piece(param).copy_(source.box(name, ranges))
+    with source.reading():
+        _compute_buffers(model, source, device)
+        for name, param in model.named_parameters():
+            ranges = cut_box(param.shape, own_cuts(param, topology, place))
+            if all(part.start < part.stop for part in ranges):
+                _read_into(own_piece(param), source, name, ranges)
+
+
+def _read_into(target: torch.Tensor, source: WeightSource, name: str, ranges: tuple[slice, ...]) -> None:
+    """Read a part of a tensor into `target`. Its pieces get the dtype of `target` on its device, which takes no memory
+    of the host."""
+    for place, values in source.pieces(name, ranges):
+        target[place].copy_(values.to(target.device))
 
 
 def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> None:
@@ -141,5 +159,5 @@ def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> 
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
             if full in kept:
-                buffer.copy_(source.box(full, tuple(slice(0, size) for size in buffer.shape)))
+                _read_into(buffer, source, full, tuple(slice(0, size) for size in buffer.shape))
             module._buffers[name] = buffer.to(device)

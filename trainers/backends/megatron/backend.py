@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -32,7 +33,7 @@ from .architecture import check_fits
 from .balance import PipelineBalance
 from .calls import megatron_calls
 from .gathering import OwnPieces, spread_weights
-from .library import MoELayer, get_forward_backward_func
+from .library import ChainedOptimizer, DistributedDataParallel, MoELayer, get_forward_backward_func
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
 from .pipeline import OpenPipeline
@@ -50,6 +51,16 @@ from .updates import (
     sum_gradients,
     wrap_model,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What only a backend that trains has."""
+
+    model: DistributedDataParallel
+    """The policy with its gradient buffers."""
+    optimizer: ChainedOptimizer
+    state: TrainingState
 
 
 class MegatronBackend:
@@ -113,12 +124,16 @@ class MegatronBackend:
             compile_layers(layers)
         if config.trainer.recompute == "selective":  # Megatron itself does `full`
             recompute_layers(layers, "selective")
-        self._model = wrap_model(config, self._policy)
+        self._training: _Training | None = None
+        if config.trains:
+            wrapped = wrap_model(config, self._policy)
+            optimizer = build_optimizer(config, wrapped)
+            state = TrainingState(self._policy, optimizer, self._steps, model, self._mesh)
+            self._training = _Training(wrapped, optimizer, state)
+        self._model: Any = self._policy if self._training is None else self._training.model
         self._pipeline = OpenPipeline(self._model)
-        self._optimizer = build_optimizer(config, self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._source, self._topology, dtype)
-        self._state = TrainingState(self._policy, self._optimizer, self._steps, model, self._mesh)
         self._checkpointer = Checkpointer(self._rank, self._world)
         first = self._mesh.place.cp == 0  # context-parallel ranks share their rows, which the first one counts
         group, reported = self._mesh.tokens, self._entropy != "off"
@@ -140,6 +155,7 @@ class MegatronBackend:
         Raises RuntimeError when a step is open or the backend is offloaded, and ValueError when `temperature` is not
         above 0.
         """
+        self._required("begin_step")
         self._residence.require_onloaded("begin_step")
         self._step.begin(temperature)
         self._meter.begin()
@@ -253,10 +269,11 @@ class MegatronBackend:
         while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
         offloaded, and ValueError when `path` exists and is not a checkpoint.
         """
+        training = self._required("save")
         self._step.require_closed("save")
         self._residence.require_onloaded("save")
         with megatron_calls(self._device):
-            state = self._state.collect()
+            state = training.state.collect()
         self._checkpointer.save(path, state, wait=wait)
 
     def wait_saved(self) -> None:
@@ -270,11 +287,12 @@ class MegatronBackend:
         Raises RuntimeError while a step is open or the backend is offloaded, and ValueError when `path` is not a
         complete checkpoint of this model.
         """
+        training = self._required("load")
         self._step.require_closed("load")
         self._residence.require_onloaded("load")
-        state = self._state.blank()
+        state = training.state.blank()
         self._checkpointer.load(path, state)
-        self._state.restore(state)
+        training.state.restore(state)
 
     def export_model(self, path: str) -> None:
         """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
@@ -295,10 +313,11 @@ class MegatronBackend:
         The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
         of the last write, and OSError when host memory does not suffice.
         """
+        training = self._required("offload")
         self._step.require_closed("offload")
         self._checkpointer.wait()
         clear_scratch()
-        kept, zeros = resident_tensors(self._model, self._optimizer)
+        kept, zeros = resident_tensors(training.model, training.optimizer)
         return self._residence.offload(kept, zeros)
 
     def onload(self) -> OffloadReport:
@@ -323,9 +342,16 @@ class MegatronBackend:
 
     # ------------------------------------------------------------ inside
 
+    def _required(self, call: str) -> _Training:
+        """Return what only a backend that trains has. Raises RuntimeError if this one does not."""
+        self._config.require_trains(call)
+        assert self._training is not None
+        return self._training
+
     def _clear(self) -> None:
-        with megatron_calls(self._device):
-            clear_gradients(self._model, self._optimizer)
+        if self._training is not None:
+            with megatron_calls(self._device):
+                clear_gradients(self._training.model, self._training.optimizer)
 
     def _predict_all(self, micros: Iterable[MicroBatch], count: int, forward: Any) -> None:
         """Run the forward passes of `count` microbatches with one of Megatron's schedules, which calls
@@ -448,14 +474,15 @@ class MegatronBackend:
         columns.append(column.cpu())
 
     def _finish(self) -> dict[str, float]:
+        training = self._required("finish_step")
         self._pipeline.drain()
         for queues in filter(None, (self._replay, self._balance)):
             queues.check_drained()
-        norm = sum_gradients(self._model, self._optimizer)
+        norm = sum_gradients(training.model, training.optimizer)
         # The norm already covers all ranks, so only the first rank contributes it to the sum.
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
         totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
-        update = partial(apply, self._optimizer, self._config.trainer.weight_decay)
+        update = partial(apply, training.optimizer, self._config.trainer.weight_decay)
         metrics = totals.apply(self._config, self._steps, update)
         if self._balance is not None:
             metrics |= self._balance.finish(totals)

@@ -121,7 +121,7 @@ def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: tor
     """Build this rank's pipeline stage on `device`, and fill it with the rank's part of the weights from `source`."""
     model = PolicyModel(config, source.config, mesh)
     params = dict(model.named_parameters())
-    with torch.no_grad():
+    with torch.no_grad(), source.reading():
         for entry in entries_of(list(params), model.first_layer, tied=source.config.tie_word_embeddings):
             span = expert_range(source.config, mesh.part) if entry.is_expert else (None, None)
             tensors = [source.tensor(name, *span) for name in entry.hf_names]

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from headrace.tests.trainers.backends.backend_ranks import TINY, save_tiny_model, save_tiny_moe
+from headrace.trainers.backends import hf_source
 from headrace.trainers.backends.hf_source import HfSource
 from headrace.trainers.backends.megatron.gathering import spread_weight
 from headrace.trainers.backends.megatron.weights import (
@@ -144,6 +145,36 @@ def test_files_have_the_models_own_tensors(tmp_path: Path, sharded: bool) -> Non
         assert torch.equal(source.tensor(name), tensor), name
     experts = "model.layers.1.mlp.experts.gate_up_proj"
     assert torch.equal(source.tensor(experts, 1, 3), weights_of(folder)[experts][1:3])
+
+
+def test_experts_that_are_stored_one_by_one_are_read_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of stacked experts whose rows begin and end within the matrices that they are stacked of."""
+    folder = save_tiny_moe(tmp_path)
+    weights, source, opened = weights_of(folder), HfSource(folder), []
+    real = hf_source.safe_open
+    monkeypatch.setattr(hf_source, "safe_open", lambda path, **options: opened.append(path) or real(path, **options))
+    parts = [(slice(0, 4), slice(None), slice(None)), (slice(1, 3), slice(5, 17), slice(3, 11))]
+    with source.reading():
+        for name, tensor in ((name, tensor) for name, tensor in weights.items() if "experts" in name):
+            for part in parts:
+                ranges = tuple(slice(*rows.indices(size)) for rows, size in zip(part, tensor.shape, strict=True))
+                found = torch.full_like(tensor[ranges], torch.nan)
+                for place, values in source.pieces(name, ranges):
+                    assert values.ndim == 2 and torch.isnan(found[place]).all(), "one matrix, and none twice"
+                    found[place] = values
+                assert torch.equal(found, tensor[ranges]), (name, part)
+    assert len(opened) == 1
+    assert torch.equal(source.tensor("model.norm.weight"), weights["model.norm.weight"]) and len(opened) == 2
+
+
+def test_tensors_have_the_dtype_of_the_file(tmp_path: Path) -> None:
+    folder = save_tiny_moe(tmp_path)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    source = HfSource(folder)
+    for name, tensor in weights_of(folder).items():
+        assert source.tensor(name).dtype == torch.bfloat16 and torch.equal(source.tensor(name).float(), tensor), name
 
 
 def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
