@@ -28,10 +28,9 @@ class HfSource:
         """Read the config and find out which safetensors file contains each tensor. Raises ValueError when there is no
         such model or it has no safetensors files."""
         self._model = model
-        self._open: contextlib.ExitStack | None = None
-        """Closes the files that `reading` keeps open; None outside it."""
-        self._handles: dict[str, Any] = {}
-        """Open files of `reading`, by path."""
+        self._reading = False
+        self._open: tuple[str, Any] | None = None
+        """Path of the file that `reading` keeps open, and what safetensors opened; None for none."""
         try:
             self.config: Any = AutoConfig.from_pretrained(model)
             self._files = self._locate()
@@ -49,14 +48,13 @@ class HfSource:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager in which files stay open, so that the list of tensors in each is read once and not for each
-        tensor."""
-        assert self._open is None, "it is open already"
-        with contextlib.ExitStack() as self._open:
-            try:
-                yield
-            finally:
-                self._open, self._handles = None, {}
+        """Context manager in which a file stays open until another is read, so that its list of tensors is read once
+        and not for each tensor. No more than one file is mapped into memory at a time."""
+        self._reading = True
+        try:
+            yield
+        finally:
+            self._reading, self._open = False, None
 
     def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
         """Yield a part of the tensor `name` in pieces: the place of each in that part, and its values in the dtype of
@@ -137,13 +135,13 @@ class HfSource:
         if name not in self._files:
             raise ValueError(f"model.path: {self._model!r} has no tensor {name!r} in its safetensors files")
         path = self._files[name]
-        if self._open is None:
+        if not self._reading:
             with safe_open(path, framework="pt") as file:
                 yield file
             return
-        if path not in self._handles:
-            self._handles[path] = self._open.enter_context(safe_open(path, framework="pt"))
-        yield self._handles[path]
+        if self._open is None or self._open[0] != path:
+            self._open = path, safe_open(path, framework="pt")  # the file before it is closed with its last tensor
+        yield self._open[1]
 
     def _locate(self) -> dict[str, str]:
         """Return the path of the safetensors file that contains each tensor: tensor name -> path. Raises OSError when a
