@@ -214,8 +214,8 @@ def trained_parts(config: Config, params: int) -> dict[str, int]:
 
 
 def trained_bytes(config: Config, params: int) -> int:
-    """Return the number of bytes that one train worker holds: weights, gradients, Adam moments and, if the run needs it,
-    a reference model."""
+    """Return the number of bytes that one train worker holds: weights, gradients, Adam moments and, if the run needs
+    it, a reference model."""
     return sum(trained_parts(config, params).values())
 
 
