@@ -155,6 +155,7 @@ def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
     first, slowest = ranks[0], max(ranks, key=lambda one: one.step_s)
     tokens = sum(one.tokens for one in ranks)
     found: dict[str, float] = {
+        "build_s": max(one.build_s for one in ranks),
         "step_s": slowest.step_s,
         "tokens_per_s": tokens / slowest.step_s,
         "tokens_per_s_per_gpu": tokens / slowest.step_s / len(ranks),

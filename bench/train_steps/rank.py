@@ -92,6 +92,8 @@ class TrainFigures:
 
     tokens: int
     """Number of tokens of a step, on the first rank of a replica; 0 on its other ranks, which share the rows."""
+    build_s: float
+    """Seconds in which the train backend was built and read its weights."""
     step_s: float
     steps_s: tuple[float, ...]
     """Seconds of each step, also of those that are not counted."""
@@ -168,8 +170,8 @@ def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> No
     known = device_peak is not None and task.config.mixed_precision
     figures = TrainFigures(
         tokens=int(lengths.sum()) if rank == topology.writer(place.dp) else 0,
-        step_s=math.nan, steps_s=(), flops=flops, mfu=None, peak_gib=math.nan, families={}, longest=(), check=checked,
-        first_loss=math.nan, first_norm=math.nan, plain={}, plain_problem="",
+        build_s=math.nan, step_s=math.nan, steps_s=(), flops=flops, mfu=None, peak_gib=math.nan, families={},
+        longest=(), check=checked, first_loss=math.nan, first_norm=math.nan, plain={}, plain_problem="",
     )  # fmt: skip
 
     def write(ours: _Ours) -> TrainFigures:
@@ -177,9 +179,9 @@ def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> No
         median = statistics.median(counted) if counted else math.nan
         first = {"first_loss": ours.first["train/loss"], "first_norm": ours.first["train/grad_norm"]}
         found = replace(
-            figures, step_s=median, steps_s=ours.seconds, peak_gib=ours.peak_gib, families=ours.families,
-            longest=ours.longest, mfu=flops / median / device_peak if counted and known and device_peak else None,
-            **first,
+            figures, build_s=ours.build_s, step_s=median, steps_s=ours.seconds, peak_gib=ours.peak_gib,
+            families=ours.families, longest=ours.longest,
+            mfu=flops / median / device_peak if counted and known and device_peak else None, **first,
         )  # fmt: skip
         _write(found, task.folder, rank)
         return found
@@ -203,6 +205,7 @@ def _write(figures: TrainFigures, folder: str, rank: int) -> None:
 class _Ours:
     """Figures that the backend's steps gave so far."""
 
+    build_s: float
     seconds: tuple[float, ...]
     first: dict[str, float]
     """Metrics of the first step."""
@@ -219,7 +222,10 @@ def _ours(
     after each step."""
     task.note(rank, phase="building the train backend")
     _reset_peak(device)
+    started = time.perf_counter()
     backend = _fresh_backend(task.model, task.config, rank, world)
+    _wait(device)
+    build_s = time.perf_counter() - started
 
     def step() -> dict[str, float]:
         backend.begin_step()
@@ -227,7 +233,7 @@ def _ours(
         return backend.finish_step()
 
     seconds, metrics = list[float](), list[dict[str, float]]()
-    found = _Ours((), {}, math.nan, {}, ())
+    found = _Ours(build_s, (), {}, math.nan, {}, ())
     for number in range(task.steps):
         task.note(rank, phase=f"{step_name(number)} of {task.steps}")
         started = time.perf_counter()
@@ -235,7 +241,7 @@ def _ours(
         _wait(device)
         seconds.append(time.perf_counter() - started)
         task.note(rank, step_s=seconds[-1], metrics=metrics[-1])
-        found = _Ours(tuple(seconds), metrics[0], _peak_gib(device), {}, ())
+        found = _Ours(build_s, tuple(seconds), metrics[0], _peak_gib(device), {}, ())
         keep(found)
     task.note(rank, phase=PROFILE)
     families, longest = profiled(step, device)

@@ -19,7 +19,7 @@ from headrace.trainers.errors import UserError
 
 CHECK = {f"{name}.{what}_off": 0.0 for name in ("exact", "own") for what in ("loss", "gradient", "logprob")}
 FIGURES = TrainFigures(
-    tokens=100, step_s=2.0, steps_s=(9.0, 3.0, 2.0), flops=8e12, mfu=0.4, peak_gib=3.0,
+    tokens=100, build_s=1.5, step_s=2.0, steps_s=(9.0, 3.0, 2.0), flops=8e12, mfu=0.4, peak_gib=3.0,
     families={"matmul": 1.5, "idle": 0.5}, longest=(("gemm", 1.5),), check=CHECK, first_loss=0.5, first_norm=2.0,
     plain={"step_s": 4.0, "peak_gib": 5.0, "first_loss": 0.5, "first_norm": 2.0}, plain_problem="",
 )  # fmt: skip
@@ -42,7 +42,8 @@ def test_flops_are_six_for_each_parameter_and_token_and_those_of_causal_attentio
 
 
 def test_the_summary_counts_all_ranks_and_takes_the_slowest() -> None:
-    summary = summarise("train-tiny", [FIGURES, replace(FIGURES, step_s=4.0, mfu=0.2, tokens=60)])
+    summary = summarise("train-tiny", [FIGURES, replace(FIGURES, build_s=1.0, step_s=4.0, mfu=0.2, tokens=60)])
+    assert summary["gpu.train-tiny.build_s"] == 1.5 and summary["gpu.train-tiny.step_s"] == 4.0
     assert summary["gpu.train-tiny.tokens_per_s"] == 40.0 and summary["gpu.train-tiny.tokens_per_s_per_gpu"] == 20.0
     assert summary["gpu.train-tiny.mfu"] == 0.2 and summary["gpu.train-tiny.tflops_per_gpu"] == 2.0
     assert summary["gpu.train-tiny.share.matmul"] == 0.75 and summary["gpu.train-tiny.vs_plain"] == 1.0

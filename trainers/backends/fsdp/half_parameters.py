@@ -1,5 +1,7 @@
-"""Lets a single rank compute with bfloat16 copies of its float32 parameters, as FSDP does on several ranks, and gives
-modules that are not trained bfloat16 parameters alone."""
+"""Lets a single rank compute in bfloat16: with copies of its float32 parameters, or, without training, with no others.
+
+On several ranks FSDP makes such copies itself.
+"""
 
 from __future__ import annotations
 
