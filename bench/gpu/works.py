@@ -143,8 +143,9 @@ ROUTE_WORKS = {
     "engine-routes-tiny": EngineWork("tiny-moe", 32, (16, 48), prompts=4, group_size=4),
     "engine-routes": EngineWork("30b-a3b", 256, (64, 281), layers=8),
 }
-"""Name of a work that times an engine with routes beside one without -> its samples. `engine-routes` has as many layers
-of Qwen3-30B-A3B as fit into 80 GiB twice, and then once as a trainer's."""
+"""Name of a work that times an engine with routes beside one without -> its samples. `engine-routes` has 8 layers of
+Qwen3-30B-A3B, which two engines on a GPU of 80 GB hold with ease. With 40, on one of 141 GB, the GPU sets the speed and
+not the processor, and rounds differ less."""
 ENGINE_WORKS = {**LOGPROB_WORKS, **ROUTE_WORKS}
 """Name of a work that times engines -> its samples. The works `*-tiny` also run without a GPU."""
 WORKS = (*GRPO_WORKS, *POOL_WORKS, *SWITCH_WORKS, *TRAIN_WORKS, *ENGINE_WORKS)
