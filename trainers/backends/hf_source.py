@@ -69,10 +69,11 @@ class HfSource:
             yield tuple(slice(0, part.stop - part.start) for part in ranges), self._read(name, ranges)
             return
         experts, rows, columns = ranges
+        heights = [self._shape(part)[0] for part in self._expert(match, experts.start)]  # alike for all experts
         for expert in range(experts.start, experts.stop):
             start = 0  # of the rows of the matrix in the stacked tensor
-            for part in self._expert(match, expert):
-                end = start + self._shape(part)[0]
+            for part, height in zip(self._expert(match, expert), heights, strict=True):
+                end = start + height
                 first, last = max(rows.start, start), min(rows.stop, end)
                 if first < last:
                     place = slice(expert - experts.start, expert - experts.start + 1)

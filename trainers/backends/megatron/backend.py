@@ -55,7 +55,7 @@ from .updates import (
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """What only a backend that trains has."""
+    """Holds the parts that a backend needs for its steps. A backend that only computes log-probs has none of them."""
 
     model: DistributedDataParallel
     """The policy with its gradient buffers."""
@@ -343,7 +343,7 @@ class MegatronBackend:
     # ------------------------------------------------------------ inside
 
     def _required(self, call: str) -> _Training:
-        """Return what only a backend that trains has. Raises RuntimeError if this one does not."""
+        """Return the parts that `call` needs. Raises RuntimeError if this backend only computes log-probs."""
         self._config.require_trains(call)
         assert self._training is not None
         return self._training
