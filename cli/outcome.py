@@ -1,4 +1,4 @@
-"""Defines the exit codes of the command, reports what failed, and ends it when it is told to stop."""
+"""Defines the exit codes of the command, reports what failed, and ends it on a signal."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DataPlaneConfig(Section):
     `mooncake` need it, also on one host: their processes open ports on the network that ask for no key. Those of
     `simple` run code that anybody sends."""
     integrity: Literal["off", "verify"] = "off"
-    """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 64 rows of a field, and
+    """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 256 rows of a field, and
     checks them at every read. `off` does neither."""
     samplers: tuple[str, ...] = ()
     """Import paths (`package.module:factory`) of the samplers that tasks may name besides the built-in ones. The

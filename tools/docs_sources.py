@@ -1,8 +1,9 @@
-"""Writes the generated parts of the documentation: the tree, the config reference, names of peers, and llms.txt.
+"""Writes the generated parts of the documentation: the modules, the config reference, names of peers, and llms.txt.
 
     python tools/docs_sources.py
 
-Run it after adding or removing a module, a config key or a page, or changing its first line. A test compares the files.
+Run it after adding or removing a module, a config key or a page, or changing a first sentence. A test compares the
+files.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _filled(page: Path, begin: str, text: str, end: str) -> str:
 
 
 def tree_markdown() -> str:
-    """Return a Markdown list of every module of the package with the first line of its docstring, folder by folder."""
+    """Return a Markdown list of every module of the package with its first sentence, folder by folder."""
     parts = [
         f"\n### The root\n\nThe root of the repository is the package itself.\n\n{_files(sorted(ROOT.glob('*.py')))}"
     ]
@@ -66,23 +67,25 @@ def tree_markdown() -> str:
         for package in sorted(path.parent for path in (ROOT / folder).rglob("__init__.py")):
             modules = sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
             name = package.relative_to(ROOT).as_posix()
-            parts.append(f"### `{name}/`\n\n{first_line(package / '__init__.py')}\n\n" + _files(modules))
+            parts.append(f"### `{name}/`\n\n{first_sentence(package / '__init__.py')}\n\n" + _files(modules))
     return "\n".join(parts)
 
 
 def _files(modules: list[Path]) -> str:
     if not modules:
         return ""
-    lines = [f"| `{path.name}` | {first_line(path).replace('|', chr(92) + '|')} |\n" for path in modules]
+    lines = [f"| `{path.name}` | {first_sentence(path).replace('|', chr(92) + '|')} |\n" for path in modules]
     return "| module | what it does |\n| --- | --- |\n" + "".join(lines)
 
 
-def first_line(path: Path) -> str:
-    """Return the first line of a module's docstring. Raises ValueError when the module has none."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    if not docstring:
-        raise ValueError(f"{path}: has no docstring, expected one that says what the module does")
-    return docstring.splitlines()[0]
+def first_sentence(path: Path) -> str:
+    """Return the first line of a module's docstring. Raises ValueError unless it is there and ends with a full stop,
+    since a line that wraps would be shown as half a sentence."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    line = docstring.partition("\n")[0]
+    if not line.endswith("."):
+        raise ValueError(f"{path}: the docstring begins with {line!r}, expected a whole sentence with a full stop")
+    return line
 
 
 # ---------------------------------------------------------------- the configuration

@@ -1,1 +1,1 @@
-"""Decides who may use what a data plane listens on: those who prove that they know the run's key."""
+"""Guards the ports of a data plane: a peer must prove that it knows the run's key before a message is decoded."""

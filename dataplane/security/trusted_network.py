@@ -1,4 +1,4 @@
-"""Refuses stores whose processes trust everybody who reaches their ports, unless the configuration allows it."""
+"""Refuses stores whose ports ask for no key, unless the configuration says that the network is trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides who holds the memory of GPUs that engines and train workers share: both at once, or one side at a time.
+"""Passes the memory of shared GPUs between engines and train workers: both hold theirs at once, or one side at a time.
 
 `TakeTurns` is used with `resources.switch_roles`, `BothResident` without:
 

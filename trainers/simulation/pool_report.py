@@ -1,5 +1,4 @@
-"""Simulates a pool of GPUs under several policies, and reports what each makes of it as a table, summary.json and a
-picture."""
+"""Simulates a pool of GPUs under several policies, and writes a table, summary.json and a picture of the results."""
 
 from __future__ import annotations
 

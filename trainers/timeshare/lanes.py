@@ -1,4 +1,4 @@
-"""Turns the events of a pool into one lane a GPU: who held it from when to when, and what its switches took."""
+"""Turns the events of a pool into one lane per GPU: the tenants that held it, from when to when, and its switches."""
 
 from __future__ import annotations
 

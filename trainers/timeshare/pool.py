@@ -1,11 +1,12 @@
-"""Keeps a pool of GPUs: who is a tenant, who holds what, who waits, and which orders are out. It is pure: no clock, no
-network, no thread.
+"""Keeps the state of a pool of GPUs: its tenants, the GPUs that each holds, those that wait, and the open orders.
+
+The state is pure: it has no clock, no network and no thread.
 
     command + time -> Pool.apply -> changed state, orders for tenants
 
 One plan is carried out at a time: all its shrinks are acknowledged before its grants take effect and its expands are
 ordered. A tenant that does not answer in time is suspect. Its GPUs stay blocked until its processes have been seen
-dead, and nobody else waits for it.
+dead, and no other tenant waits for it.
 """
 
 from __future__ import annotations

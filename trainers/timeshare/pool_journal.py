@@ -1,9 +1,8 @@
-"""Keeps every command of a pool on disk before it is answered, so that a pool that is started again stands where it
-stood.
+"""Writes every command of a pool to disk before it is answered, so that a restarted pool continues where it stopped.
 
 The file begins with a snapshot of the pool, and continues with one record for each command. A record is its length, the
-xxh3 of its bytes, and these. A record that was cut off by the end of the process is dropped with all behind it: nobody
-has had an answer to it. Opening the journal writes a new file with the state as its snapshot.
+xxh3 of its bytes, and these. A record that was cut off by the end of the process is dropped with all behind it: such
+a command was never answered. Opening the journal writes a new file with the state as its snapshot.
 """
 
 from __future__ import annotations

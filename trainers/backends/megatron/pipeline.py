@@ -1,4 +1,4 @@
-"""`OpenPipeline` keeps a training pipeline full between calls, so that it fills and drains once a step, not by chunk.
+"""`OpenPipeline` keeps a training pipeline full between calls, which fills and drains once per step, not per chunk.
 
 Megatron's own schedules need to know the number of microbatches at their start, and drain at their end. A step that is
 trained on chunk by chunk learns of its microbatches as its groups become ready.

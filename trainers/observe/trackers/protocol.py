@@ -1,4 +1,4 @@
-"""Defines `Tracker`, what every tracker can do, and the run and the rows that it is told about."""
+"""Defines `Tracker`, the calls of every tracker, and the descriptions of runs and samples that it receives."""
 
 from __future__ import annotations
 
