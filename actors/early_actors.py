@@ -15,11 +15,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..codecs.imports import import_ahead, import_object
-from .actor_info import ActorInfo
+from ..dataplane.imports import import_ahead, import_object
 from .engines.vllm.standby import start_ahead
-from .own_process import keep_freed_memory, settle
-from .visible_gpus import show_gpus
+from .process.actor_info import ActorInfo
+from .process.own_process import keep_freed_memory, settle
+from .process.visible_gpus import show_gpus
 
 if TYPE_CHECKING:
     from .engine_actor import EngineHost

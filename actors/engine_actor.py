@@ -11,7 +11,6 @@ import torch
 
 from ..codecs import messages
 from ..codecs.weights.parameter_digests import ParameterDigests
-from .actor_info import ActorInfo
 from .engines.factory import EngineConfig, build_engine
 from .engines.generate_messages import GenerateCall, GenerateReply
 from .engines.protocol import (
@@ -23,9 +22,10 @@ from .engines.protocol import (
     PauseMode,
     Prepared,
 )
-from .memory import ProcessMemory
-from .remote_methods import decode_arguments
-from .weights.transports.protocol import WeightUpdate
+from .process.actor_info import ActorInfo
+from .process.memory import ProcessMemory
+from .process.remote_methods import decode_arguments
+from .weight_sync.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
 """Value of Ray's `max_concurrency` option for engine actors. It is so high that `pause` and `abort` never have to wait
@@ -43,8 +43,8 @@ class EngineHost(ABC):
     async def call(self, method: str, message: bytes, *actors: object) -> bytes:
         """Run the method named `method` and return its encoded result.
 
-        This is the only method that other processes call through Ray (see `actors/remote_methods.py`). message: the
-        method's encoded arguments. actors: Ray handles, which are passed as the last arguments.
+        This is the only method that other processes call through Ray (see `actors/process/remote_methods.py`).
+        message: the method's encoded arguments. actors: Ray handles, which are passed as the last arguments.
         """
         target = self._target(method)
         function = getattr(type(target), method)

@@ -22,9 +22,9 @@ from .engines.protocol import (
     Prepared,
     SamplingParams,
 )
-from .memory import ProcessMemory
-from .remote_methods import decode_result, encode_arguments, submit
-from .weights.transports.protocol import WeightUpdate
+from .process.memory import ProcessMemory
+from .process.remote_methods import decode_result, encode_arguments, submit
+from .weight_sync.transports.protocol import WeightUpdate
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..codecs.host.owned_folder import try_lock
+from ..dataplane.owned_folder import try_lock
 from ..dataplane.section import Count, CountOrZero, Section
 
 if TYPE_CHECKING:  # the configuration imports this module, and a mistake in it is told without loading torch

@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from ..actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
 from ..actors.train.reader import ReplicaReader
 from ..actors.train.step_rows import TrainShard
+from ..actors.train.topology import Topology
 from ..codecs.batch import Batch, Jagged
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.factory import connect, open_data_plane
-from ..dataplane.topology import Topology
 from ..trainers.backends.config import BackendConfig, TrainerConfig
 from ..trainers.backends.factory import build_backend
 from ..trainers.errors import UserError

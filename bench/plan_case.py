@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ..dataplane.plans import Budget, ShardPlan, plan_shards
-from ..dataplane.topology import Topology
+from ..actors.train.shard_plans import Budget, ShardPlan, plan_shards
+from ..actors.train.topology import Topology
 
 LENGTHS = ("lognormal", "uniform", "bimodal")
 GROUP_SIZE = 8

@@ -23,15 +23,15 @@ import ray
 import torch
 from rich.table import Table
 
+from ..actors.train.shard_plans import Budget, plan_shards
 from ..actors.train.step_rows import TrainShard
+from ..actors.train.topology import Topology
 from ..codecs.batch import Batch, Jagged
 from ..dataplane.client.client import DataPlaneClient
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.factory import connect, open_data_plane
 from ..dataplane.handle import DataPlaneHandle
 from ..dataplane.meta import KVBatchMeta
-from ..dataplane.plans import Budget, plan_shards
-from ..dataplane.topology import Topology
 from ..trainers.cluster.ray_cluster import lean_start
 from ..trainers.errors import UserError
 from .conditions import conditions

@@ -24,6 +24,7 @@ import xxhash
 from ..actors.protocols import ROLLOUT_SCHEMA
 from ..actors.train.reader import ReplicaReader, build_links
 from ..actors.train.step_rows import TrainShard
+from ..actors.train.topology import Topology
 from ..codecs.gather import as_bytes
 from ..codecs.jagged import from_padded, to_padded
 from ..codecs.schema import Kind
@@ -31,7 +32,6 @@ from ..dataplane.client.client import DataPlaneClient
 from ..dataplane.factory import connect
 from ..dataplane.handle import DataPlaneHandle
 from ..dataplane.meta import KVBatchMeta
-from ..dataplane.topology import Topology
 
 WAYS = ("leader", "independent", "padded")
 TIMEOUT_S = 60.0

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..codecs.imports import MissingExtra
+from ..dataplane.imports import MissingExtra
 from ..trainers.errors import ConfigError, UserError
 from ..version import __version__
 from .arguments import Parser

@@ -15,8 +15,8 @@ from ..trainers.errors import UserError
 from .outcome import DONE, FAILED, stop_on_sigterm
 
 if TYPE_CHECKING:
-    from ..trainers.run.pool_folder import ServedPool
-    from ..trainers.timeshare.pool_calls import PoolStatus
+    from ..trainers.pool.report.calls import PoolStatus
+    from ..trainers.pool.server.folder import ServedPool
 
 FOLDER = Path("runs/pool")
 STOP_S = 60.0
@@ -69,7 +69,7 @@ def add_pool_commands(commands: Any) -> None:
 
 
 def _start(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_server import served_pool
+    from ..trainers.pool.server.server import served_pool
 
     if arguments.gpus is not None and arguments.gpus < 1:
         raise UserError(f"--gpus: got {arguments.gpus}, expected a number from 1")
@@ -102,27 +102,27 @@ def _start(arguments: argparse.Namespace) -> int:
 def _asked(served: ServedPool) -> PoolStatus:
     """Return the status of a pool. This process joins its Ray cluster as the pool's own processes do, unless its
     environment says otherwise."""
-    from ..trainers.run.pool_folder import AUTH_MODE
+    from ..trainers.pool.server.folder import AUTH_MODE
 
     os.environ.setdefault(AUTH_MODE, served.auth_mode)
-    from ..trainers.run.pool_server import joined  # imports Ray, which reads the environment then
+    from ..trainers.pool.server.server import joined  # imports Ray, which reads the environment then
 
     with joined(served) as client:
         return client.status()
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_folder import find_pool
+    from ..trainers.pool.server.folder import find_pool
 
     status = _asked(find_pool(arguments.dir))
-    from ..trainers.run.pool_server import status_lines  # imports Ray, after `_asked` has changed the environment
+    from ..trainers.pool.server.server import status_lines  # imports Ray, after `_asked` has changed the environment
 
     print("\n".join(status_lines(status)))
     return DONE
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from ..trainers.run.pool_folder import find_pool
+    from ..trainers.pool.server.folder import find_pool
     from ..trainers.supervision.cleanup import wait_until_ended
 
     served = find_pool(arguments.dir)
@@ -133,8 +133,8 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ..trainers.timeshare.picture import pool_report
-    from ..trainers.timeshare.pool_calls import TRACE
+    from ..trainers.pool.report.calls import TRACE
+    from ..trainers.pool.report.picture import pool_report
 
     path = arguments.dir / TRACE
     try:

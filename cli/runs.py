@@ -130,9 +130,9 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.machine is not None and not arguments.dry_run:
         raise UserError("--machine: got a machine without --dry-run, expected both, because a run takes what is there")
     if arguments.dry_run:
-        from ..actors.memory import assume_machine
-        from ..trainers.run.dry_run import describe
-        from ..trainers.run.preflight import check_start
+        from ..actors.process.memory import assume_machine
+        from ..trainers.run.checks.dry_run import describe
+        from ..trainers.run.checks.preflight import check_start
 
         with assume_machine(arguments.machine):
             left = check_start(config, resume=arguments.resume)
@@ -174,8 +174,8 @@ def _leave_report(config: Config) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from ..trainers.config.load import load_config, read_sections
+    from ..trainers.pool.simulation.config import is_pool_file
     from ..trainers.simulation.config import simulation_section
-    from ..trainers.simulation.pool_config import is_pool_file
     from ..trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
 
     if is_pool_file(sections := read_sections(arguments.config, arguments.overrides)):
@@ -188,8 +188,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _simulate_pool(arguments: argparse.Namespace, sections: dict[str, Any]) -> int:
-    from ..trainers.simulation.pool_config import pool_file
-    from ..trainers.simulation.pool_report import pool_table, run_pool_simulation
+    from ..trainers.pool.simulation.config import pool_file
+    from ..trainers.pool.simulation.report import pool_table, run_pool_simulation
 
     if arguments.from_run is not None or arguments.gpus:
         raise UserError(
@@ -278,11 +278,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         if arguments.overrides:
             raise UserError(f"{arguments.overrides[0]}: keys are for --model, which is not given")
-        from ..trainers.run.doctor import run_doctor
+        from ..trainers.run.checks.doctor import run_doctor
 
         return run_doctor(Console())
     from ..trainers.config.load import load_config
-    from ..trainers.run.trust_probe import probe_trust, show_trust
+    from ..trainers.run.checks.trust_probe import probe_trust, show_trust
 
     # Without a file all keys but these have their defaults.
     config = load_config(os.devnull, [f"model.path={json.dumps(arguments.model)}", *arguments.overrides])
@@ -294,7 +294,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _machine(text: str) -> Any:
     """Return the machine that a text such as `4x8x80` describes: hosts, GPUs of each, and GiB of each GPU."""
-    from ..actors.memory import AssumedMachine
+    from ..actors.process.memory import AssumedMachine
 
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):

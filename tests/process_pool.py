@@ -16,12 +16,16 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.codecs.host.owned_folder import process_start
+from headrace.dataplane.owned_folder import process_start
 
 from . import forks
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["headrace.actors.train.reader", "headrace.actors.weights.inbox", "headrace.codecs.weights.bucket_delta"]
+_PRELOADED = [
+    "headrace.actors.train.reader",
+    "headrace.actors.weight_sync.inbox",
+    "headrace.codecs.weights.bucket_delta",
+]
 if not Path("/dev/nvidiactl").exists():  # importing Megatron touches a GPU, and no forked process could use it then
     _PRELOADED += [
         "headrace.tests.trainers.backends.backend_ranks",

@@ -19,7 +19,7 @@ from rich.table import Table
 import headrace
 from headrace.cli import main
 from headrace.cli.terminal import print_table
-from headrace.codecs.imports import import_object
+from headrace.dataplane.imports import import_object
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
@@ -41,9 +41,9 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
     vars(module)["train_early"] = train_early
     monkeypatch.setitem(sys.modules, "headrace.trainers.run.early_ray", module)
-    dry_run = types.ModuleType("headrace.trainers.run.dry_run")
+    dry_run = types.ModuleType("headrace.trainers.run.checks.dry_run")
     vars(dry_run)["describe"] = lambda config: f"placement: dp={config.trainer.dp}"
-    monkeypatch.setitem(sys.modules, "headrace.trainers.run.dry_run", dry_run)
+    monkeypatch.setitem(sys.modules, "headrace.trainers.run.checks.dry_run", dry_run)
     return module
 
 

@@ -108,7 +108,7 @@ below its section in a YAML file; `null` stands for None. `headrace train CONFIG
 def pool_keys_markdown() -> str:
     """Return, as Markdown, every key of the file of a simulated pool."""
     from headrace.trainers.config.reference import keys_markdown
-    from headrace.trainers.simulation.pool_config import PoolSection, TenantSection
+    from headrace.trainers.pool.simulation.config import PoolSection, TenantSection
 
     return f"\n{keys_markdown({'pool': PoolSection, 'tenants.NAME': TenantSection}, '###')}\n\n"
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 
 Message = Mapping[str, Any]
 """A chat message in the form of OpenAI's API, such as `{"role": "user", "content": "Hello"}`."""

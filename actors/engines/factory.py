@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...codecs.imports import import_object
 from ...codecs.schema import DTYPES
 from ...codecs.tokens.routes import RouteSpec
-from ..memory import gpu_sizes
-from ..weights.transports.protocol import ReceiverConfig
+from ...dataplane.imports import import_object
+from ..process.memory import gpu_sizes
+from ..weight_sync.transports.protocol import ReceiverConfig
 from .config import ModelConfig, RolloutConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
 from .protocol import GenerationEngine
 from .tokenizer import load_tokenizer

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ..weights.inbox import WeightInbox
-from ..weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from ..weight_sync.inbox import WeightInbox
+from ..weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from .protocol import Prepared
 
 Ready = TypeVar("Ready")

@@ -12,8 +12,8 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 from ...codecs.weights.parameter_digests import ParameterDigests
-from ..memory import ProcessMemory
-from ..weights.transports.protocol import WeightUpdate
+from ..process.memory import ProcessMemory
+from ..weight_sync.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of requests in flight during a pause. `keep` freezes them, and they continue after `resume`. `wait` lets

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...codecs.weights.parameter_digests import ParameterDigests
-from ..memory import ProcessMemory
-from ..weights.transports.protocol import WeightTransferError, WeightUpdate
+from ..process.memory import ProcessMemory
+from ..weight_sync.transports.protocol import WeightTransferError, WeightUpdate
 from .protocol import (
     SESSION_SEPARATOR,
     CommitReport,

@@ -15,8 +15,8 @@ import torch
 
 from ...codecs.tokens.routes import RouteSpec
 from ...codecs.weights.parameter_digests import ParameterDigests, compare_digests
-from ..memory import ProcessMemory, measure
-from ..weights.transports.protocol import ReceiverConfig, WeightUpdate
+from ..process.memory import ProcessMemory, measure
+from ..weight_sync.transports.protocol import ReceiverConfig, WeightUpdate
 from .incoming_weights import IncomingWeights
 from .protocol import (
     CommitReport,

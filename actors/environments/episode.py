@@ -23,9 +23,9 @@ from ..engines.chat import ChatFormat, Reply
 from ..engines.continuation import generate_whole
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from ..engines.tokenizer import encode_prompts, response_texts
+from ..process.user_threads import TooManyHang, UserThreads
 from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
 from ..transcript import Transcript
-from ..user_threads import TooManyHang, UserThreads
 from .clock import Clock
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import functools
 import inspect
 from typing import Any
 
-from ...codecs.imports import MissingExtra, import_object
+from ...dataplane.imports import MissingExtra, import_object
 from ..engines.config import EndpointConfig, RolloutConfig
 from .config import EnvironmentConfig
 from .host import EpisodeEndpoint

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat
 from ..engines.protocol import Generator, SamplingParams
+from ..process.user_threads import MAX_HUNG, TooManyHang, UserThreads
 from ..protocols import Prompt, Sample
-from ..user_threads import MAX_HUNG, TooManyHang, UserThreads
 from .clock import Clock, Gate
 from .config import EnvironmentConfig
 from .episode import EndpointAddress, Episode, EpisodeServices, OutOfTokens

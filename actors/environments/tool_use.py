@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ..user_processes import UserProcesses
-from ..user_threads import TooManyHang, UserThreads
+from ..process.user_processes import UserProcesses
+from ..process.user_threads import TooManyHang, UserThreads
 from .episode import Episode
 from .tools import Tool, build_tools
 

@@ -6,7 +6,7 @@ import ast
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from ...codecs.imports import import_object
+from ...dataplane.imports import import_object
 
 Tool = Callable[[str], str | Awaitable[str]]
 """Type of a tool: a function, possibly an `async def`, that takes the arguments of a call as text and returns the

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ..process.user_processes import UserProcesses
+from ..process.user_threads import UserThreads
 from ..protocols import Sample
-from ..user_processes import UserProcesses
-from ..user_threads import UserThreads
 from .arguments import EPISODE, TOKENS, wanted_by
 from .config import RewardFunctionConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 from ..protocols import Prompt, Sample
 from .answers import expected_answer
 

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
-from ...codecs.imports import import_object
+from ...dataplane.imports import import_object
+from ..process.user_processes import UserProcesses
 from ..protocols import Prompt, Reward
-from ..user_processes import UserProcesses
 from .answers import Boxed
 from .apart import ApartReward, is_apart
 from .arguments import wanted_by

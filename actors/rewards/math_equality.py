@@ -6,8 +6,8 @@ import importlib.util
 import math
 from typing import Literal
 
-from ...codecs.imports import MissingExtra
-from ..user_processes import UserProcesses
+from ...dataplane.imports import MissingExtra
+from ..process.user_processes import UserProcesses
 from .math_verifier import MathVerifier
 
 _PACKAGE = "math_verify"

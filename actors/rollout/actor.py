@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ...codecs.imports import MissingExtra
 from ...dataplane.factory import connect_async
 from ...dataplane.handle import DataPlaneHandle
+from ...dataplane.imports import MissingExtra
 from ..engine_actor import EngineHost
 from ..engines.chat import ChatFormat, build_chat_format
 from ..engines.config import ModelConfig, RolloutConfig

@@ -25,7 +25,7 @@ from typing import Literal
 
 import xxhash
 
-from ...codecs.host.owned_folder import try_lock
+from ...dataplane.owned_folder import try_lock
 from .journal_records import JournaledGroup, encode_record, read_group, read_heads
 
 _SUFFIX = ".journal"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 from .config import DataConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")

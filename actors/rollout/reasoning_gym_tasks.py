@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 from ..protocols import PromptRow
 
 PREFIX = "reasoning-gym:"

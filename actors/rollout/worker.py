@@ -26,11 +26,11 @@ from ..columns import ColumnConfig
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
+from ..process.user_threads import UserThreads
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
 from ..samples import TRAINING, SampleFile, episode_line
-from ..user_threads import UserThreads
 from .evaluation_figures import FigureScheme, FigureSums
 from .journal import GroupJournal
 from .journal_records import JournaledGroup

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ...codecs import messages
-from ..actor_info import ActorInfo
-from ..remote_methods import decode_arguments, in_thread_of
-from ..rendezvous_store import RendezvousServer, RendezvousStore
+from ..process.actor_info import ActorInfo
+from ..process.remote_methods import decode_arguments, in_thread_of
+from ..process.rendezvous_store import RendezvousServer, RendezvousStore
 from .own_address import bind_process_groups, own_address
 from .process_groups import ProcessGroups
 from .worker import TrainWorker, WorkerSetup
@@ -62,7 +62,7 @@ class TrainActor:
         """Run a method of the actor, or else of its worker, with the encoded arguments in `message`, and return the
         encoded result.
 
-        It is the only method that the driver calls through Ray, see `actors/remote_methods.py`.
+        It is the only method that the driver calls through Ray, see `actors/process/remote_methods.py`.
         """
         target = self if hasattr(self, method) else self.worker
         function = getattr(type(target), method)

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ...codecs.tokens.routes import ROUTES, RouteSpec
-from ...dataplane.topology import Place, Topology
 from .prefetch import PrefetchStopped
 from .stage_fields import EMBEDDED, stage_fields, stage_layers
+from .topology import Place, Topology
 from .wire import ReplicaLost
 
 GRACE_S = 5.0

@@ -23,12 +23,12 @@ from ...codecs.schema import Schema
 from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
-from ...dataplane.topology import Topology
 from ..protocols import MicroBatch, Span
 from .links import GRACE_S, ReplicaLinks
 from .prefetch import Prefetch
 from .roles import Deliver, Independent, Leader, RankView, Role, Sibling
 from .step_rows import StepRows, TrainShard
+from .topology import Topology
 from .wire import ReplicaError
 
 FetchPolicy = Literal["auto", "leader", "independent"]

@@ -23,11 +23,11 @@ from ...codecs.jagged import concat
 from ...codecs.schema import Schema
 from ...codecs.tokens.context_slices import piece_lengths, slice_batch
 from ...codecs.tokens.routes import RouteSpec
-from ...dataplane.topology import Place, Topology
 from ..protocols import MicroBatch, Span
 from .links import Part, ReplicaLinks
 from .stage_fields import stage_batch, stage_fields, stage_schema
 from .step_rows import ColumnCache, StepRows, TrainShard, cut, load_of
+from .topology import Place, Topology
 from .wire import (
     PROLOGUE_BYTES,
     Header,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...codecs.batch import Batch, Column, Jagged
 from ...codecs.schema import Schema
 from ...codecs.tokens.routes import ROUTES, RouteSpec
-from ...dataplane.topology import Place, Topology
+from .topology import Place, Topology
 
 EMBEDDED = "input_ids"
 """The one column that the first pipeline stage uses, apart from routes. The last stage uses every column, with the

@@ -17,10 +17,10 @@ from ...codecs.weights.parameter_digests import ParameterDigests
 from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
-from ...dataplane.topology import Topology
-from ..actor_info import ActorInfo
 from ..columns import ColumnConfig
-from ..memory import ProcessMemory, measure
+from ..process.actor_info import ActorInfo
+from ..process.memory import ProcessMemory, measure
+from ..process.remote_methods import in_thread_of
 from ..protocols import (
     TRAIN_FIELDS,
     OffloadReport,
@@ -31,16 +31,16 @@ from ..protocols import (
     offloaded_error,
     row_schema,
 )
-from ..remote_methods import in_thread_of
 from ..samples import SampleFile, trained_line
-from ..weights.config import SyncConfig
-from ..weights.publisher import WeightPublisher
-from ..weights.stream import SendReport
-from ..weights.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
+from ..weight_sync.config import SyncConfig
+from ..weight_sync.publisher import WeightPublisher
+from ..weight_sync.stream import SendReport
+from ..weight_sync.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
 from .own_address import LOOPBACK
 from .process_groups import ProcessGroups
 from .reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
+from .topology import Topology
 
 PREV = "prev_logprobs"
 REF = "ref_logprobs"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
 from ..conditions import conditions

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 from ...trainers.errors import UserError
 from ..transfer.results import write_records, write_summary
 from .progress import Progress

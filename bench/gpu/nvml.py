@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 
 INTERVAL_S = 0.25
 

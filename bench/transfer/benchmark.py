@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...codecs.host.owned_folder import SHARED_MEMORY
 from ...codecs.schema import Kind
 from ...dataplane.config import StoreKind
 from ...dataplane.errors import DataPlaneError
+from ...dataplane.owned_folder import SHARED_MEMORY
 from ...trainers.errors import UserError
-from ...trainers.run import doctor
+from ...trainers.run.checks import doctor
 from ..conditions import conditions
 from .baselines import factory as baselines
 from .contenders import CHECKSUMMED, Contender, Op

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 
 try:
     from matplotlib.axes import Axes

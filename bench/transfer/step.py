@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ...dataplane.plans import Budget, plan_shards
-from ...dataplane.topology import Topology
+from ...actors.train.shard_plans import Budget, plan_shards
+from ...actors.train.topology import Topology
 from .contenders import RowContender, Share
 from .digests import Digests
 from .pool import PRODUCER, call, consumer

@@ -23,9 +23,9 @@ import psutil
 import torch
 from rich.table import Table
 
-from ...actors.weights.config import SyncConfig
-from ...actors.weights.transports.factory import TRANSPORT_KINDS
-from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...actors.weight_sync.config import SyncConfig
+from ...actors.weight_sync.transports.factory import TRANSPORT_KINDS
+from ...actors.weight_sync.transports.protocol import ReceiverConfig, SenderConfig
 from ...codecs.integers import ceil_div
 from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import open_data_plane

@@ -26,8 +26,8 @@ import torch
 
 from ...actors.engines.protocol import SamplingParams
 from ...actors.engines.vllm.engine import VllmEngine
-from ...actors.weights.config import SyncConfig
-from ...actors.weights.transports.protocol import ReceiverConfig
+from ...actors.weight_sync.config import SyncConfig
+from ...actors.weight_sync.transports.protocol import ReceiverConfig
 from ...dataplane.security.handshake import new_key
 from .gpu_builtin import measure_builtin
 from .gpu_peers import CONTEXT, KV_CACHE_BYTES, MAX_NUM_SEQS, Trainer, TrainerTask, save_config

@@ -23,10 +23,10 @@ from tokenizers.models import WordLevel
 from torch._C._distributed_c10d import FileStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ...actors.weights.config import SyncConfig
-from ...actors.weights.publisher import WeightPublisher
-from ...actors.weights.transports.factory import build_sender
-from ...actors.weights.transports.protocol import ReceiverGroup, SenderConfig, WeightUpdate
+from ...actors.weight_sync.config import SyncConfig
+from ...actors.weight_sync.publisher import WeightPublisher
+from ...actors.weight_sync.transports.factory import build_sender
+from ...actors.weight_sync.transports.protocol import ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages
 from ...codecs.memory import flat_bytes
 from ...codecs.weights.gpu_scatter import device_digest

@@ -15,8 +15,8 @@ import numpy as np
 
 from ...actors.engines.protocol import Completion, SamplingParams
 from ...actors.engines.vllm.engine import VllmEngine
-from ...actors.weights.config import Staging
-from ...actors.weights.transports.protocol import WeightUpdate
+from ...actors.weight_sync.config import Staging
+from ...actors.weight_sync.transports.protocol import WeightUpdate
 from ...codecs import messages
 from .gpu_peers import CONTEXT, parameter_digests
 from .peers import Peer

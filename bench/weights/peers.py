@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
-from ...actors.weights.inbox import WeightInbox
-from ...actors.weights.publisher import WeightPublisher
-from ...actors.weights.transports.factory import build_sender
-from ...actors.weights.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightUpdate
+from ...actors.weight_sync.inbox import WeightInbox
+from ...actors.weight_sync.publisher import WeightPublisher
+from ...actors.weight_sync.transports.factory import build_sender
+from ...actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages
 from .models import change, digest, random_weights, weight_shapes
 

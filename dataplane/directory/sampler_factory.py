@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ...codecs.imports import import_object
+from ..imports import import_object
 from .rank_samplers import RankShares
 from .samplers import ORDERS, FirstInOrder, Sampler, TaskConfig, Windowed
 

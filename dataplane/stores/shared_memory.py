@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...codecs.host.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ...codecs.integers import ALIGN, round_up
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
+from ..owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from .free_ranges import FreeRanges
 from .registry import StoreEntry
 from .shm_folder import (

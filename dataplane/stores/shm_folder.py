@@ -1,7 +1,7 @@
 """Creates and maps the files of a shared-memory store.
 
 `/dev/shm/headrace-{run_id}/` holds
-  `owner`   locked by the host's process for as long as it lives (see `codecs/host/owned_folder.py`)
+  `owner`   locked by the host's process for as long as it lives (see `dataplane/owned_folder.py`)
   `slots`   a table with a 32-byte entry for each live block: its generation (block id + 1), and the pid and start time
             of the process that is writing it; a sparse file with entries for as many blocks as fit into the pool, of
             which the host reserves the beginning
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ...codecs.host.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder
 from ...codecs.integers import ALIGN, ceil_div, round_up
+from ..owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder
 
 SLOT_BYTES = 32
 SLOTS_CHUNK = 2048

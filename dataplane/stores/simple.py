@@ -29,7 +29,7 @@ import ray
 from ray.exceptions import RayError
 
 from ...codecs.blocks import BlockPieces, joined
-from ...codecs.imports import MissingExtra
+from ..imports import MissingExtra
 
 try:
     import transfer_queue.storage.simple_storage as tq_storage

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from headrace.actors import early_actors
-from headrace.actors.actor_info import ActorInfo
 from headrace.actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from headrace.actors.engine_actor import EngineActor, EngineSetup
 from headrace.actors.engines.config import ModelConfig, RolloutConfig
 from headrace.actors.engines.factory import MODULES, EngineConfig
-from headrace.actors.remote_methods import decode_result, encode_arguments
+from headrace.actors.process.actor_info import ActorInfo
+from headrace.actors.process.remote_methods import decode_result, encode_arguments
 from headrace.codecs import messages
-from headrace.codecs.imports import import_ahead
+from headrace.dataplane.imports import import_ahead
 
 NOTHING = encode_arguments([])
 

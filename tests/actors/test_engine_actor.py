@@ -22,7 +22,7 @@ from headrace.actors.engines.generate_messages import GenerateReply
 from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, SamplingParams
 from headrace.actors.remote_engine import RemoteEngine
 from headrace.codecs import messages
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

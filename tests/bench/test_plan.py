@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.actors.train.shard_plans import ShardPlan
 from headrace.bench import plan
 from headrace.bench.plan_case import LENGTHS, PlanCase, draw_lengths, judge, least_max_over_mean, plan_here
-from headrace.dataplane.plans import ShardPlan
 
 
 @pytest.mark.processes

@@ -15,7 +15,7 @@ import yaml
 
 from headrace.cli.command import parse
 from headrace.trainers.config.load import load_config, read_sections
-from headrace.trainers.simulation.pool_config import is_pool_file, pool_file
+from headrace.trainers.pool.simulation.config import is_pool_file, pool_file
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

@@ -28,7 +28,7 @@ def send(engine: Engine, number: signal.Signals) -> None:
 
 
 @pytest.mark.timeout(280)
-# Each fault by itself: tests/actors/weights/transports/test_faults.py, tests/actors/engines/vllm/test_failures.py.
+# Each fault by itself: tests/actors/weight_sync/transports/test_faults.py, tests/actors/engines/vllm/test_failures.py.
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")

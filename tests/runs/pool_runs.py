@@ -14,8 +14,8 @@ import ray
 
 from headrace.tests import process_pool
 from headrace.tests.runs import cli_runs as runs
-from headrace.trainers.run.pool_server import start_actor
-from headrace.trainers.timeshare.pool_client import PoolClient
+from headrace.trainers.pool.server.client import PoolClient
+from headrace.trainers.pool.server.server import start_actor
 
 NAME = "shared"
 RUN_S = 800.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.codecs.host.owned_folder import process_start
+from headrace.dataplane.owned_folder import process_start
 from headrace.tests.runs import cli_runs as runs
 from headrace.trainers.supervision.cleanup import is_running
 from headrace.trainers.supervision.report import read_actors

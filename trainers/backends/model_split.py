@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...actors.train.shard_plans import Packing
+from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div
-from ...dataplane.plans import Packing
-from ...dataplane.topology import Topology
 from .config import TrainerConfig
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...actors.process.host_memory import available_memory
+from ...actors.process.pinned_memory import pin, unpin
 from ...actors.protocols import OffloadReport, device_bytes_in_use, offloaded_error
-from ...codecs.host.host_memory import available_memory
-from ...codecs.host.pinned_memory import pin, unpin
 from ...codecs.integers import ALIGN, round_up
 
 _BLOCK_BYTES, _SMALL_BYTES = 512, 1 << 20

@@ -22,13 +22,13 @@ from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
 from ...actors.rollout.routes import RouteRules
 from ...actors.samples import SampleFile
+from ...actors.train.shard_plans import Budget
 from ...actors.train.worker import WorkerSetup
-from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
-from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
+from ...actors.weight_sync.transports.factory import LASTING_KINDS, build_sender, resolve_kind
+from ...actors.weight_sync.transports.protocol import ReceiverConfig, SenderConfig, WeightSender
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
-from ...dataplane.plans import Budget
 from ..advantages.factory import build_advantages
 from ..backends.config import BackendConfig, PrevSource
 from ..backends.factory import MODULES as BACKEND_MODULES

@@ -17,9 +17,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from ...actors.actor_info import ActorInfo
 from ...actors.engines.protocol import EngineDied
-from ...actors.remote_methods import decode_result, encode_arguments, submit
+from ...actors.process.actor_info import ActorInfo
+from ...actors.process.remote_methods import decode_result, encode_arguments, submit
 
 P = ParamSpec("P")
 T = TypeVar("T")

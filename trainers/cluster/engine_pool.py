@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...actors.actor_info import ActorInfo
-from ...actors.weights.transports.protocol import ReceiverGroup
+from ...actors.process.actor_info import ActorInfo
+from ...actors.weight_sync.transports.protocol import ReceiverGroup
 from .calls import Call
 from .handles import EngineHandle
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.engines.config import engine_dtype, memory_share
-from ...actors.memory import assumed_machine
-from ...actors.weights.transports.factory import resolve_kind
+from ...actors.process.memory import assumed_machine
+from ...actors.weight_sync.transports.factory import resolve_kind
 from ...codecs.integers import ceil_div
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config

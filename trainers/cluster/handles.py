@@ -13,22 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...actors.actor_info import ActorInfo
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
 from ...actors.engines.protocol import CommitReport, KeysAndValues, PauseMode, Prepared, SamplingParams
 from ...actors.engines.router import Suspension
-from ...actors.memory import ProcessMemory
+from ...actors.process.actor_info import ActorInfo
+from ...actors.process.memory import ProcessMemory
+from ...actors.process.remote_methods import encode_arguments
 from ...actors.protocols import OffloadReport
-from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.report import EvaluationReport, RolloutReport
 from ...actors.rollout.worker import RolloutWorker
 from ...actors.train.actor import MeetingPoint, TrainActor
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import TrainWorker, WorkerReport
-from ...actors.weights.stream import SendReport
-from ...actors.weights.transports.protocol import ReceiverGroup, WeightUpdate
+from ...actors.weight_sync.stream import SendReport
+from ...actors.weight_sync.transports.protocol import ReceiverGroup, WeightUpdate
 from ...codecs.weights.parameter_digests import ParameterDigests
 from .calls import ActorHandle, Call
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from ...dataplane.topology import Topology
+from ...actors.train.topology import Topology
 from ..config.config import Config
 from ..errors import UserError
 

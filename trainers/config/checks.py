@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ...actors.rollout.evaluation_figures import find_figure, needs_answers
+from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div, round_up
-from ...dataplane.topology import Topology
 from ..backends.model_split import mesh_problems
 from .config import Config
 from .pool_checks import pool_problems

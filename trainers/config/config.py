@@ -15,7 +15,7 @@ from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import MIXTURE, DataConfig
 from ...actors.rollout.evaluation_figures import figure_names, find_figure
 from ...actors.samples import SamplesConfig
-from ...actors.weights.config import SyncConfig
+from ...actors.weight_sync.config import SyncConfig
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 from ..advantages.config import AdvantageConfig

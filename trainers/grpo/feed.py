@@ -42,7 +42,7 @@ from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
-from ..timeshare.demand import Demand
+from .demand import Demand
 from .episodes import episodes_of
 from .stages import Stages
 from .steps import State

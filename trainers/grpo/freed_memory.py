@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
-from ...actors.memory import ProcessMemory
+from ...actors.process.memory import ProcessMemory
 from ...actors.protocols import OffloadReport
 from ..cluster.calls import ActorFailed, gather, gather_each
 from ..cluster.handles import EngineHandle, TrainHandle

@@ -24,13 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from ...actors.memory import ProcessMemory
+from ...actors.process.memory import ProcessMemory
 from ...dataplane.client.client import DataPlaneClient
 from ..cluster.calls import ActorFailed, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle
 from ..cluster.run_actors import RunActors
-from ..timeshare.demand import Demand
+from .demand import Demand
 from .freed_memory import TrainerMemory, fallen, measured
 from .stages import Stages
 from .weight_sync import HEALTH_S, SyncReport, WeightSync

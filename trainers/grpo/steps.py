@@ -20,11 +20,11 @@ from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.rows import TRAINED_TOKENS
 from ...actors.samples import SampleFile
 from ...actors.train.reader import holds_receipt
+from ...actors.train.shard_plans import Budget, plan_shards
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import REF, WorkerReport
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import POSITION, KVBatchMeta
-from ...dataplane.plans import Budget, plan_shards
 from ..advantages.estimator import AdvantageEstimator, RewardRows
 from ..cluster import actor_specs
 from ..cluster.calls import Call, DriverMeter, gather

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 
 from ...actors.engines.protocol import CommitReport, EngineDied, PauseMode
 from ...actors.protocols import Span
-from ...actors.weights.stream import SendReport
-from ...actors.weights.transports.protocol import WeightTransferError, WeightUpdate
+from ...actors.weight_sync.stream import SendReport
+from ...actors.weight_sync.transports.protocol import WeightTransferError, WeightUpdate
 from ..cluster.calls import ActorFailed, Call, gather, gather_each, settled
 from ..cluster.engine_pool import Engine, EnginePool
 from ..cluster.handles import EngineHandle, TrainHandle

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...codecs.imports import import_object
+from ...dataplane.imports import import_object
 from .objective import DRIFT_METRICS, TokenLosses, drift
 from .terms import LossInputs
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...actors.rollout.evaluation_figures import REWARD
-from ...codecs.imports import MissingExtra
+from ...dataplane.imports import MissingExtra
 
 try:
     import matplotlib

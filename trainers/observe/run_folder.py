@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from ...codecs.host.owned_folder import try_lock
+from ...dataplane.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...codecs.imports import import_ahead
+from ...dataplane.imports import import_ahead
 from ..cluster.ray_cluster import open_cluster
 from ..config.config import Config
 from ..observe.start_times import StartTimes

@@ -21,7 +21,7 @@ from ..cluster import actor_specs
 from ..cluster.evaluation_plans import EvaluationPlan, all_plans
 from ..config.config import Config
 from ..errors import UserError
-from .preflight import check_evaluation
+from .checks.preflight import check_evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from ...actors.memory import gpu_sizes
+from ...actors.process.memory import gpu_sizes
 from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
@@ -49,11 +49,11 @@ from ..observe.run_folder import RunFolder
 from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
 from ..observe.trust import distrust
+from ..pool.tenant.membership import PoolMembership
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
-from .pool_membership import PoolMembership
-from .preflight import check_prompts, check_quickly
+from .checks.preflight import check_prompts, check_quickly
 from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 

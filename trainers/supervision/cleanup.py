@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-from ...codecs.host.owned_folder import PREFIX, SHARED_MEMORY, process_start
+from ...dataplane.owned_folder import PREFIX, SHARED_MEMORY, process_start
 
 END_TIMEOUT_S = 10.0
 """Seconds to wait for killed processes to be gone."""

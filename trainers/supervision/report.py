@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from ...codecs.host.owned_folder import process_start
+from ...dataplane.owned_folder import process_start
 from .stack_dumps import collect_stacks
 
 ASK_TIMEOUT_S = 5.0

@@ -16,8 +16,8 @@ import torch
 
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
-from ...memory import ProcessMemory, measure
-from ...weights.transports.protocol import ReceiverConfig, WeightUpdate
+from ...process.memory import ProcessMemory, measure
+from ...weight_sync.transports.protocol import ReceiverConfig, WeightUpdate
 from ..incoming_weights import IncomingWeights
 from ..parameters import ParameterSet
 from ..prompt_checks import checked_prompt

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig
 
-from ....codecs.host.host_memory import available_memory
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests
-from ...memory import ProcessMemory, measure
-from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from ...process.host_memory import available_memory
+from ...process.memory import ProcessMemory, measure
+from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
 from ..key_value_memory import check_cache, default_on_cpu, token_bytes
 from ..protocol import (

@@ -20,7 +20,7 @@ from typing import Any
 
 from ....codecs import messages
 from ....codecs.weights.parameter_digests import ParameterDigests
-from ...weights.transports.protocol import WeightUpdate
+from ...weight_sync.transports.protocol import WeightUpdate
 from ..protocol import EngineDied
 from .process import all_of
 from .weights.wire import LoadReport, PrepareState, VerifyReport

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ....codecs.imports import import_each
+from ....dataplane.imports import import_each
 from .core_log import flush_outputs
 from .environment import engine_environment
 

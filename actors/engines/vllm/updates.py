@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ....codecs.weights.parameter_digests import ParameterDigests
-from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..protocol import Prepared
 from .links import WorkerLinks
 from .process import CALL_PATIENCE_S, VllmProcess

@@ -27,8 +27,8 @@ import torch
 
 from ....codecs import messages
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
-from ...weights.inbox import WeightInbox
-from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from ...weight_sync.inbox import WeightInbox
+from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
 from .links import Order, WorkerLink
 from .logprobs import SampledLogprobs

@@ -25,7 +25,7 @@ from ....actors.engines.factory import EngineConfig, build_engine
 from ....actors.engines.protocol import Completion
 from ....codecs.tokens.routes import RoutesDamaged, RouteSpec, check_routes, missing_tokens
 from ....trainers.errors import UserError
-from ....trainers.run.trust_probe import Rows, TrustReport, compare_rows, route_spec
+from ....trainers.run.checks.trust_probe import Rows, TrustReport, compare_rows, route_spec
 from ...transfer.results import note
 from ..figures import Figures
 from ..progress import Progress

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ....codecs.imports import MissingExtra
+from ....dataplane.imports import MissingExtra
 from ....trainers.errors import UserError
-from ....trainers.timeshare.picture import pool_report
+from ....trainers.pool.report.picture import pool_report
 from ...conditions import conditions
 from ..accounting import complaints
 from ..figures import Figures

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....trainers.run.pool_folder import AUTH_MODE, SERVER, ServedPool, find_pool
+from ....trainers.pool.server.folder import AUTH_MODE, SERVER, ServedPool, find_pool
 from ..nvml import visible_gpus
 from ..train_run import end_process, run_keys, run_phase, steps_done
 from ..works import EXAMPLES, GrpoWork

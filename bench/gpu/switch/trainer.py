@@ -19,8 +19,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from ....actors.train.topology import Topology
 from ....codecs.memory import flat_bytes
-from ....dataplane.topology import Topology
 from ....trainers.backends.factory import build_backend
 from ...gpu_train import config, micro_batch, random_rows
 from ...transfer.results import note

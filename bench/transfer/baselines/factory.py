@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....trainers.run import doctor
+from ....trainers.run.checks import doctor
 from ..contenders import Contender
 from .served import Host, ServedContender
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ....codecs.host.owned_folder import remove_stale_folders
 from ...block_store import StoreSpec
 from ...config import StoreConfig
 from ...directory.requests import body_of
 from ...errors import StoreLost
+from ...owned_folder import remove_stale_folders
 from ...rpc.links import Link
 from ...security.handshake import new_key
 from ..counting_host import CountingHost

@@ -11,8 +11,8 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from ....codecs.host.owned_folder import SHARED_MEMORY
 from ...errors import SHOWN_KEYS
+from ...owned_folder import SHARED_MEMORY
 
 T = TypeVar("T")
 

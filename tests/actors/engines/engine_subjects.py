@@ -16,9 +16,9 @@ import torch
 
 from headrace.actors.engines.protocol import Completion, GenerationEngine, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.weights.transports.protocol import WeightUpdate
+from headrace.actors.weight_sync.transports.protocol import WeightUpdate
 from headrace.tests.actors.conftest import save_tokenizer
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 PROMPT = [5, 6, 7, 13]
 LONG = SamplingParams(n=16, max_new_tokens=56, seed=1)

@@ -14,7 +14,7 @@ import torch
 from headrace.actors.engines.continuation import generate_whole
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 
 PROMPT = [5, 6]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.weights.transports.protocol import WeightTransferError
+from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.actors.engines.engine_subjects import (
     BOUND_S,
     GREEDY,
@@ -27,7 +27,7 @@ from headrace.tests.actors.engines.engine_subjects import (
     opened,
     tokens,
 )
-from headrace.tests.actors.weights.weight_updates import Publisher
+from headrace.tests.actors.weight_sync.weight_updates import Publisher
 
 
 @pytest.fixture(scope="module", params=["hf", "scripted", pytest.param("vllm", marks=pytest.mark.vllm)])

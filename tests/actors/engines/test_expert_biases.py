@@ -15,7 +15,7 @@ from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.actors.conftest import VOCAB, save_tokenizer
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 
 PROMPT = [5, 6, 7, 13, 9, 3]
 PARAMS = SamplingParams(n=2, max_new_tokens=20, seed=1)

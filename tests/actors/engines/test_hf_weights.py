@@ -15,10 +15,10 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, EngineBroken, KeysAndValues, SamplingParams
-from headrace.actors.weights.transports.protocol import WeightTransferError
+from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.codecs.weights.parameter_digests import DigestTaker
 from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 
 async def serve(engine: HfEngine, publisher: Publisher, version: int, named: dict[str, torch.Tensor]) -> None:

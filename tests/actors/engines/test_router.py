@@ -27,8 +27,8 @@ from headrace.actors.engines.protocol import (
 )
 from headrace.actors.engines.router import LeftOut, NoEngineAvailable, Router
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.weights.transports.protocol import WeightTransferError
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+from headrace.actors.weight_sync.transports.protocol import WeightTransferError
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 BOUND_S = 30.0
 

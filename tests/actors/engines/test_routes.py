@@ -21,7 +21,7 @@ from headrace.actors.transcript import Transcript
 from headrace.codecs import messages
 from headrace.codecs.tokens.routes import check_routes, join_routes
 from headrace.tests.actors.engines.moe import LAYERS, Reference, expect_routes, save_moe, spec_of
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 
 PROMPTS = [[5, 6, 7, 13], [9, 9, 3, 3, 8, 13, 11], [4]]
 PARAMS = SamplingParams(n=2, max_new_tokens=12, seed=1)

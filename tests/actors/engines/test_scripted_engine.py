@@ -15,7 +15,7 @@ from headrace.actors.engines.config import ModelConfig, RolloutConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
 from headrace.actors.engines.protocol import CutOff, EngineBroken, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens, request_latency
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 
 
 def countdown(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:

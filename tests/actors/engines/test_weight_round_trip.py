@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.actors.weights.config import SyncConfig
-from headrace.actors.weights.inbox import WeightInbox
-from headrace.actors.weights.publisher import WeightPublisher
-from headrace.actors.weights.transports.factory import TRANSPORT_KINDS, build_sender
-from headrace.actors.weights.transports.protocol import (
+from headrace.actors.weight_sync.config import SyncConfig
+from headrace.actors.weight_sync.inbox import WeightInbox
+from headrace.actors.weight_sync.publisher import WeightPublisher
+from headrace.actors.weight_sync.transports.factory import TRANSPORT_KINDS, build_sender
+from headrace.actors.weight_sync.transports.protocol import (
     ReceiverConfig,
     ReceiverGroup,
     SenderConfig,
@@ -22,7 +22,7 @@ from headrace.actors.weights.transports.protocol import (
 )
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.tests.actors.train.replica_ranks import data_plane
-from headrace.tests.actors.weights.weight_streams import change, specs, weights
+from headrace.tests.actors.weight_sync.weight_streams import change, specs, weights
 from headrace.tests.dataplane.rows import fresh_run_id
 
 BUCKET_BYTES, TIMEOUT_S = 256, 10.0

@@ -20,8 +20,8 @@ from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.factory import build_environment, check_environment
 from headrace.actors.environments.host import EpisodeHost
+from headrace.actors.process.user_threads import MAX_HUNG, TooManyHang
 from headrace.actors.protocols import Prompt, Sample
-from headrace.actors.user_threads import MAX_HUNG, TooManyHang
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
 
 TOKENIZER = make_chat_tokenizer()

@@ -28,9 +28,9 @@ from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.tool_use import ToolUse, find_call
 from headrace.actors.environments.tools import build_tools, calculator
+from headrace.actors.process.user_threads import MAX_HUNG, TooManyHang
 from headrace.actors.protocols import Prompt, Sample
-from headrace.actors.user_threads import MAX_HUNG, TooManyHang
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 
 EOS = 0
 

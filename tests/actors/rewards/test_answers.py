@@ -14,7 +14,7 @@ from headrace.actors.rewards import math_equality
 from headrace.actors.rewards.answers import Boxed, last_boxed
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.factory import build_rubric, check_rewards
-from headrace.codecs.imports import MissingExtra
+from headrace.dataplane.imports import MissingExtra
 
 
 def prompt(answer: str) -> Prompt:

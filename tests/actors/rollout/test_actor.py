@@ -25,7 +25,7 @@ from headrace.actors.rollout.config import DataConfig
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.traffic import Traffic
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 from headrace.trainers.cluster.calls import ActorFailed, Call, DriverMeter, gather
 from headrace.trainers.cluster.handles import EngineHandle, RolloutHandle
 

@@ -38,7 +38,7 @@ from headrace.codecs.batch import Batch
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.traffic import ClientStats, Traffic
-from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 from headrace.trainers.observe.samples import read_samples
 
 PARTITION = "train"

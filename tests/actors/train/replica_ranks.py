@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
 from headrace.actors.train.reader import FetchPolicy, ReplicaReader, build_links, holds_receipt
+from headrace.actors.train.shard_plans import Budget, plan_shards
 from headrace.actors.train.step_rows import TrainShard
+from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Batch, Jagged
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
@@ -29,10 +31,8 @@ from headrace.dataplane.directory.service import DirectoryService
 from headrace.dataplane.factory import build_store_host, connect, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.dataplane.plans import Budget, plan_shards
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.rpc.server import DirectoryServer
-from headrace.dataplane.topology import Topology
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import FORKSERVER, start_ray
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from headrace.actors.train.links import ReplicaLinks
 from headrace.actors.train.process_groups import ProcessGroups
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.actors.train.replica_ranks import raised
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.actors.protocols import TRAIN_FIELDS
+from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Jagged
 from headrace.dataplane.factory import connect
-from headrace.dataplane.topology import Topology
 from headrace.tests.actors.train.replica_ranks import (
     PARTITION,
     Step,

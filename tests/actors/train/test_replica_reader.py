@@ -14,12 +14,12 @@ from headrace.actors.protocols import TRAIN_FIELDS
 from headrace.actors.train.reader import FetchPolicy, holds_receipt, shares_reads
 from headrace.actors.train.stage_fields import stage_fields
 from headrace.actors.train.step_rows import TrainShard
+from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Jagged
 from headrace.codecs.tokens.context_slices import pieces
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.dataplane.topology import Topology
 from headrace.tests.actors.train.replica_ranks import (
     PARTITION,
     Step,

@@ -16,11 +16,11 @@ from headrace.actors.protocols import TRAIN_FIELDS, row_schema, written_fields
 from headrace.actors.train.links import parts_of
 from headrace.actors.train.reader import ReplicaReader, build_links
 from headrace.actors.train.stage_fields import stage_batch, stage_fields, stage_layers, stage_schema
+from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.tokens.context_slices import pieces
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec
 from headrace.dataplane.factory import connect
-from headrace.dataplane.topology import Topology
 from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, row_columns, run_on, ship
 
 SPEC = RouteSpec((1, 2, 3), 2, 100, 4)

@@ -22,20 +22,20 @@ from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
 from headrace.actors.samples import SampleFile, SamplesConfig
 from headrace.actors.train.actor import CONCURRENCY_GROUPS, MeetingPoint, TrainActor
 from headrace.actors.train.step_rows import TrainShard
+from headrace.actors.train.topology import Topology
 from headrace.actors.train.worker import PREV, REF, TrainWorker, WorkerReport, WorkerSetup
-from headrace.actors.weights.config import SyncConfig
-from headrace.actors.weights.transports.protocol import ReceiverGroup
+from headrace.actors.weight_sync.config import SyncConfig
+from headrace.actors.weight_sync.transports.protocol import ReceiverGroup
 from headrace.codecs import messages
 from headrace.codecs.jagged import unpack
 from headrace.dataplane.errors import DataPlaneError
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.dataplane.topology import Topology
 from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.train.recording_backend import MODEL, RecordingBackend
 from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, put_rows, raised, run_on, ship
-from headrace.tests.actors.weights.memory_sender import MemorySender
+from headrace.tests.actors.weight_sync.memory_sender import MemorySender
 from headrace.trainers.cluster.calls import Call, DriverMeter, ended, gather
 from headrace.trainers.cluster.handles import TrainHandle
 

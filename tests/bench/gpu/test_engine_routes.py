@@ -21,7 +21,7 @@ from headrace.bench.gpu.engine.routes import (
 from headrace.bench.gpu.figures import Figures
 from headrace.codecs.tokens.routes import RouteSpec
 from headrace.trainers.errors import UserError
-from headrace.trainers.run.trust_probe import TrustReport
+from headrace.trainers.run.checks.trust_probe import TrustReport
 
 SPEC = RouteSpec(layers=(1, 2), top_k=2, num_experts=8, hidden_layers=3)
 PROMPT, TOKENS = 3, 4

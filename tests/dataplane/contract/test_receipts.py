@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.codecs.host.owned_folder import process_start
 from headrace.dataplane.errors import DataPlaneError, IntegrityError, KeysNotFound, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.owned_folder import process_start
 from headrace.dataplane.stores.registry import store_entry
 from headrace.tests.dataplane.planes import LENDING, OTHER_STORES, SOCKETS, catch_reads
 from headrace.tests.dataplane.rows import BYTES, FIRST, assert_rows, block_of, columns, keys_of

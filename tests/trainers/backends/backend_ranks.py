@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
+from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Batch, Jagged
-from headrace.dataplane.topology import Topology
 from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.losses.config import LossConfig

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from headrace.actors.protocols import OffloadReport, TrainBackend
 from headrace.actors.train.process_groups import ProcessGroups
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import MEASURED, backend_config, random_rows, weights_of
 from headrace.tests.trainers.backends.megatron.mesh_ranks import sent
 from headrace.trainers.backends.factory import build_backend

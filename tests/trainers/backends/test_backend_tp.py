@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GemmaConfig
 
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     VOCAB,
     Row,

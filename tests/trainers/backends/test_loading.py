@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     TINY,
     backend_config,

@@ -12,7 +12,7 @@ import torch
 
 from headrace.actors.protocols import TrainBackend
 from headrace.actors.train.process_groups import ProcessGroups
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.trainers.backends.backend_ranks import VOCAB, save_tiny_model, save_tiny_moe
 from headrace.tests.trainers.backends.offload_ranks import (

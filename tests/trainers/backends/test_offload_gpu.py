@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.actors.protocols import device_bytes_in_use
 from headrace.actors.train.process_groups import ProcessGroups
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.trainers.backends.backend_ranks import TINY, weights_of
 from headrace.tests.trainers.backends.offload_ranks import CYCLES, OffloadCase, assert_bit_equal, destroy_groups, step

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.actors.engines.config import ScriptedConfig
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import micro_batch, random_rows, run_on_ranks, run_step, weights_of
 from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.factory import build_backend

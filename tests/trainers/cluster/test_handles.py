@@ -13,8 +13,8 @@ from ray.exceptions import RayTaskError
 
 from headrace.actors.engine_actor import EngineHost
 from headrace.actors.engines.protocol import EngineDied
+from headrace.actors.process.remote_methods import decode_arguments
 from headrace.actors.protocols import SpanTable
-from headrace.actors.remote_methods import decode_arguments
 from headrace.actors.rollout.actor import RolloutActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import TrainWorker, WorkerReport

@@ -14,7 +14,7 @@ import headrace
 ROOT = Path(headrace.__file__).resolve().parent
 FLOORS = ("dataplane", "actors", "trainers", "cli")
 Nodes = tuple[ast.AST, ...]
-NOT_READERS = ("trainers/config/", "trainers/run/dry_run.py")
+NOT_READERS = ("trainers/config/", "trainers/run/checks/dry_run.py")
 """Files that name keys but do nothing by them: declarations, checks, the reference, and the text of a dry run."""
 
 

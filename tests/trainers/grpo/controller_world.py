@@ -16,14 +16,14 @@ import torch
 
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, SpanTable
 from headrace.actors.rollout.prompts import base36
+from headrace.actors.train.shard_plans import Budget
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import TrainWorker, WorkerReport, WorkerSetup
 from headrace.codecs.batch import Batch, Jagged, Ragged
 from headrace.dataplane.factory import DataPlane
 from headrace.dataplane.meta import POSITION, KVBatchMeta
-from headrace.dataplane.plans import Budget
 from headrace.dataplane.traffic import Traffic
-from headrace.tests.actors.weights.memory_sender import MemorySender
+from headrace.tests.actors.weight_sync.memory_sender import MemorySender
 from headrace.tests.trainers.grpo.feed_world import World
 from headrace.trainers.advantages.factory import build_advantages
 from headrace.trainers.cluster.actor_specs import backend_config, reward_weights

@@ -15,7 +15,6 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from headrace.actors.actor_info import ActorInfo
 from headrace.actors.engine_actor import EngineHost
 from headrace.actors.engines.protocol import (
     CommitReport,
@@ -26,16 +25,17 @@ from headrace.actors.engines.protocol import (
     SamplingParams,
 )
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.memory import ProcessMemory
+from headrace.actors.process.actor_info import ActorInfo
+from headrace.actors.process.memory import ProcessMemory
+from headrace.actors.process.remote_methods import decode_arguments
 from headrace.actors.protocols import OffloadReport
-from headrace.actors.remote_methods import decode_arguments
 from headrace.actors.train.worker import TrainWorker
-from headrace.actors.weights.config import SyncConfig
-from headrace.actors.weights.inbox import WeightInbox
-from headrace.actors.weights.publisher import WeightPublisher
-from headrace.actors.weights.stream import SendReport
-from headrace.actors.weights.transports.ipc import IpcSender
-from headrace.actors.weights.transports.protocol import ReceiverConfig, ReceiverGroup, WeightUpdate
+from headrace.actors.weight_sync.config import SyncConfig
+from headrace.actors.weight_sync.inbox import WeightInbox
+from headrace.actors.weight_sync.publisher import WeightPublisher
+from headrace.actors.weight_sync.stream import SendReport
+from headrace.actors.weight_sync.transports.ipc import IpcSender
+from headrace.actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, WeightUpdate
 from headrace.codecs import messages
 from headrace.codecs.weights.parameter_digests import ParameterDigests
 from headrace.trainers.cluster import calls

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.actors.train.shard_plans import Budget
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import DataPlane, open_data_plane
-from headrace.dataplane.plans import Budget
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.trainers.backends.backend_ranks import save_tiny_model
 from headrace.tests.trainers.grpo.controller_world import (

@@ -12,8 +12,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.memory import ProcessMemory
-from headrace.actors.weights.transports.ipc import IpcSender
+from headrace.actors.process.memory import ProcessMemory
+from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.engine_pool import NoEngineLeft

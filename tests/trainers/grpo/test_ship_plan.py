@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
+from headrace.actors.train.shard_plans import Budget
 from headrace.actors.train.step_rows import TrainShard
 from headrace.codecs import messages
 from headrace.codecs.batch import Batch, Jagged
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.dataplane.plans import Budget
 from headrace.trainers.config.config import Config
 from headrace.trainers.grpo.steps import plan_step
 

@@ -12,8 +12,8 @@ import torch
 
 from headrace.actors.engines.protocol import CommitReport, KeysAndValues, PauseMode
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.weights.transports.ipc import IpcSender
-from headrace.actors.weights.transports.protocol import WeightTransferError
+from headrace.actors.weight_sync.transports.ipc import IpcSender
+from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import WEIGHTS, DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import NoEngineLeft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.codecs.host.owned_folder import process_start
+from headrace.dataplane.owned_folder import process_start
 from headrace.tests.process_pool import has_ended, zombie_with_a_thread
 from headrace.trainers.supervision.cleanup import is_running
 

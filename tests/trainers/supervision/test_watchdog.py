@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.codecs.host.owned_folder import process_start
 from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.owned_folder import process_start
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.trainers.config.load import build_config
 from headrace.trainers.run.under_watchdog import under_watchdog

@@ -35,7 +35,7 @@ from .half_parameters import half_parameters, halve_parameters
 from .loading import WeightSource, fill, open_source
 from .norms import use_closed_form_norms
 from .output_checks import check_head, check_packing
-from .routers import balance_experts, replay_routers, router_biases
+from .router_replay import balance_experts, replay_routers, router_biases
 from .sharding import build_mesh, give_back, give_back_unfinished, own_piece, spread, spread_weights
 from .tensor_parallel import split_dim, sum_per_head_gradients
 

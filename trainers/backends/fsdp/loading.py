@@ -16,7 +16,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from ....dataplane.topology import Topology
+from ....actors.train.topology import Topology
 from ..hf_model import load_causal_lm
 from ..hf_source import HfSource
 from ..weight_stream import cut_box

@@ -7,10 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ....dataplane.topology import Place, Topology
+from ....actors.train.topology import Place, Topology
 from ..weight_stream import Cut, Piece, SpreadWeight
 from .causal_lm import CausalLM
-from .routers import router_biases
+from .router_replay import router_biases
 from .tensor_parallel import split_dim, split_over
 
 

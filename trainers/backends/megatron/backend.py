@@ -37,7 +37,7 @@ from .library import ChainedOptimizer, DistributedDataParallel, MoELayer, get_fo
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
 from .pipeline import OpenPipeline
-from .routers import PipelineReplay
+from .router_replay import PipelineReplay
 from .row_sums import sum_rows, whole_counts
 from .rows import PackedRows, pack_rows
 from .training_state import TrainingState

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....dataplane.topology import Place, Topology
+from ....actors.train.topology import Place, Topology
 from ..hf_source import HfSource
 from ..model_split import expert_tensor_size
 from ..weight_stream import Cut, Piece, SpreadWeight

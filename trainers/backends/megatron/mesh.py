@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....dataplane.topology import Place, Topology
+from ....actors.train.topology import Place, Topology
 from ..model_split import expert_tensor_size
 from .library import parallel_state, tensor_parallel_random
 from .weights import Entry, Part

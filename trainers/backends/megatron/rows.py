@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ....actors.protocols import MicroBatch
+from ....actors.train.topology import Place, Topology
 from ....codecs.gather import exclusive_cumsum
 from ....codecs.integers import round_up
 from ....codecs.tokens.context_slices import chunks
-from ....dataplane.topology import Place, Topology
 from ..row_layout import to_device
 from .modules.attention import AttentionPlan, plan_attention, runs
 

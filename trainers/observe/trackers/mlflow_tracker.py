@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....codecs.imports import MissingExtra
+from ....dataplane.imports import MissingExtra
 from ...config.trackers import MlflowOptions
 from .protocol import SAMPLE_COLUMNS, SampleRow, TrackedRun
 

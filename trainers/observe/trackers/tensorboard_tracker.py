@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....codecs.imports import MissingExtra
+from ....dataplane.imports import MissingExtra
 from ...config.trackers import TensorboardOptions
 from .protocol import SAMPLE_COLUMNS, SampleRow, TrackedRun
 

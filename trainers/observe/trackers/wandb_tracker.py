@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....codecs.imports import MissingExtra
+from ....dataplane.imports import MissingExtra
 from ...config.trackers import WandbOptions
 from .protocol import SAMPLE_COLUMNS, SampleRow, TrackedRun
 

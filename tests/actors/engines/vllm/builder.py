@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.tests.actors.weights.weight_updates import receiver
+from headrace.tests.actors.weight_sync.weight_updates import receiver
 
 if TYPE_CHECKING:
     from headrace.actors.engines.vllm.engine import VllmEngine

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.actors.engines.protocol import Completion, SamplingParams
-from headrace.actors.weights.transports.protocol import WeightUpdate
+from headrace.actors.weight_sync.transports.protocol import WeightUpdate
 from headrace.tests.actors.engines.vllm.builder import build, save_model
-from headrace.tests.actors.weights.weight_updates import Publisher
+from headrace.tests.actors.weight_sync.weight_updates import Publisher
 
 T = TypeVar("T")
 BOUND_S = 120.0

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from headrace.actors.engines.protocol import EngineBroken, EngineDied, SamplingParams
-from headrace.actors.weights.config import SyncConfig
-from headrace.actors.weights.transports.protocol import ReceiverConfig, WeightTransferError
+from headrace.actors.weight_sync.config import SyncConfig
+from headrace.actors.weight_sync.transports.protocol import ReceiverConfig, WeightTransferError
 from headrace.tests.actors.engines.vllm.builder import CONTEXT, build
 from headrace.tests.actors.engines.vllm.conftest import Subject
-from headrace.tests.actors.weights.weight_updates import ENGINE, Publisher
+from headrace.tests.actors.weight_sync.weight_updates import ENGINE, Publisher
 
 pytestmark = pytest.mark.vllm
 PROMPT = [5, 6, 7, 13]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.tests.actors.engines.vllm.builder import build, save_model
-from headrace.tests.actors.weights.weight_updates import Publisher
+from headrace.tests.actors.weight_sync.weight_updates import Publisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 

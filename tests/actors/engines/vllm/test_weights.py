@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import EngineBroken, KeysAndValues, SamplingParams
-from headrace.actors.weights.transports.protocol import WeightUpdate
+from headrace.actors.weight_sync.transports.protocol import WeightUpdate
 from headrace.codecs.weights.parameter_digests import DigestTaker
 from headrace.tests.actors.engines.vllm.builder import EOS, VOCAB_SIZE
 from headrace.tests.actors.engines.vllm.conftest import Subject

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.actors.engines.config import RouterReplayConfig
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.router_replay.replay_ranks import SP, ReplayCase, outcomes, run_case
 from headrace.tests.trainers.backends.router_replay.routed_rows import save_moe
 

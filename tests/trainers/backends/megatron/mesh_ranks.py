@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.actors.protocols import MicroBatch
 from headrace.actors.train.stage_fields import stage_fields
+from headrace.actors.train.topology import Place, Topology
 from headrace.codecs.batch import Batch
 from headrace.codecs.tokens.context_slices import slice_batch
-from headrace.dataplane.topology import Place, Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     MEASURED,
     TINY,

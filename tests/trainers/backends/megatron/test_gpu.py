@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import random_rows, save_tiny_model, save_tiny_moe
 from headrace.tests.trainers.backends.megatron.mesh_ranks import (
     NUM_ROWS,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.dataplane.topology import Place, Topology
+from headrace.actors.train.topology import Place, Topology
 from headrace.tests.trainers.backends.backend_ranks import Row, micro_batch, random_rows
 from headrace.tests.trainers.backends.megatron.mesh_ranks import sent
 from headrace.trainers.backends.megatron.modules.attention import PackedAttention, attend, plan_attention

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.dataplane.topology import Topology
+from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     COLUMNS,
     MEASURED,

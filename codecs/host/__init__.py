@@ -1,1 +1,0 @@
-"""Tells what this host has and what processes of it own: memory, folders and locks."""

@@ -1,0 +1,137 @@
+"""plan_shards: every row once, equal microbatch counts, balance, budgets, groups."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.actors.train.shard_plans import Budget, ShardPlan, plan_shards
+from headrace.actors.train.topology import Topology
+
+
+def lognormal(num_rows: int, seed: int = 0, cap: int = 8192) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(6.5, 0.8, num_rows).clip(1, cap).astype(np.int64)
+
+
+def max_over_mean(plan: ShardPlan, cost: np.ndarray, dp: int) -> float:
+    loads = np.array([cost[plan.shard(rank)[0]].sum() for rank in range(dp)])
+    return float(loads.max() / loads.mean())
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 100), max_size=60),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(100, 400),
+)
+def test_each_row_once_equal_counts_within_budget(lengths, dp, tp, group, budget):
+    lengths = np.array(lengths, dtype=np.int64)
+    groups = np.arange(len(lengths)) // group
+    topology = Topology(dp=dp, tp=tp)
+    plan = plan_shards(lengths, topology, Budget(budget + 2), groups)
+    assert sorted(plan.rows.tolist()) == list(range(len(lengths)))
+    assert plan.sizes.shape == (dp, plan.num_microbatches)
+    assert plan.sizes.sum() == len(lengths)
+    for rank in range(dp):
+        rows, sizes = plan.shard(rank)
+        for part in np.split(rows, np.cumsum(sizes)[:-1]):
+            padded = -(-lengths[part] // topology.pad_multiple) * topology.pad_multiple
+            assert padded.sum() <= budget + 2
+
+
+@settings(max_examples=80)
+@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 5), st.integers(1, 2), st.integers(100, 500))
+def test_padded_microbatches_fit_the_budget(lengths, dp, cp, budget):
+    lengths, topology = np.array(lengths, dtype=np.int64), Topology(dp=dp, cp=cp)
+    for packing in ("none", "dynamic"):
+        plan = plan_shards(lengths, topology, Budget(budget + 4, packing=packing))
+        assert sorted(plan.rows.tolist()) == list(range(len(lengths)))
+        assert plan.sizes.shape == (dp, plan.num_microbatches)
+        for rank in range(dp):
+            rows, sizes = plan.shard(rank)
+            assert sizes.sum() == len(rows)
+            for part in np.split(rows, np.cumsum(sizes)[:-1]):
+                padded = -(-lengths[part] // topology.pad_multiple) * topology.pad_multiple
+                assert len(part) * padded.max(initial=0) <= budget + 4
+
+
+def padded_over_valid(plan, lengths, dp):
+    parts = [part for rank in range(dp) for rows, sizes in [plan.shard(rank)]
+             for part in np.split(rows, np.cumsum(sizes)[:-1])]  # fmt: skip
+    return sum(len(part) * lengths[part].max(initial=0) for part in parts) / lengths.sum()
+
+
+def test_sorting_by_length_leaves_little_padding():
+    lengths = lognormal(1024)
+    plain, dynamic = (plan_shards(lengths, Topology(dp=4), Budget(16_384, packing=p)) for p in ("none", "dynamic"))
+    assert padded_over_valid(plain, lengths, 4) > 1.8
+    assert padded_over_valid(dynamic, lengths, 4) < 1.15
+    assert dynamic.num_microbatches < plain.num_microbatches
+
+
+def test_packed_counts_tokens_and_balances_them():
+    lengths = np.array([900] + [10] * 90)
+    packed = plan_shards(lengths, Topology(dp=1), Budget(1000, packing="packed"))
+    assert packed.num_microbatches == 2
+    plain = plan_shards(lengths, Topology(dp=1), Budget(1000, packing="dynamic"))
+    assert plain.sizes.tolist() == [[1, 90]]
+
+
+def test_rows_keep_their_order_when_not_packed():
+    lengths = lognormal(64, cap=500)
+    plan = plan_shards(lengths, Topology(dp=1), Budget(2000))
+    assert plan.rows.tolist() == list(range(64)) and plan.num_microbatches > 1
+
+
+def test_ranks_short_of_microbatches_split_their_heaviest():
+    lengths = np.array([100] * 6 + [10] * 6)
+    groups = np.array([0] * 6 + [1] * 6)
+    plan = plan_shards(lengths, Topology(dp=2), Budget(100, group_tolerance=9.0), groups)
+    assert sorted(map(tuple, plan.sizes.tolist())) == [(1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1)]
+    with pytest.raises(ValueError, match="trainer.packing: got 'tight', expected 'none', 'packed' or 'dynamic'"):
+        Budget(100, packing="tight")  # type: ignore[arg-type]
+
+
+def test_groups_stay_whole_when_balance_allows():
+    lengths = np.full(64, 100)
+    groups = np.repeat(np.arange(16), 4)
+    plan = plan_shards(lengths, Topology(dp=4), Budget(10_000), groups)
+    for rank in range(4):
+        rows, _ = plan.shard(rank)
+        assert all(np.isin(np.flatnonzero(groups == group), rows).all() for group in np.unique(groups[rows]))
+
+
+def test_groups_are_split_when_whole_ones_cannot_balance():
+    lengths = np.concatenate([np.full(8, 1000), np.full(24, 10)])
+    groups = np.repeat(np.arange(4), 8)
+    plan = plan_shards(lengths, Topology(dp=4), Budget(10_000), groups)
+    assert max_over_mean(plan, lengths.astype(float), 4) <= 1.1
+
+
+@pytest.mark.parametrize(("rows", "dp", "bound"), [(512, 8, 1.05), (2048, 64, 1.15)])
+def test_quadratic_balance_with_groups_of_eight(rows, dp, bound):
+    for seed in range(5):
+        lengths = lognormal(rows, seed, cap=4096)  # a longer row alone can outweigh a 64th of the batch
+        budget = Budget(16_384, linear_cost=0.0, quadratic_cost=1.0)
+        plan = plan_shards(lengths, Topology(dp=dp), budget, np.arange(rows) // 8)
+        assert max_over_mean(plan, lengths.astype(float) ** 2, dp) <= bound
+
+
+def test_same_input_same_digest_other_input_other_digest():
+    lengths = lognormal(256)
+    first = plan_shards(lengths, Topology(dp=4), Budget(16_384))
+    again = plan_shards(lengths, Topology(dp=4), Budget(16_384))
+    other = plan_shards(lengths[::-1].copy(), Topology(dp=4), Budget(16_384))
+    assert first.digest == again.digest != other.digest
+
+
+def test_row_over_the_budget_is_named():
+    with pytest.raises(ValueError, match=r"tokens_per_microbatch: got 100, but row 1 alone takes 101 tokens"):
+        plan_shards(np.array([5, 101]), Topology(dp=1), Budget(100))
+
+
+def test_no_rows_is_one_empty_microbatch_a_rank():
+    plan = plan_shards(np.zeros(0, dtype=np.int64), Topology(dp=3), Budget(10))
+    assert plan.sizes.tolist() == [[0], [0], [0]]

@@ -1,0 +1,103 @@
+"""The doctor compares an engine with a trainer on a model, and a run warns of log-probs that differ."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headrace.cli import main
+from headrace.cli.outcome import DONE, MISTAKE
+from headrace.tests.actors.conftest import VOCAB, save_tokenizer
+from headrace.tests.actors.engines.moe import save_moe
+from headrace.trainers.config.config import Config
+from headrace.trainers.config.load import build_config
+from headrace.trainers.errors import UserError
+from headrace.trainers.observe.trust import distrust
+from headrace.trainers.run.checks.trust_probe import TrustReport, probe_trust, show_trust
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_moe(tmp_path_factory.mktemp("moe"))
+
+
+def shown(report: TrustReport) -> str:
+    text = io.StringIO()
+    show_trust(Console(file=text, width=120), "my-model", report)
+    return text.getvalue()
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_replay_takes_away_what_another_number_format_does_to_routers(moe: str, backend: str) -> None:
+    sections = {
+        "model": {"path": moe, "dtype": "bfloat16"},
+        "rollout": {"temperature": 0.8},
+        "trainer": {"backend": backend, "packing": "packed"},
+    }
+    report = probe_trust(build_config(sections))
+    assert 16 <= report.tokens <= 64
+    assert list(report.agreement) == [1, 2] and 0.5 < min(report.agreement.values()) < 1
+    assert 0 < report.replayed["mismatch_mean"] < report.native["mismatch_mean"]
+    assert report.native["mismatch_max"] >= report.native["mismatch_mean"]
+    printed = shown(report)
+    assert "without replay" in printed and "with replay" in printed and report.verdict.split(":")[0] in printed
+    assert "engine hf (bfloat16)" in printed and f"trainer {backend} (float32)" in printed
+
+
+def test_a_model_without_experts_has_one_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(VOCAB), num_key_value_heads=2, head_dim=16, **sizes)).save_pretrained(
+        tmp_path
+    )
+    save_tokenizer(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path)]) == DONE
+    printed = capsys.readouterr().out
+    assert "sound: probabilities differ by a factor of 1.0000" in printed and "with replay" not in printed
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "rollout.engine=hf"]) == MISTAKE
+    assert "rollout.engine=hf: keys are for --model" in capsys.readouterr().err
+    with pytest.raises(UserError, match="rollout.engine: got 'scripted' with --model"):
+        probe_trust(build_config({"model": {"path": str(tmp_path)}, "rollout": {"engine": "scripted"}}))
+    with pytest.raises(UserError, match="expected a model's folder or hub id"):
+        probe_trust(build_config({"model": {"path": str(tmp_path)}}))
+
+
+def report_of(native: float, replayed: float | None) -> TrustReport:
+    def figures(ratio: float) -> dict[str, float]:
+        return {"mismatch_mean": ratio - 1, "mismatch_kl": 0.0, "mismatch_max": ratio, "ratio_error": ratio}
+
+    with_replay = {} if replayed is None else figures(replayed)
+    return TrustReport("hf", "fsdp", 64, figures(native), with_replay, {})
+
+
+def test_verdicts() -> None:
+    assert report_of(1.001, None).sound and "on average" in report_of(1.001, None).verdict
+    assert "10 times smaller" in report_of(1.01, 1.001).verdict
+    assert report_of(1.05, 1.005).verdict.startswith("sound with router_replay.enabled=true only")
+    assert not report_of(1.2, 1.1).sound and "a factor of 1.100" in report_of(1.2, 1.1).verdict
+
+
+def test_a_run_warns_in_one_sentence() -> None:
+    config, bad = Config(), {"logprob/ratio_error": 1.05, "staleness/max": 0.0}
+    for silent in ({}, {"logprob/ratio_error": 1.019}, {**bad, "staleness/max": 1.0}):
+        assert distrust(config, silent, has_experts=True) is None
+    moe_warning = distrust(config, bad, has_experts=True)
+    assert moe_warning and "1.050" in moe_warning and "router_replay.enabled=true" in moe_warning
+    on = build_config({"router_replay": {"enabled": True}, "model": {"path": "builtin:tiny-qwen3-moe"}})
+    for same, experts in ((on, True), (config, False)):
+        assert "headrace doctor --model" in str(distrust(same, bad, has_experts=experts))
+    cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9})})
+    assert "rollout.top_p=0.9" in str(distrust(cut, bad, has_experts=False))

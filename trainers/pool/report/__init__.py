@@ -1,0 +1,1 @@
+"""Calls, traces and pictures of a pool of GPUs."""

@@ -1,0 +1,140 @@
+"""Defines what a pool tells: its status, the stages of switches that tenants report, and the lines of its trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NotRequired, TypedDict
+
+from ..state.plan import Role
+
+Stage = Literal["shrink", "drain", "sleep", "memory", "wake", "sync", "onload", "offload"]
+"""Part of a switch of a GPU from one role to another."""
+
+Event = Literal["grant", "release"] | Stage
+"""Kind of a line of pool_trace.jsonl. `grant` and `release` say who holds a GPU; the others are stages of a switch."""
+TRACE = "pool_trace.jsonl"
+"""File in a pool's folder with a line for each `PoolEvent`."""
+
+
+class PoolEvent(TypedDict):
+    """Something that happened on one GPU of a pool; one line of `pool_trace.jsonl`."""
+
+    t: float
+    """Seconds from the pool's start to the moment at which it was done."""
+    gpu: int
+    """Number of the GPU in the pool."""
+    tenant: str | None
+    """Name of the tenant."""
+    role: Role | None
+    """Role of the tenant."""
+    event: Event
+    """Kind of the event. From its grant to its release, the GPU is held by the tenant's role."""
+    seconds: NotRequired[float]
+    """Seconds that it took, all before `t`. Those of a grant are the wait for it. Absent: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageNote:
+    """One stage of a switch, as the tenant that went through it measured it."""
+
+    event: Stage
+    role: Role
+    gpus: tuple[int, ...]
+    """Numbers of the GPUs in the pool."""
+    ended: float
+    """Time (`time.time()`) at which the stage ended."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PooledGpu:
+    """One GPU of a pool, and the bundle of the pool's placement group that reserves it in Ray. Its number in the pool
+    is its position among the pool's GPUs."""
+
+    host: str
+    """Name of its host."""
+    node: str
+    """Ray's id of the host's node."""
+    number: int
+    """Number of the GPU on its host, counted from 0."""
+    device: str
+    """CUDA's name of the GPU, as in CUDA_VISIBLE_DEVICES."""
+    bundle: int
+    """Index of the bundle in the pool's placement group."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLine:
+    """What `headrace pool status` shows of one tenant."""
+
+    name: str
+    train_gpus: tuple[int, ...]
+    shards: tuple[tuple[int, ...], ...]
+    """GPUs of each engine."""
+    awake: tuple[int, ...]
+    """Numbers of the shards that hold their GPUs."""
+    trains: bool
+    """True while the tenant's train workers hold their GPUs."""
+    remaining: int | None
+    """Number of groups that are still to be generated; None while that is unknown."""
+    work_share: float
+    """Share of this tenant in the work that is left in the pool, from 0 to 1."""
+    admitted: bool
+    suspect: str
+    """Reason for which the tenant's processes are being ended; "" for a tenant that is trusted."""
+    silent_s: float
+    """Seconds since the last sign of life."""
+    driver: int | None
+    """Process id of the tenant's driver on its host; None for a tenant without processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLine:
+    """One request that waits for GPUs, or an order that waits for its tenant."""
+
+    who: str
+    what: str
+    """What is waited for, in words."""
+    since_s: float
+    """Seconds since the wait began."""
+    freed_by: str
+    """What frees the GPUs next, in words; "" if nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """Figures of a pool for Prometheus. The counts begin with the pool's process."""
+
+    num_gpus: int
+    holders: tuple[tuple[int, str, Role], ...]
+    """GPUs that somebody holds: number, tenant and role."""
+    gaps: dict[str, float]
+    """Gap of each tenant that takes part in the gap rule; see `Gap.gap`."""
+    waits: tuple[tuple[str, str, float], ...]
+    """Requests that wait: tenant, priority in lower case, seconds."""
+    switches: dict[str, tuple[int, float]]
+    """Stages of switches so far: number and sum of their seconds, by event."""
+    orders: dict[str, int]
+    """Orders that are over: `done`, `failed` (of at least one shard), or `void` (their tenant left or is suspect)."""
+    num_rejected: int
+    """Number of plans that were dropped because they broke a check."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """Snapshot of a pool."""
+
+    name: str
+    age_s: float
+    """Seconds since the pool was first started."""
+    gpus: tuple[str, ...]
+    """Holder of each GPU in words; "idle" for one that nobody holds."""
+    tenants: tuple[TenantLine, ...]
+    waits: tuple[WaitLine, ...]
+    rejected: tuple[str, ...]
+    """What was wrong with the last plan that broke a check; empty if none did."""
+    num_rejected: int
+    pid: int
+    """Id of the process that keeps the pool; another one after a restart."""
+    reserved: tuple[PooledGpu, ...]
+    """Place of each GPU of the pool; () for a pool whose GPUs are numbers only."""

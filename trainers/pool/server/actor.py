@@ -1,0 +1,267 @@
+"""`PoolActor`, the named Ray actor that keeps a pool of GPUs: it answers tenants, and writes journal and trace.
+
+    tenant -- apply(command) --> journal, state --> plan --> orders, grants
+    tenant -- wait_for_orders, wait_for_grant (long polls) --> answered at the next change
+
+It never calls a tenant, and none of a tenant's code runs in it. When its process dies, Ray starts it again with the
+same name, and it reads its state from the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....actors.process.remote_methods import decode_arguments
+from ....codecs import messages
+from ...errors import UserError
+from ..report.calls import TRACE, PooledGpu, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
+from ..report.trace import TraceWriter, holders
+from ..state.commands import BY_NAME, Alive, Command, Order, Outcome, Tick, Unregister
+from ..state.gap import Gap, gaps
+from ..state.plan import Role
+from ..state.pool import Pool, PoolBounds
+from .dead_tenants import driver_is_gone, end_processes
+from .journal import PoolJournal
+
+TICK_S = 1.0
+"""Seconds between two looks at what is overdue."""
+END_AGAIN_S = 10.0
+"""Seconds after which processes that did not end are killed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """Settings of a pool, as plain data that can be sent to its process."""
+
+    name: str
+    folder: str
+    """Folder of the journal and of pool_trace.jsonl."""
+    num_gpus: int
+    bounds: PoolBounds
+    reserved: tuple[PooledGpu, ...] = ()
+    """Place of each GPU; () for GPUs that are numbers only."""
+
+
+class PoolActor:
+    """Asynchronous Ray actor that keeps one pool."""
+
+    def __init__(self, setup: PoolSetup) -> None:
+        self._setup = setup
+        folder = Path(setup.folder)
+        self._began = _began(folder / "pool.json")
+        self._journal = PoolJournal(folder / "pool.journal", Pool(setup.num_gpus, setup.bounds))
+        self._trace = TraceWriter(folder / TRACE, self._began, holders(self._pool))
+        self._changed = asyncio.Event()  # replaced each time it is set
+        self._left: dict[str, str] = {}
+        """What is left of the processes of suspect tenants: name -> sentence."""
+        self._switches: dict[str, tuple[int, float]] = {}
+        self._orders = {"done": 0, "failed": 0, "void": 0}
+        for name in list(self._pool.tenants):  # they could not show that they live while this process was not there
+            self._apply(Alive(name))
+        self._looking: asyncio.Task[None] | None = None
+        """The task that lets time pass; begun by the first call, when the event loop runs."""
+
+    @property
+    def _pool(self) -> Pool:
+        return self._journal.pool
+
+    async def call(self, method: str, message: bytes) -> bytes:
+        """Run the method named `method` and return its encoded result; see `actors/process/remote_methods.py`."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_after())
+        function = getattr(type(self), method)
+        result = function(self, *decode_arguments(function, message))
+        return messages.encode(await result if inspect.isawaitable(result) else result)
+
+    def apply(self, kind: str, body: bytes) -> str:
+        """Carry out the command of type `kind`, encoded as `body`. Returns "" once it is kept, or the reason for which
+        it is refused."""
+        try:
+            self._apply(messages.decode(body, BY_NAME[kind]))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    async def wait_for_grant(self, tenant: str, role: Role, timeout_s: float) -> bool:
+        """Return whether a role holds what it asked for, as soon as it does, but at the latest after `timeout_s`."""
+        return await self._until(lambda: tenant in self._pool.tenants and self._pool.has(tenant, role), timeout_s)
+
+    async def wait_for_orders(self, tenant: str, timeout_s: float) -> list[Order]:
+        """Return the orders that `tenant` has not acknowledged, as soon as there are any; [] after `timeout_s`."""
+        await self._until(lambda: bool(self._pool.orders_of(tenant)), timeout_s)
+        return self._pool.orders_of(tenant)
+
+    def note(self, tenant: str, notes: list[StageNote]) -> None:
+        """Write stages of switches into the trace."""
+        self._trace.note_stages(tenant, notes)
+        for note in notes:
+            count, seconds = self._switches.get(note.event, (0, 0.0))
+            self._switches[note.event] = (count + 1, seconds + note.seconds)
+
+    def figures(self) -> PoolFigures:
+        """Return the pool's figures for Prometheus."""
+        now_s, pool = self._now_s(), self._pool
+        return PoolFigures(
+            pool.num_gpus,
+            tuple((gpu, tenant, role) for gpu, (tenant, role) in sorted(holders(pool).items())),
+            {name: gap.gap for name, gap in self._gaps(now_s).items()},
+            tuple((one.tenant, one.priority.name.lower(), now_s - one.since_s) for one in pool.requests.values()),
+            self._switches,
+            self._orders,
+            pool.num_rejected,
+        )
+
+    def status(self) -> PoolStatus:
+        """Return a snapshot of the pool."""
+        now_s, pool = self._now_s(), self._pool
+        held = holders(pool)
+        gpus = tuple(" ".join(held[gpu]) if gpu in held else "idle" for gpu in range(pool.num_gpus))
+        return PoolStatus(
+            self._setup.name,
+            now_s,
+            gpus,
+            self._tenant_lines(now_s),
+            (*self._waits(now_s), *self._orders_out(now_s)),
+            tuple(pool.rejected),
+            pool.num_rejected,
+            os.getpid(),
+            self._setup.reserved,
+        )
+
+    # ------------------------------------------------------------ inside
+
+    def _now_s(self) -> float:
+        return time.time() - self._began
+
+    def _apply(self, command: Command) -> None:
+        now_s, before = self._now_s(), set(self._pool.orders)
+        self._journal.apply(now_s, command)
+        for number in before.difference(self._pool.orders):
+            outcome = "void"
+            if isinstance(command, Outcome) and command.order == number:
+                outcome = "failed" if command.failed else "done"
+            self._orders[outcome] += 1
+        self._trace.note_state(now_s, self._pool)
+        self._save_rejected()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _save_rejected(self) -> None:
+        """Keep the pool's state after a plan was dropped because it broke a check, as a case for a test."""
+        path = Path(self._setup.folder) / f"rejected-{self._pool.num_rejected}.msgpack"
+        if self._pool.num_rejected and not path.exists():
+            path.write_bytes(messages.encode(self._pool))
+
+    async def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `holds` returns True, for `timeout_s` seconds at most. Returns whether it does."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not holds():
+                    await self._changed.wait()
+        except TimeoutError:
+            return holds()
+        return True
+
+    async def _look_after(self) -> None:
+        """Let time pass, and end what is left of tenants that are suspect or whose drivers have died."""
+        ending: dict[str, asyncio.Task[str]] = {}
+        tried: dict[str, float] = {}
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._apply(Tick())
+            for name, tenant in list(self._pool.tenants.items()):
+                if name in ending or tenant.processes is None:
+                    continue
+                late = time.monotonic() - tried.get(name, -END_AGAIN_S) >= END_AGAIN_S
+                if late and (tenant.suspect or driver_is_gone(tenant.processes)):
+                    ending[name] = asyncio.create_task(asyncio.to_thread(end_processes, tenant.processes))
+                    tried[name] = time.monotonic()
+            for name in [name for name, task in ending.items() if task.done()]:
+                self._left[name] = ending.pop(name).result()
+                if not self._left[name]:
+                    self._remove_dead(name)
+
+    def _remove_dead(self, name: str) -> None:
+        self._left.pop(name)
+        if name in self._pool.tenants:  # else it has left by itself
+            self._apply(Unregister(name, dead=True))
+
+    def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:
+        pool, found = self._pool, self._gaps(now_s)
+        return tuple(
+            TenantLine(
+                name,
+                tenant.map.train_gpus,
+                tenant.map.shards,
+                tuple(sorted(tenant.awake)),
+                f"{name}/train" in pool.grants,
+                None if tenant.demand is None else tenant.demand.remaining,
+                found[name].share if name in found else 0.0,
+                tenant.admitted,
+                f"{tenant.suspect} {self._left.get(name, '')}".strip(),
+                now_s - tenant.heard_s,
+                None if tenant.processes is None else tenant.processes.driver,
+            )
+            for name, tenant in pool.tenants.items()
+        )
+
+    def _gaps(self, now_s: float) -> dict[str, Gap]:
+        state = self._pool.state(now_s)
+        awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
+        return gaps(state, awake, len(state.idle()))
+
+    def _waits(self, now_s: float) -> list[WaitLine]:
+        pool = self._pool
+        lines = []
+        for request in pool.requests.values():
+            tenant = pool.tenants[request.tenant]
+            what = f"{request.priority.name.lower()} on GPUs {list(tenant.map.gpus(request.role))}"
+            if not tenant.admitted:
+                freed_by = "the first step of the tenant that registered before it"
+            else:
+                freed_by = self._freed_by(tenant.map.gpus(request.role))
+            lines.append(WaitLine(f"{request.tenant} ({request.role})", what, now_s - request.since_s, freed_by))
+        return lines
+
+    def _freed_by(self, gpus: tuple[int, ...]) -> str:
+        held = holders(self._pool)
+        shrinking = {
+            gpu
+            for order in self._pool.orders.values()
+            if order.kind == "shrink"
+            for shard in order.shards
+            for gpu in self._pool.tenants[order.tenant].map.shards[shard]
+        }
+        words = []
+        for gpu in gpus:
+            if gpu in shrinking:
+                words.append(f"GPU {gpu}: {held[gpu][0]} is putting its engine to sleep")
+            elif gpu in held:
+                words.append(f"GPU {gpu}: {held[gpu][0]} ({held[gpu][1]}) has to give it back")
+        return "; ".join(words)
+
+    def _orders_out(self, now_s: float) -> list[WaitLine]:
+        return [
+            WaitLine(
+                "the pool",
+                f"{order.tenant} to {order.kind} its shards {list(order.shards)}",
+                now_s - order.due_s + self._pool.tenants[order.tenant].order_timeout_s,
+                f"its answer, due within {order.due_s - now_s:.0f} s",
+            )
+            for order in self._pool.orders.values()
+        ]
+
+
+def _began(path: Path) -> float:
+    """Return the time (`time.time()`) at which the pool was first started, from the file that is written then."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"began": time.time()}))
+    return json.loads(path.read_text())["began"]

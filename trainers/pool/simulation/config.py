@@ -1,0 +1,137 @@
+"""The file of a simulated pool: its sections `pool` and `tenants`, with the speeds and sizes of each tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ....dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
+from ...config.load import validated
+from ...errors import ConfigError
+
+Policy = Literal["gap_ratio", "first_come", "fixed"]
+"""Rule by which a pool is shared. `gap_ratio`: the rule of the pool itself. `first_come`: who asks first gets the GPUs
+and keeps them until its step is complete. `fixed`: each tenant has a part of its own, by weight."""
+
+
+class SwitchSection(Section):
+    """Seconds of each stage of a switch of GPUs between two roles."""
+
+    drain_s: NonNegative = 0.2
+    """Seconds to end the requests of engines that are put to sleep."""
+    sleep_s: NonNegative = 0.2
+    """Seconds to put engines to sleep."""
+    memory_s: NonNegative = 0.1
+    """Seconds until the GPUs' memory is seen free."""
+    wake_s: NonNegative = 0.3
+    """Seconds to wake engines."""
+    sync_s: NonNegative = 1.0
+    """Seconds to load the newest weights: into engines that wake, and into those that are awake after a train step."""
+    onload_s: NonNegative = 1.0
+    """Seconds to bring the trainer's state back to its GPUs."""
+    offload_s: NonNegative = 1.0
+    """Seconds to move the trainer's state to host memory."""
+
+
+class TenantSection(Section):
+    """One tenant of the pool, or several that are alike."""
+
+    count: Count = 1
+    """Number of such tenants. Several have the names `NAME-0`, `NAME-1` and so on."""
+    weight: Positive = 1.0
+    """Weight of the tenant: its share of the pool relative to other tenants with as much work."""
+    rollout_gpus: Count
+    """Number of GPUs on which its engines may generate."""
+    train_gpus: Count
+    """Number of these GPUs on which it trains."""
+    tp: Count = 1
+    """Number of GPUs of an engine."""
+    first_gpu: CountOrZero | None = None
+    """Number of its first GPU; the others follow it, and after the pool's last GPU comes its first. Unset: the tenants
+    are spread over the pool."""
+    arrives_s: NonNegative = 0.0
+    """Simulated seconds after which it joins the pool."""
+    steps: Count | None = None
+    """Number of train steps after which it leaves the pool. Unset: it stays."""
+    groups: Count = 64
+    """Number of groups (the rollouts of one prompt) of a step."""
+    max_staleness: CountOrZero = 1
+    """Largest number of steps by which generation is ahead of training."""
+    engine_groups: Count = 4
+    """Number of groups that an engine generates at the same time."""
+    group_s: Positive
+    """Mean number of seconds that the generation of a group takes."""
+    group_sigma: NonNegative = 0.5
+    """Sigma of the log-normal distribution of these seconds; 0 makes all groups alike."""
+    train_s: Positive
+    """Mean number of seconds that the training of a step takes on all its train GPUs."""
+    train_sigma: NonNegative = 0.1
+    """Sigma of the log-normal distribution of these seconds over the steps."""
+    switch: SwitchSection = Field(default_factory=SwitchSection)
+
+
+class PoolSection(Section):
+    """The pool of GPUs that the tenants share."""
+
+    gpus: Count
+    """Number of GPUs."""
+    seed: CountOrZero = 0
+    """Seed of all random numbers. Every policy gets the same steps."""
+    seconds: Positive | None = None
+    """Simulated seconds after which the simulation ends. Unset: it ends when all tenants have taken their steps."""
+    warmup_s: NonNegative = 0.0
+    """Simulated seconds at the beginning that count for no figure."""
+    starve_s: Positive = 60.0
+    """Seconds after which training that waits for GPUs comes before all others and reserves them."""
+    policies: tuple[Policy, ...] = Field(("gap_ratio", "first_come", "fixed"), min_length=1)
+    """Policies to simulate."""
+
+
+class PoolFile(Section):
+    """The file of a simulated pool."""
+
+    pool: PoolSection
+    tenants: dict[str, TenantSection] = Field(min_length=1)
+    """Tenants by name."""
+
+
+def is_pool_file(data: Mapping[str, Any]) -> bool:
+    """Return whether the sections of a file are those of a simulated pool, and not those of a run."""
+    return "tenants" in data
+
+
+def pool_file(data: Mapping[str, Any]) -> PoolFile:
+    """Check and return the file of a simulated pool. Raises ConfigError with one sentence for each problem."""
+    file = validated(PoolFile, data)
+    problems = [sentence for name, tenant in file.tenants.items() for sentence in _problems(name, tenant, file.pool)]
+    if file.pool.seconds is not None and file.pool.seconds <= file.pool.warmup_s:
+        problems.append(
+            f"pool.seconds: got {file.pool.seconds:g}, expected more than pool.warmup_s ({file.pool.warmup_s:g})"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return file
+
+
+def _problems(name: str, tenant: TenantSection, pool: PoolSection) -> list[str]:
+    """Return a sentence for each thing about one tenant that the pool cannot serve."""
+    at, found = f"tenants.{name}", []
+    for key, number in (("rollout_gpus", tenant.rollout_gpus), ("first_gpu", tenant.first_gpu or 0)):
+        if number % tenant.tp:
+            found.append(f"{at}.{key}: got {number}, expected a multiple of {at}.tp ({tenant.tp})")
+    if pool.gpus % tenant.tp:
+        found.append(f"{at}.tp: got {tenant.tp}, expected a number that divides pool.gpus ({pool.gpus})")
+    if tenant.rollout_gpus > pool.gpus:
+        found.append(f"{at}.rollout_gpus: got {tenant.rollout_gpus}, expected at most pool.gpus ({pool.gpus})")
+    if (tenant.first_gpu or 0) >= pool.gpus:
+        found.append(f"{at}.first_gpu: got {tenant.first_gpu}, expected a number below pool.gpus ({pool.gpus})")
+    if tenant.train_gpus > tenant.rollout_gpus - tenant.tp:
+        found.append(
+            f"{at}.train_gpus: got {tenant.train_gpus}, expected at most {tenant.rollout_gpus - tenant.tp}, so that "
+            "one engine stays awake while it trains"
+        )
+    if pool.seconds is None and tenant.steps is None:
+        found.append(f"{at}.steps: not set, expected a number of steps, because pool.seconds is not set either")
+    return found

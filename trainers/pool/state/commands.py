@@ -1,0 +1,144 @@
+"""Defines what can be asked of a pool of GPUs: the calls of tenants, and the passing of time. All are plain data.
+
+The pool's state changes by these commands alone, and each carries all that the change depends on. A pool that is
+started again after its process has died repeats the commands of its journal and stands where it stood.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...grpo.demand import Demand
+from .plan import Priority, Role, TenantMap
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Address of a tenant's processes, by which the pool ends them and sees them dead."""
+
+    host: str
+    """Name of the driver's host."""
+    driver: int
+    """Process id of the driver."""
+    start: int
+    """Start time of the driver in clock ticks, which tells it from a later process with the same id."""
+    folder: str
+    """Run folder, in which actors.json lists the tenant's other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A run becomes a tenant. It is refused under a name that is taken, or with GPUs that the pool has not. Repeating
+    the call changes nothing."""
+
+    map: TenantMap
+    processes: Processes | None = None
+    """The tenant's processes; None for a tenant that has none, as in a simulation."""
+    order_timeout_s: float | None = None
+    """Seconds that the tenant has to carry out an order; None for the pool's own bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A tenant's role asks for its GPUs. Generation gets some of its shards, any other work all GPUs of its role.
+
+    Repeating the call changes nothing. Asking for other work before the first is granted or released is refused.
+    """
+
+    tenant: str
+    role: Role
+    priority: Priority
+    groups: int | None = None
+    """Number of groups that generation expects to make; None for other work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A tenant gives back the GPUs of a role that it was granted for other work than generation."""
+
+    tenant: str
+    role: Role
+    then: Ask | None = None
+    """What the tenant asks for in the same breath; the release takes effect only if this is not refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A tenant tells how much rollout work it has left."""
+
+    tenant: str
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """A tenant has finished a train step. The first one lets the tenant that registered next begin."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A tenant shows that it lives."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkToZero:
+    """A tenant generates no more: all its shards are to be put to sleep, for good."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A tenant tells what became of an order. A repeated outcome, or one for an order that is void, is ignored."""
+
+    tenant: str
+    order: int
+    done: tuple[int, ...]
+    """Numbers of the shards that now are as ordered."""
+    failed: dict[int, str]
+    """Reason for each shard that is not. A shard that could not be woken sleeps. One that could not be put to sleep
+    has been ended, so that its GPUs are free, too."""
+    unready: tuple[int, ...] = ()
+    """Failed shards with nothing wrong with them: they are to wake when the tenant has weights for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unregister:
+    """A tenant that holds nothing any more leaves, or one whose processes have all been seen dead is removed."""
+
+    tenant: str
+    dead: bool = False
+    """True if all processes of the tenant have been seen dead: whatever it held is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Command = Register | Ask | Release | Report | StepFinished | Alive | ShrinkToZero | Outcome | Unregister | Tick
+BY_NAME: dict[str, type[Command]] = {
+    kind.__name__: kind
+    for kind in (Register, Ask, Release, Report, StepFinished, Alive, ShrinkToZero, Outcome, Unregister, Tick)
+}
+
+
+OrderKind = Literal["shrink", "expand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a tenant is to do with some of its shards. It has to acknowledge it with an `Outcome`."""
+
+    number: int
+    """Number of the order, ascending over all tenants. An order that is sent again has the same."""
+    tenant: str
+    kind: OrderKind
+    shards: tuple[int, ...]
+    due_s: float
+    """Time by the pool's clock at which the order is overdue."""

@@ -1,0 +1,464 @@
+"""Keeps the state of a pool of GPUs: its tenants, the GPUs that each holds, those that wait, and the open orders.
+
+The state is pure: it has no clock, no network and no thread.
+
+    command + time -> Pool.apply -> changed state, orders for tenants
+
+One plan is carried out at a time: all its shrinks are acknowledged before its grants take effect and its expands are
+ordered. A tenant that does not answer in time is suspect. Its GPUs stay blocked until its processes have been seen
+dead, and no other tenant waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from ...errors import UserError
+from ...grpo.demand import Demand
+from .checks import broken_checks
+from .commands import (
+    Alive,
+    Ask,
+    Command,
+    Order,
+    OrderKind,
+    Outcome,
+    Processes,
+    Register,
+    Release,
+    Report,
+    ShrinkToZero,
+    StepFinished,
+    Tick,
+    Unregister,
+)
+from .plan import Grant, Plan, PoolState, Priority, Request, Role, ShardId, TenantMap, TenantState
+from .planner import is_uneven, plan_cycle
+
+MAX_FAILURES = 3
+"""Number of failed attempts to wake a shard after which it is left out for good."""
+PAID = 0.25
+"""Seconds without a shard that one second with a shard makes good. It is below 1 because a tenant that has a shard for
+moments only, between two trainings of another, generates little in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBounds:
+    """Time limits of a pool in seconds."""
+
+    starve_s: float = 60.0
+    """Seconds after which a request that still waits comes before all others."""
+    order_timeout_s: float = 180.0
+    """Seconds that a tenant has to carry out an order."""
+    lease_s: float = 30.0
+    """Seconds without a sign of life after which a tenant is suspect."""
+    turn_s: float = 10.0
+    """Seconds for which a tenant has work but no shard awake, less a part of those for which it has one, after which it
+    may take another's last shard. Two tenants that fight for one shard thus take turns of about this length."""
+
+
+@dataclass(slots=True)
+class Tenant:
+    """State of one tenant."""
+
+    map: TenantMap
+    number: int
+    """Position in the order of registration."""
+    heard_s: float
+    """Time of the last sign of life."""
+    admitted: bool
+    """True once all earlier tenants have finished a step or are gone; only then does it get GPUs."""
+    has_finished_step: bool = False
+    awake: set[int] = field(default_factory=set)
+    """Shards that hold their GPUs for generation, those that are on the way to sleep or out of it included."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """Number of failed attempts to wake each shard."""
+    demand: Demand | None = None
+    estimate: int | None = None
+    """Number of groups that the waiting generation request expects; None if none waits."""
+    generates: bool = False
+    ending: bool = False
+    processes: Processes | None = None
+    """The tenant's processes; None for a tenant that has none."""
+    order_timeout_s: float = 180.0
+    """Seconds that the tenant has to carry out an order."""
+    suspect: str = ""
+    """Reason for which the tenant is not trusted any more; "" for one that is."""
+    owed_s: float = 0.0
+    """Seconds for which it had work but no shard awake, less PAID times those for which it had one, up to
+    `settled_s`."""
+    settled_s: float = 0.0
+    """Time up to which `owed_s` is counted."""
+
+    @property
+    def remaining(self) -> int | None:
+        """Number of groups that are still to be generated; None while that is unknown."""
+        return None if self.demand is None else self.demand.remaining
+
+    @property
+    def left_out(self) -> set[int]:
+        """Shards that are not woken any more."""
+        return {shard for shard, count in self.failures.items() if count >= MAX_FAILURES}
+
+
+@dataclass(slots=True)
+class RunningPlan:
+    """The plan that is being carried out."""
+
+    plan: Plan
+    waking: bool = False
+    """False while its shrinks are out, True while its expands are."""
+
+
+@dataclass(slots=True)
+class Pool:
+    """A pool of GPUs and its tenants. Calls of one tenant cannot change what another holds, except by plans."""
+
+    num_gpus: int
+    bounds: PoolBounds = field(default_factory=PoolBounds)
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+    grants: dict[str, Grant] = field(default_factory=dict)
+    """Grants of other work than generation, by `tenant/role`."""
+    requests: dict[str, Request] = field(default_factory=dict)
+    """Requests that wait, by `tenant/role`."""
+    orders: dict[int, Order] = field(default_factory=dict)
+    """Orders that have not been acknowledged."""
+    running: RunningPlan | None = None
+    next_order: int = 1
+    next_tenant: int = 0
+    rejected: list[str] = field(default_factory=list)
+    """What was wrong with the last plan that was dropped; empty if none was."""
+    num_rejected: int = 0
+    """Number of plans that were dropped because they broke a check."""
+
+    def apply(self, now_s: float, command: Command) -> bool:
+        """Carry out one command at time `now_s`, and then whatever follows from it: plans, orders, grants. Returns
+        whether the pool has changed, which only a passing of time may leave as it is.
+
+        Raises UserError, and changes nothing, for a command that is refused.
+        """
+        owed = self._owed(now_s)
+        self._carry_out(now_s, command)
+        if not isinstance(command, Tick):
+            self._settle(now_s, owed)
+        expired = self._expire(now_s)
+        gone_on = self._go_on(now_s)
+        return expired or gone_on or not isinstance(command, Tick)
+
+    def orders_of(self, tenant: str) -> list[Order]:
+        """Return the orders that a tenant has not acknowledged, oldest first."""
+        return [order for _, order in sorted(self.orders.items()) if order.tenant == tenant]
+
+    def has(self, tenant: str, role: Role) -> bool:
+        """Return whether a role holds what it last asked for: for generation, any shard that is awake. Raises UserError
+        for an unknown tenant."""
+        member = self._tenant(tenant)
+        if _key(tenant, role) in self.grants:
+            return True
+        return role == "rollout" and member.generates and member.estimate is None
+
+    @property
+    def suspects(self) -> dict[str, str]:
+        """Tenants whose processes have to be ended and seen dead, and the reason for each."""
+        return {name: tenant.suspect for name, tenant in self.tenants.items() if tenant.suspect}
+
+    def state(self, now_s: float) -> PoolState:
+        """Return the state that the planner sees. What suspect tenants hold is blocked, and they are not in it, nor are
+        tenants that have not been admitted."""
+        trusted = {name: tenant for name, tenant in self.tenants.items() if not tenant.suspect}
+        owed = self._owed(now_s)
+        blocked = {gpu for name in self.suspects for gpu in self._held(name)}
+        return PoolState(
+            self.num_gpus,
+            {name: _view(tenant, hungry=owed[name] >= self.bounds.turn_s) for name, tenant in trusted.items()},
+            tuple(grant for grant in self.grants.values() if grant.tenant in trusted),
+            tuple(one for one in self.requests.values() if one.tenant in trusted and trusted[one.tenant].admitted),
+            now_s,
+            frozenset(blocked),
+        )
+
+    def plan(self, state: PoolState) -> Plan:
+        """Return what is to be done in `state`. A pool with another rule overrides this."""
+        return plan_cycle(state, starve_s=self.bounds.starve_s)
+
+    def _held(self, name: str) -> set[int]:
+        tenant = self.tenants[name]
+        held = {gpu for shard in tenant.awake for gpu in tenant.map.shards[shard]}
+        return held.union(*(grant.gpus for grant in self.grants.values() if grant.tenant == name))
+
+    def _owed(self, now_s: float) -> dict[str, float]:
+        """Return the seconds for which each tenant has had work but no shard awake, less PAID times those for which it
+        had one or no work, but at least 0 and at most two turns. While it trains, they stay."""
+        trains = {grant.tenant for grant in self.grants.values()}
+        owed = {}
+        for name, tenant in self.tenants.items():
+            passed_s = max(0.0, now_s - tenant.settled_s)
+            waits = tenant.estimate is not None or (tenant.generates and bool(tenant.remaining))
+            if tenant.awake or not waits:
+                owed[name] = max(0.0, tenant.owed_s - PAID * passed_s)
+            elif name in trains:
+                owed[name] = tenant.owed_s
+            else:
+                owed[name] = min(2 * self.bounds.turn_s, tenant.owed_s + passed_s)
+        return owed
+
+    def _settle(self, now_s: float, owed_s: Mapping[str, float]) -> None:
+        """Note what each tenant is owed at this time. It must be called before what a tenant has or wants changes, or
+        with what was found before."""
+        for name, seconds in owed_s.items():
+            if name in self.tenants:
+                self.tenants[name].owed_s, self.tenants[name].settled_s = seconds, now_s
+
+    # ------------------------------------------------------------ commands
+
+    def _carry_out(self, now_s: float, command: Command) -> None:
+        if isinstance(command, Tick):
+            return
+        if isinstance(command, Register):
+            self._register(now_s, command)
+            return
+        tenant = self._tenant(command.tenant)
+        match command:
+            case Alive():
+                pass
+            case Ask():
+                self._check_ask(command)
+                self._ask(now_s, command)
+            case Release():
+                self._release(now_s, command)
+            case Report():
+                tenant.demand = command.demand
+            case StepFinished():
+                tenant.has_finished_step = True
+                self._admit()
+            case ShrinkToZero():
+                tenant.ending, tenant.estimate = True, None
+            case Outcome():
+                self._acknowledge(command)
+            case Unregister():
+                self._unregister(command)
+            case _:
+                assert_never(command)
+        tenant.heard_s = now_s
+
+    def _register(self, now_s: float, command: Register) -> None:
+        own, there = command.map, self.tenants.get(command.map.name)
+        if there is not None:
+            if command.processes is not None and (there.map, there.processes) == (own, command.processes):
+                return  # the same run, which has missed the answer
+            raise UserError(f"pool: a tenant named {own.name!r} is registered already; a run's name must be its own")
+        beyond = sorted(gpu for gpu in {*own.train_gpus, *own.rollout_gpus} if not 0 <= gpu < self.num_gpus)
+        if beyond:
+            last = self.num_gpus - 1
+            raise UserError(f"pool: tenant {own.name!r} names GPU {beyond[0]}, but the pool has 0 to {last}")
+        self.tenants[own.name] = Tenant(own, self.next_tenant, now_s, admitted=False)
+        tenant = self.tenants[own.name]
+        tenant.processes, tenant.settled_s = command.processes, now_s
+        tenant.order_timeout_s = command.order_timeout_s or self.bounds.order_timeout_s
+        self.next_tenant += 1
+        self._admit()
+
+    def _admit(self) -> None:
+        """Admit tenants in the order of registration, up to the first that has not finished a step."""
+        for tenant in sorted(self.tenants.values(), key=lambda one: one.number):
+            tenant.admitted = True
+            if not (tenant.has_finished_step or tenant.suspect):
+                return
+
+    def _check_ask(self, ask: Ask) -> None:
+        """Raise UserError for a request that contradicts what the role holds or waits for."""
+        key = _key(ask.tenant, ask.role)
+        held = self.grants.get(key) or self.requests.get(key)
+        if ask.priority is Priority.GENERATION and ask.role != "rollout":
+            raise UserError(f"pool: tenant {ask.tenant!r} asks for generation with its role {ask.role!r}")
+        if held is not None and held.priority is not ask.priority:
+            raise UserError(
+                f"pool: {key} asks for {ask.priority.name} while it holds or waits for {held.priority.name}; "
+                "release that first"
+            )
+        if self.tenants[ask.tenant].ending:
+            raise UserError(f"pool: tenant {ask.tenant!r} asks for GPUs after it has said that it ends")
+
+    def _ask(self, now_s: float, ask: Ask) -> None:
+        key = _key(ask.tenant, ask.role)
+        tenant = self.tenants[ask.tenant]
+        if ask.priority is not Priority.GENERATION:
+            if key not in self.grants:
+                self.requests.setdefault(key, Request(ask.tenant, ask.role, ask.priority, now_s))
+        elif not tenant.awake:
+            tenant.estimate = ask.groups or 0
+        else:
+            tenant.generates = True
+
+    def _release(self, now_s: float, release: Release) -> None:
+        key = _key(release.tenant, release.role)
+        if key not in self.grants and key not in self.requests:
+            raise UserError(f"pool: {key} releases GPUs, but holds none and waits for none")
+        grant, request = self.grants.pop(key, None), self.requests.pop(key, None)
+        if release.then is None:
+            return
+        try:
+            self._check_ask(release.then)
+        except UserError:
+            if grant is not None:
+                self.grants[key] = grant
+            if request is not None:
+                self.requests[key] = request
+            raise
+        self._ask(now_s, release.then)
+
+    def _acknowledge(self, outcome: Outcome) -> None:
+        order = self.orders.get(outcome.order)
+        if order is None or order.tenant != outcome.tenant:
+            return
+        told = {*outcome.done, *outcome.failed}
+        if told != set(order.shards):
+            raise UserError(
+                f"pool: tenant {outcome.tenant!r} acknowledges shards {sorted(told)} of order {order.number}, "
+                f"which is for {sorted(order.shards)}"
+            )
+        del self.orders[outcome.order]
+        tenant = self.tenants[order.tenant]
+        if order.kind == "shrink":
+            tenant.awake.difference_update(order.shards)
+            return
+        for shard in outcome.failed:
+            tenant.awake.discard(shard)
+            if shard not in outcome.unready:
+                tenant.failures[shard] = tenant.failures.get(shard, 0) + 1
+        for shard in outcome.done:
+            tenant.failures.pop(shard, None)
+        if outcome.done:
+            tenant.estimate, tenant.generates = None, True
+
+    def _unregister(self, command: Unregister) -> None:
+        name = command.tenant
+        if not command.dead and (held := sorted(self._held(name))):
+            raise UserError(f"pool: tenant {name!r} unregisters while it holds GPUs {held}")
+        self._void(name)
+        self.tenants.pop(name)
+        for key in [key for key in (*self.grants, *self.requests) if key.rpartition("/")[0] == name]:
+            self.grants.pop(key, None)
+            self.requests.pop(key, None)
+        self._admit()
+
+    def _void(self, name: str) -> None:
+        """Take back all orders for a tenant."""
+        for number in [number for number, order in self.orders.items() if order.tenant == name]:
+            del self.orders[number]
+
+    def _tenant(self, name: str) -> Tenant:
+        found = self.tenants.get(name)
+        if found is None:
+            raise UserError(f"pool: {name!r} is no tenant; it has {', '.join(sorted(self.tenants)) or 'none'}")
+        return found
+
+    # ------------------------------------------------------------ what follows
+
+    def _expire(self, now_s: float) -> bool:
+        """Make suspect whoever has left an order or the pool without an answer for too long. Returns whether there was
+        one that had not been before."""
+        num_before = len(self.suspects)
+        for order in list(self.orders.values()):
+            if now_s > order.due_s:
+                late_s = now_s - order.due_s + self.tenants[order.tenant].order_timeout_s
+                shards = list(order.shards)
+                self._suspect(order.tenant, f"{order.kind} of shards {shards} not answered for {late_s:.0f} s")
+        for name, tenant in self.tenants.items():
+            silent_s = now_s - tenant.heard_s
+            if silent_s > self.bounds.lease_s:
+                self._suspect(name, f"no sign of life for {silent_s:.0f} s")
+        return len(self.suspects) > num_before
+
+    def _suspect(self, name: str, reason: str) -> None:
+        tenant = self.tenants[name]
+        if not tenant.suspect:
+            tenant.suspect = reason
+            self._void(name)
+            self._admit()
+
+    def _go_on(self, now_s: float) -> bool:
+        """Carry the running plan on as far as acknowledgements allow, and begin another when it is over. Returns
+        whether anything has changed."""
+        num_rejected, changed = self.num_rejected, False
+        while not self.orders:
+            if self.running is not None and self.running.waking:
+                self.running = None
+            elif self.running is not None:
+                self._grant_and_wake(now_s)
+            elif not self._begin(now_s):
+                break
+            changed = True
+        return changed or self.num_rejected > num_rejected
+
+    def _begin(self, now_s: float) -> bool:
+        """Make a plan and order its shrinks. Returns False if there is nothing to do."""
+        state = self.state(now_s)
+        plan = self.plan(state)
+        if not plan:
+            return False
+        faults = broken_checks(state, plan)
+        if faults:
+            self.rejected, self.num_rejected = faults, self.num_rejected + 1
+            return False
+        self._settle(now_s, self._owed(now_s))
+        self.running = RunningPlan(plan)
+        self._order(now_s, "shrink", plan.shrinks)
+        return True
+
+    def _grant_and_wake(self, now_s: float) -> None:
+        """Grant what the plan grants and order its expands, except what became impossible while shards were put to
+        sleep: a tenant that is gone or suspect, or GPUs that did not become free."""
+        assert self.running is not None
+        self.running.waking = True
+        self._settle(now_s, self._owed(now_s))
+        idle = set(self.state(now_s).idle())
+        for grant in self.running.plan.grants:
+            key = _key(grant.tenant, grant.role)
+            if key in self.requests and not self.tenants[grant.tenant].suspect and idle.issuperset(grant.gpus):
+                del self.requests[key]
+                self.grants[key] = grant
+                idle.difference_update(grant.gpus)
+        possible = []
+        for shard in self.running.plan.expands:
+            tenant = self.tenants.get(shard.tenant)
+            if tenant is None or tenant.suspect or tenant.ending:
+                continue
+            gpus = tenant.map.shards[shard.shard]
+            if idle.issuperset(gpus):
+                idle.difference_update(gpus)
+                tenant.awake.add(shard.shard)
+                possible.append(shard)
+        self._order(now_s, "expand", possible)
+
+    def _order(self, now_s: float, kind: OrderKind, shards: Sequence[ShardId]) -> None:
+        """Send each tenant one order for all of its shards among `shards`."""
+        for name in sorted({shard.tenant for shard in shards}):
+            own = tuple(sorted(shard.shard for shard in shards if shard.tenant == name))
+            due_s = now_s + self.tenants[name].order_timeout_s
+            self.orders[self.next_order] = Order(self.next_order, name, kind, own, due_s)
+            self.next_order += 1
+
+    def is_uneven(self, now_s: float) -> bool:
+        """Return whether shares of work and of GPUs differ much, so that a cycle without an event is worth its time."""
+        return is_uneven(self.state(now_s))
+
+
+def _key(tenant: str, role: Role) -> str:
+    return f"{tenant}/{role}"
+
+
+def _view(tenant: Tenant, *, hungry: bool) -> TenantState:
+    known = tenant.admitted
+    return TenantState(
+        tenant.map,
+        frozenset(tenant.awake),
+        tenant.remaining if known else None,
+        tenant.estimate if known else None,
+        generates=tenant.generates,
+        ending=tenant.ending,
+        left_out=frozenset(tenant.left_out),
+        hungry=hungry,
+    )

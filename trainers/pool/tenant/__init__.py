@@ -1,0 +1,1 @@
+"""A run as a tenant of a pool of GPUs."""

@@ -1,0 +1,125 @@
+"""Makes a run a tenant of a pool of GPUs: registers it, builds its actors on borrowed GPUs, and serves the pool."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+from ....actors.process.memory import ProcessMemory
+from ....dataplane.client.client import DataPlaneClient
+from ....dataplane.owned_folder import process_start
+from ...cluster.calls import ActorFailed
+from ...cluster.gpu_bundles import Reservation, read_hosts
+from ...cluster.handles import EngineHandle, TrainHandle
+from ...cluster.placement import plan_placement
+from ...cluster.run_actors import RunActors
+from ...config.config import Config
+from ...grpo.freed_memory import TrainerMemory, fallen, residual_limit
+from ...grpo.stages import Stages
+from ...grpo.weight_sync import WeightSync
+from ...supervision.cleanup import wait_until_ended
+from ...supervision.heartbeat import Heartbeat
+from ..server.bundles import places_in_pool
+from ..server.client import PoolClient
+from ..state.commands import Processes
+from ..state.plan import TenantMap
+from .borrowed_gpus import BorrowsGpus
+from .shards import FALL_S, Shards
+from .tenant import Tenant
+
+STAGES_OF_AN_ORDER = 4
+"""Largest number of stages in which an order waits for actors: each may take this part of `pool.order_timeout_s`."""
+END_S = 30.0
+"""Seconds within which the processes of a run that ends must be gone."""
+
+
+def tenant_map(config: Config) -> TenantMap:
+    """Return the GPUs that the run may be granted, by the numbers of `resources.trainer_gpus` and `rollout_gpus`."""
+    train = config.resources.trainer_gpus
+    assert train is not None, "pool_problems demands it, and resources.rollout_gpus"
+    return TenantMap(config.run.name, config.pool.weight, train, config.engine_gpus)
+
+
+class PoolMembership:
+    """A run's part in a pool, from its start to its end; implements `Loan`."""
+
+    def __init__(self, config: Config, folder: Path, heartbeat: Heartbeat) -> None:
+        """Register the run in its pool. Ray must be initialized. Raises UserError if the pool is not there or refuses
+        the run, such as for a name that is taken."""
+        self._config = config
+        self._heartbeat = heartbeat
+        start = process_start(os.getpid())
+        assert start is not None, "this process runs"
+        processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()))
+        self._client = PoolClient(config.pool.name)
+        self.tenant = Tenant(self._client, tenant_map(config), processes, config.pool.order_timeout_s)
+        self.tenant.join()
+
+    def places(self) -> Reservation:
+        """Return the places of the run's actors: on the GPUs that the pool has reserved, or, where its GPUs are numbers
+        only, wherever Ray puts them. Raises UserError if the run cannot be placed."""
+        reserved = self._client.status().reserved
+        if reserved:
+            return places_in_pool(self._config, reserved)
+        return Reservation(plan_placement(self._config, read_hosts()))
+
+    @property
+    def sleep_level(self) -> int:
+        return self._config.pool.sleep_level
+
+    def holding(self, role: Literal["train", "rollout"]) -> AbstractContextManager[None]:
+        self._wait()
+        return self.tenant.holding(role, self._wait)
+
+    def expect_freed(self, handles: Sequence[EngineHandle | TrainHandle]) -> None:
+        config, residual_bytes = self._config, self._config.pool.residual_mib << 20
+
+        def limit(handle: EngineHandle | TrainHandle, held: ProcessMemory) -> int | None:
+            processes = config.rollout.tp if isinstance(handle, EngineHandle) else 1
+            return residual_limit(held, residual_bytes, processes)
+
+        timeout_s, key = config.resources.start_timeout_s, "pool.residual_mib"
+        for handle, why in fallen(handles, limit, FALL_S, timeout_s, key)[1].items():
+            raise ActorFailed(f"start: {handle.info} {why}")
+
+    def _wait(self) -> None:
+        self._heartbeat.enter("waiting for the pool's GPUs", math.inf)
+
+    def roles(
+        self, actors: RunActors, weights: WeightSync, stages: Stages, client: DataPlaneClient, bucket_bytes: int
+    ) -> BorrowsGpus:
+        """Return the operations on the memory of the borrowed GPUs. client: data-plane client that nobody else uses.
+        bucket_bytes: GPU memory that a train worker may keep in addition, for the buffers from which it sends
+        weights."""
+        config, residual_bytes = self._config, self._config.pool.residual_mib << 20
+        shards = Shards(
+            actors,
+            weights,
+            self.tenant.map,
+            self.tenant.note,
+            sleep_level=config.pool.sleep_level,
+            residual_bytes=residual_bytes,
+            timeout_s=config.pool.order_timeout_s / STAGES_OF_AN_ORDER,
+            cut=not config.run.deterministic,
+        )
+        memory = TrainerMemory(
+            actors,
+            timeout_s=config.resources.stage_timeout_s,
+            most_bytes=residual_bytes + bucket_bytes,
+            key="pool.residual_mib",
+        )
+        groups = config.algorithm.prompts_per_step
+        return BorrowsGpus(actors, weights, stages, self.tenant, shards, memory, client, step_groups=groups)
+
+    def leave(self, pids: Callable[[], list[int]]) -> None:
+        """Leave the pool, once the processes of the run's actors on this host, whose ids `pids` returns, have ended.
+        Idempotent."""
+        if wait_until_ended(pids, END_S):
+            self.tenant.leave()
+        else:
+            self.tenant.stop()  # the pool ends them when it misses the signs of life

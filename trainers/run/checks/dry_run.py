@@ -1,0 +1,222 @@
+"""Describes a run without starting it: placement, memory, and the rows and microbatches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ....actors.engines.config import engine_batch
+from ....actors.engines.key_value_memory import default_on_cpu, token_bytes
+from ....actors.process.host_memory import available_memory
+from ....actors.process.memory import gpu_sizes
+from ....actors.train.topology import Topology
+from ....codecs.integers import ceil_div, round_up
+from ....codecs.tokens.routes import RouteSpec
+from ...base_model.prepare import check_model, model_config, route_spec
+from ...cluster.gpu_memory import (
+    decide_roles,
+    engine_bytes,
+    estimate,
+    has_gpus,
+    host_bytes,
+    parameters,
+    trained_bytes,
+    value_bytes,
+)
+from ...config.checks import ROLLOUT_TOKEN_BYTES, cautions, step_bytes
+from ...config.config import Config
+from ...errors import UserError
+from .gpu_table import gpu_lines, plan_here
+
+VLLM_BYTE_EXPERTS = 256
+"""Largest number of experts whose ids vLLM (0.30) keeps in one byte each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """One process that a run would start."""
+
+    name: str
+    """Name of the process."""
+    cpus: int
+    """Number of logical CPUs that it requests from Ray."""
+    what: str
+    """What the process does, in a few words."""
+
+
+def placements(config: Config) -> list[PlannedProcess]:
+    """Return every process that the run would start, except Ray's own."""
+    store = config.dataplane.store
+    listed = [
+        PlannedProcess("driver", 0, "controller: receipts, plans, metrics"),
+        PlannedProcess("directory", 0, "row metadata"),
+    ]
+    if store.kind in ("simple", "tcp"):
+        units = range(store.num_units or 1)
+        listed += [PlannedProcess(f"storage unit {unit}", 0, "blocks of rows") for unit in units]
+    rollout = config.rollout
+    engine = f"engine {rollout.engine}" + f", tp {rollout.tp}" * (rollout.tp > 1)
+    if rollout.num_actors is None:
+        listed += [PlannedProcess(f"rollout {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+    else:
+        listed += [PlannedProcess(f"engine {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+        listed += [
+            PlannedProcess(f"rollout {index}", 1, "environments, rewards") for index in range(rollout.num_actors)
+        ]
+    topology = config.trainer.topology
+    return listed + [
+        PlannedProcess(f"train worker {rank}", 1, f"backend {config.trainer.backend}{_role(topology, rank)}")
+        for rank in range(topology.world)
+    ]
+
+
+def _role(topology: Topology, rank: int) -> str:
+    """Return, in words, a rank's coordinates in the train mesh and whether it leads its data-parallel replica; "" if
+    each replica consists of one rank."""
+    if topology.replica_size == 1:
+        return ""
+    place = topology.place(rank)
+    coordinates = [f"dp {place.dp}"]
+    for name in ("tp", "cp", "pp"):
+        coordinates += [f"{name} {getattr(place, name)}"] if getattr(topology, name) > 1 else []
+    return ", " + " ".join(coordinates) + (", leader" if rank == topology.leader(place.dp) else "")
+
+
+def describe(config: Config) -> str:
+    """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError if
+    the model cannot be used, as the run itself would."""
+    check_model(config)
+    algorithm, trainer = config.algorithm, config.trainer
+    topology = trainer.topology
+    rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    per_replica = rows // topology.dp
+    padded = round_up(longest, topology.pad_multiple)
+    microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
+    lines = ["placement"]
+    lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
+    lines += ["GPUs", *_gpu_lines(config), "memory"]
+    params = parameters(config)
+    if params is None:
+        lines += [f"  model            {config.model.path}: read when the run starts"]
+    else:
+        trained = trained_bytes(config, params)
+        lines += [
+            f"  model            {params:,} parameters",
+            f"  train worker     {_size(trained)} weights, gradients, Adam"
+            + (" and reference" * config.with_reference),
+            f"  engine           {_size(engine_bytes(config, params))} weights"
+            + f" in each of {config.rollout.tp} processes" * (config.rollout.tp > 1),
+        ]
+    if params is not None:
+        lines += [
+            f"  host memory      {_size(host_bytes(config, params, gpus=False))} in each train worker without GPUs, "
+            f"{_size(host_bytes(config, params, gpus=True))} with GPUs"
+        ]
+        lines += _memory_lines(config)
+    store, routes = config.dataplane.store, route_spec(config)
+    route_bytes = 0 if routes is None else routes.token_bytes
+    lines += [] if routes is None else _route_lines(config, routes)
+    lines += [
+        f"  store ({store.kind})".ljust(19)
+        + f"at most {_size(step_bytes(config, route_bytes))} a step; {store.capacity_mib} MiB in all",
+        "plan of a step",
+        f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
+        "tokens",
+        f"  {trainer.dp} replica(s) of {topology.replica_size} rank(s) x {per_replica} rows, at most {microbatches} "
+        f"microbatch(es) of {trainer.tokens_per_microbatch} tokens each",
+        f"  {algorithm.steps} steps, validation every {config.validation.every}"
+        if config.validation.every
+        else f"  {algorithm.steps} steps, no validation",
+    ]
+    lines += [f"note: {line}" for line in cautions(config)]
+    return "\n".join(lines)
+
+
+def _pool_lines(config: Config) -> list[str]:
+    """Return the tenant's map: the pool's GPUs for training, and those of each engine, which is woken and put to sleep
+    as a whole."""
+    train = config.resources.trainer_gpus or ()
+    lines = [
+        f"  of pool {config.pool.name} at {config.pool.address}, with weight {config.pool.weight:g}",
+        f"  training         GPUs {', '.join(map(str, train))}",
+    ]
+    for shard, gpus in enumerate(config.engine_gpus):
+        shared = ", asleep while this run trains" * bool(set(gpus) & set(train))
+        lines.append(f"  shard {shard:<10} GPUs {', '.join(map(str, gpus))}: engine {shard}{shared}")
+    return lines
+
+
+def _gpu_lines(config: Config) -> list[str]:
+    if config.pool.address is not None:
+        return _pool_lines(config)
+    placement = plan_here(config)
+    if placement is None:
+        return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]
+    return gpu_lines(placement)
+
+
+def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
+    """Return what the routes cost: bytes of each token in the store, and the host memory in which a vLLM engine keeps
+    them, one route for each token of its key-value cache, with all layers."""
+    lines = [f"  routes           {routes.token_bytes} bytes a token, beside {ROLLOUT_TOKEN_BYTES} without them"]
+    rollout = config.rollout
+    if rollout.engine != "vllm":
+        return lines
+    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
+    slot = routes.hidden_layers * routes.top_k * (1 if routes.num_experts <= VLLM_BYTE_EXPERTS else 2)
+    if per_token is None:
+        return lines
+    if rollout.kv_cache != "auto" or not has_gpus():
+        size = (
+            rollout.kv_cache << 20
+            if rollout.kv_cache != "auto"
+            else default_on_cpu(per_token, config.engine_length, engine_batch(rollout, gpu=False), available_memory())
+        )
+        return [*lines, f"  route buffer     {_size(size / per_token * slot)} of host memory in each engine"]
+    return [*lines, f"  route buffer     {slot / per_token:.2%} of the size of a GPU's key-value cache, in host memory"]
+
+
+def _memory_lines(config: Config) -> list[str]:
+    """Return the estimated memory of a GPU that holds an engine and a train worker, part by part, and what
+    `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if nobody can share a GPU here."""
+    sizes = gpu_sizes()
+    memory = estimate(config, min(sizes, default=None))
+    if memory is None or (not sizes and config.resources.switch_roles != "always"):
+        return []
+    parts: list[tuple[str, Mapping[str, int]]] = [
+        ("trainer", memory.trainer),
+        ("engine", memory.engine),
+        ("shared", {"weight buckets": memory.buckets, "contexts": memory.contexts}),
+        ("host, in turns", memory.host),
+    ]
+    lines = ["memory of a GPU with both roles (an estimate)"]
+    for side, of in parts:
+        listed = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in of.items() if num_bytes)
+        lines += [f"  {side:<16} {listed}"] if listed else []
+    lines += [f"  {'at the peak':<16} {_size(memory.resident)} both resident, {_size(memory.taking_turns)} in turns"]
+    if sizes and (placement := plan_here(config)) is not None:
+        why = decide_roles(config, placement, min(sizes)).why
+        lines += [f"  {why}"] if why else []
+    return lines
+
+
+def check_host_memory(config: Config, params: int, total: int) -> None:
+    """Raise UserError if the train workers together need more host memory than `total` bytes. A no-op for a run that
+    joins a Ray cluster, and on a machine without GPUs."""
+    if config.resources.ray_address is not None or not has_gpus():
+        return
+    world = config.trainer.topology.world
+    needed = host_bytes(config, params, gpus=True)
+    if needed * world > total:
+        raise UserError(
+            f"model.path: got {config.model.path!r} with {params:,} parameters, expected at most {_size(total)} of "
+            f"host memory, which this machine has, for {world} train worker(s) of {_size(needed)}"
+        )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError

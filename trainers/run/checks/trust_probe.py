@@ -1,0 +1,228 @@
+"""Compares an engine with a train backend on 64 tokens of a model: log-probs, routers, and what replay makes of them.
+
+prompts -> engine samples 64 tokens, with log-probs and, for a model with experts, routes
+        -> engine closes -> backend computes the log-probs of these tokens, without and with replay
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ....actors.engines.config import RouterReplayConfig, engine_dtype
+from ....actors.engines.factory import EngineConfig, build_engine
+from ....actors.engines.protocol import Completion
+from ....actors.engines.tokenizer import encode_prompts, load_tokenizer
+from ....actors.protocols import MicroBatch, row_schema
+from ....codecs.jagged import pack
+from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
+from ...backends.config import BackendConfig
+from ...backends.factory import build_backend
+from ...cluster import actor_specs
+from ...config.config import Config
+from ...errors import UserError
+from ...losses.mismatch import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
+from ...observe.trust import SOUND_RATIO
+
+PROMPTS = (
+    "Compute 17 + 25.",
+    "The capital of France is",
+    "def add(a, b):",
+    "Write one sentence about water.",
+)
+TOKENS = 64
+"""Number of tokens that the engine samples, shared equally by the prompts."""
+NATIVE = "routes/native_"
+
+
+@dataclass(frozen=True, slots=True)
+class TrustReport:
+    """Result of the comparison of an engine with a train backend."""
+
+    engine: str
+    """Kind of the engine, and the number format in which it computes."""
+    backend: str
+    """Kind of the train backend, and the number format in which it computes."""
+    tokens: int
+    """Number of sampled tokens that were compared. Fewer than TOKENS if samples ended early."""
+    native: dict[str, float]
+    """Mismatch of the log-probs when the trainer's routers choose the experts: name of a metric of `losses.mismatch` ->
+    value."""
+    replayed: dict[str, float]
+    """The same when the trainer uses the engine's experts; {} for a model without experts."""
+    agreement: dict[int, float]
+    """Share of the tokens for which the trainer's router chooses the engine's experts: decoder layer -> share; {} for a
+    model without experts."""
+
+    @property
+    def sound(self) -> bool:
+        """True if a run can trust the ratio, with replay if the model has experts."""
+        return (self.replayed or self.native)["ratio_error"] <= SOUND_RATIO
+
+    @property
+    def verdict(self) -> str:
+        """Judgement in one sentence."""
+        native, best = self.native["ratio_error"], (self.replayed or self.native)["ratio_error"]
+        if not self.sound:
+            return (
+                f"engine and trainer do not compute the same policy: probabilities differ by a factor of {best:.3f} on "
+                f"average, expected at most {SOUND_RATIO} (other weights, number format, temperature, top-p or top-k?)"
+            )
+        if native > SOUND_RATIO:
+            return (
+                f"sound with router_replay.enabled=true only: without it probabilities differ by a factor of "
+                f"{native:.3f} on average, with it by {best:.4f}"
+            )
+        gain = self.native["mismatch_mean"] / max(self.replayed["mismatch_mean"], 1e-12) if self.replayed else 1.0
+        how = f"; replay makes the mean difference of log-probs {gain:.3g} times smaller" if gain > 1 else ""
+        return f"sound: probabilities differ by a factor of {native:.4f} on average{how}"
+
+
+def probe_trust(config: Config, tell: Callable[[str], None] = lambda _: None) -> TrustReport:
+    """Run the comparison with the model, engine, sampling and backend of `config`, on one device in this process.
+
+    tell: callback that receives progress messages. Raises UserError when engine or backend is `scripted`, or when the
+    model cannot be loaded or used.
+    """
+    for key, kind in (("rollout.engine", config.rollout.engine), ("trainer.backend", config.trainer.backend)):
+        if kind == "scripted":
+            raise UserError(f"{key}: got 'scripted' with --model, expected one that has a model")
+    try:
+        spec = route_spec(config.model.path)
+        tell(f"sampling {TOKENS} tokens with the engine {config.rollout.engine}")
+        rows = asyncio.run(_sample(config, spec))
+        tell(f"computing their log-probs with the backend {config.trainer.backend}")
+        return compare_rows(config, spec, rows)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def route_spec(path: str) -> RouteSpec | None:
+    """Return the shape of the routes of the model at `path`, a folder or hub id; None for a model without experts.
+    Raises ValueError if there is no such model."""
+    from transformers import AutoConfig  # takes seconds to import, and the plain doctor does not need it
+
+    try:
+        return RouteSpec.of(AutoConfig.from_pretrained(path))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--model: got {path!r}, expected a model's folder or hub id ({reason})") from error
+
+
+Rows = list[tuple[np.ndarray, Completion]]
+"""Token ids of each prompt, int64 `[P]`, and the completion that the engine sampled."""
+
+
+async def _sample(config: Config, spec: RouteSpec | None) -> Rows:
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = encode_prompts(tokenizer, PROMPTS)
+    params = replace(actor_specs.sampling(config), n=1, max_new_tokens=TOKENS // len(PROMPTS))
+    setup = EngineConfig(
+        config.rollout,
+        config.model,
+        device="cuda:0" if torch.cuda.is_available() else "cpu",
+        max_model_len=max(map(len, prompts)) + params.max_new_tokens,
+        seed=config.run.seed,
+        routes=spec,
+    )
+    engine = await asyncio.to_thread(build_engine, setup)
+    try:
+        answers = await asyncio.gather(
+            *(engine.generate(f"probe-{index}", ids.tolist(), params) for index, ids in enumerate(prompts))
+        )
+    finally:
+        await engine.close()
+    return [(ids, answer[0]) for ids, answer in zip(prompts, answers, strict=True)]
+
+
+def compare_rows(config: Config, spec: RouteSpec | None, rows: Rows) -> TrustReport:
+    """Return how far the log-probs of the train backend of `config`, on one device in this process, are from those with
+    which the engine sampled `rows`.
+
+    spec: shape of the routes that the completions have; None for a model without experts. The temperature is that of
+    `config`.
+    """
+    trainer = config.trainer.model_copy(
+        update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
+    )
+    replay = RouterReplayConfig(enabled=spec is not None, verify="values")
+    backend: Any = build_backend(BackendConfig(config.model.path, trainer, router_replay=replay, trains=False), 0, 1)
+    micro, sampled = _micro_batch(rows, spec)
+    temperature = config.rollout.temperature
+    try:
+        [values] = backend.logprobs([micro], 1, temperature=temperature)
+        found = _mismatch(values[sampled], micro.batch.jagged("rollout_logprobs").values[sampled])
+        measured = {} if spec is None else backend.native_figures([micro], 1, temperature=temperature)
+    finally:
+        backend.close()
+    half = "bfloat16" if trainer.mixed_precision else "float32"
+    return TrustReport(
+        engine=f"{config.rollout.engine} ({engine_dtype(config.model, gpu=torch.cuda.is_available())})",
+        backend=f"{trainer.backend} ({half})",
+        tokens=int(sampled.sum()),
+        native={name: measured[NATIVE + name] for name in found} if measured else found,
+        replayed=found if measured else {},
+        agreement={} if spec is None else {n: measured[f"{NATIVE}agreement_layer_{n}"] for n in spec.layers},
+    )
+
+
+def _micro_batch(rows: Rows, spec: RouteSpec | None) -> tuple[MicroBatch, torch.Tensor]:
+    """Return the rows as a microbatch, and which of its tokens were sampled, bool `[tokens]`."""
+    columns: dict[str, list[np.ndarray]] = {"input_ids": [], "response_mask": [], "rollout_logprobs": []}
+    if spec is not None:
+        columns[ROUTES] = []
+    for prompt, answer in rows:
+        before, count = len(prompt), len(answer.token_ids)
+        columns["input_ids"].append(np.concatenate([prompt, answer.token_ids]).astype(np.int32))
+        columns["response_mask"].append(np.repeat(np.array([0, 1], np.uint8), (before, count)))
+        columns["rollout_logprobs"].append(np.concatenate([np.zeros(before, np.float32), answer.logprobs]))
+        if spec is not None:
+            columns[ROUTES].append(align_routes(answer.routes, before + count, spec))
+    batch = pack(row_schema(spec), columns)
+    lengths = batch.jagged("input_ids").lengths
+    ones, groups = np.ones(len(rows), np.float32), np.arange(len(rows), dtype=np.int64)
+    return MicroBatch(batch, lengths, ones, groups, None), batch.jagged("response_mask").values > 0
+
+
+def _mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+    sums, largest = mismatch_of(trainer, engine)
+    means = (sums / max(len(trainer), 1)).tolist()
+    return {**dict(zip(MISMATCH_SUMS, means, strict=True)), MISMATCH_MAX: float(largest)}
+
+
+# ---------------------------------------------------------------- as shown
+
+LABELS = {
+    "mismatch_mean": "mean difference of log-probs",
+    "mismatch_max": "largest difference of log-probs",
+    "mismatch_kl": "KL divergence (k3)",
+    "ratio_error": "mean factor between probabilities",
+}
+
+
+def show_trust(console: Console, model: str, report: TrustReport) -> None:
+    """Print a report as a table, with the agreement of the routers by layer and the verdict."""
+    title = f"{model}: {report.tokens} tokens of the engine {report.engine}, trainer {report.backend}"
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    table = Table()
+    table.add_column("engine against trainer")
+    table.add_column("without replay" if report.replayed else "found", justify="right")
+    if report.replayed:
+        table.add_column("with replay", justify="right")
+    for name, label in LABELS.items():
+        values = [side[name] for side in (report.native, report.replayed) if side]
+        table.add_row(label, *(f"{value:.6f}" if name == "ratio_error" else f"{value:.3g}" for value in values))
+    console.print(table)
+    if report.agreement:
+        layers = ", ".join(f"{layer}: {share:.1%}" for layer, share in report.agreement.items())
+        console.print(
+            f"routers that choose the engine's experts, by decoder layer: {layers}", highlight=False, soft_wrap=True
+        )
+    console.print(report.verdict, highlight=False, soft_wrap=True)

@@ -1,1 +1,0 @@
-"""Lets several runs share one pool of GPUs: engines sleep while their GPUs train, and wake when these are free."""
