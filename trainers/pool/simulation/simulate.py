@@ -1,6 +1,6 @@
 """Simulates tenants on a pool of GPUs as discrete events: rollouts, training, switches, and what each waits for.
 
-    simulated tenant -> command -> timeshare's Pool -> orders, grants -> simulated tenant, some seconds later
+    simulated tenant -> command -> Pool -> orders, grants -> simulated tenant, some seconds later
 
 The pool is the real state machine with the real planner; only time, engines and trainers are simulated. An engine
 generates a number of groups at the same time, each for as long as it takes. Groups of an engine that is put to sleep go
