@@ -27,7 +27,7 @@ LOOK_S = 0.5
 def add_pool_commands(commands: Any) -> None:
     """Add the command `pool` with its own commands."""
     summary = "share GPUs among several runs"
-    pool = commands.add_parser("pool", help=summary, description=f"{summary.capitalize()}: docs/time-sharing.md.")
+    pool = commands.add_parser("pool", help=summary, description=f"{summary.capitalize()}: docs/scale/time-sharing.md.")
     pools = pool.add_subparsers(metavar="COMMAND", required=True)
 
     start = pools.add_parser(

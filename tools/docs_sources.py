@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -18,13 +21,6 @@ FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench", "cli")
 TREE_BEGIN, TREE_END = "<!-- tree: made by tools/docs_sources.py -->\n", "<!-- end of the tree -->\n"
 KEYS_BEGIN, KEYS_END = "<!-- keys: made by tools/docs_sources.py -->\n", "<!-- end of the keys -->\n"
 TABLES_BEGIN, TABLES_END = "<!-- tables: made by tools/docs_sources.py -->\n", "<!-- end of the tables -->\n"
-PAGES = {
-    "Start": ("start.md", "concepts.md"),
-    "Concepts": ("data-plane.md", "training.md", "weights.md", "time-sharing.md", "security.md", "architecture.md"),
-    "How-to": ("how-to/*.md",),
-    "Reference": ("reference/*.md", "testing.md"),
-    "Figures": ("benchmarks.md", "reliability.md"),
-}
 
 
 def main() -> int:
@@ -38,8 +34,8 @@ def generated() -> dict[Path, str]:
     """Return the text that each generated file should have: path -> text."""
     from headrace.trainers.config.peers import peers_markdown
 
-    architecture, peers = DOCS / "architecture.md", DOCS / "how-to" / "coming-from.md"
-    sharing = DOCS / "time-sharing.md"
+    architecture, peers = DOCS / "internals" / "architecture.md", DOCS / "start" / "coming-from.md"
+    sharing = DOCS / "scale" / "time-sharing.md"
     return {
         architecture: _filled(architecture, TREE_BEGIN, tree_markdown(), TREE_END),
         sharing: _filled(sharing, KEYS_BEGIN, pool_keys_markdown(), KEYS_END),
@@ -120,13 +116,27 @@ def llms_text() -> str:
     """Return an index of the pages for language models (https://llmstxt.org): titles, links and first sentences."""
     title, summary = _title_and_summary(DOCS / "index.md")
     parts = [f"# {title}\n\n> {summary}\n"]
-    for heading, patterns in PAGES.items():
+    for heading, pages in _sections(
+        tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    ):
         lines = []
-        for page in (page for pattern in patterns for page in sorted(DOCS.glob(pattern))):
-            title, summary = _title_and_summary(page)
-            lines.append(f"- [{title}]({page.relative_to(DOCS).as_posix()}): {summary}\n")
+        for page in pages:
+            title, summary = _title_and_summary(DOCS / page)
+            lines.append(f"- [{title}]({page}): {summary}\n")
         parts.append(f"\n## {heading}\n\n" + "".join(lines))
     return "".join(parts)
+
+
+def _sections(nav: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the sections of the site's navigation, those of a group one by one: (heading, its pages)."""
+    for entry in nav:
+        for heading, content in entry.items():
+            if isinstance(content, str):
+                yield heading, [content]
+            elif pages := [page for item in content for page in item.values() if isinstance(page, str)]:
+                yield heading, pages
+            else:
+                yield from _sections(content)
 
 
 def _title_and_summary(page: Path) -> tuple[str, str]:

@@ -27,7 +27,10 @@ def generated() -> dict[Path, str]:
     return docs_sources.generated()
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "reference/config.md", "how-to/coming-from.md", "llms.txt"])
+@pytest.mark.parametrize(
+    "page",
+    ["internals/architecture.md", "reference/config.md", "start/coming-from.md", "scale/time-sharing.md", "llms.txt"],
+)
 def test_a_generated_page_is_current(generated: dict[Path, str], page: str) -> None:
     """`make docs-sources` writes it."""
     assert (DOCS / page).read_text(encoding="utf-8") == generated[DOCS / page]
@@ -62,6 +65,12 @@ def test_the_command_page_names_every_command_and_option(monkeypatch: pytest.Mon
         assert not [option for option in options if option not in mentions and option not in ("--help", "--out")], (
             command
         )
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert pages == set(re.findall(r'"([\w/-]+\.md)"', nav))
 
 
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])

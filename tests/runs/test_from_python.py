@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_the_start_pages_run_from_python(tmp_path: Path) -> None:
-    blocks = (ROOT / "docs" / "start.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    blocks = (ROOT / "docs" / "start" / "first-run.md").read_text(encoding="utf-8").split("```python\n")[1:]
     [snippet] = [block.split("```")[0] for block in blocks if "run_training" in block]
     (tmp_path / "train.py").write_text(snippet)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

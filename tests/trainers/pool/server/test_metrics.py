@@ -63,5 +63,5 @@ def test_a_scrape_has_the_pool_s_figures_and_tells_when_it_is_gone(tmp_path: Pat
         ("pool_orders_total", "void"): 0.0,
         ("pool_plan_rejected_total",): 2.0,
     }
-    documented = set(re.findall(r"`(pool_[a-z_]+)", (DOCS / "time-sharing.md").read_text())) - {"pool_trace"}
+    documented = set(re.findall(r"`(pool_[a-z_]+)", (DOCS / "scale" / "time-sharing.md").read_text())) - {"pool_trace"}
     assert {name.removesuffix("_count").removesuffix("_sum") for name, *_ in found} == documented
