@@ -11,14 +11,13 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FOLDERS = ("codecs", "dataplane", "actors", "trainers", "bench", "cli")
-TREE_BEGIN, TREE_END = "<!-- tree: made by tools/docs_sources.py -->\n", "<!-- end of the tree -->\n"
 KEYS_BEGIN, KEYS_END = "<!-- keys: made by tools/docs_sources.py -->\n", "<!-- end of the keys -->\n"
 TABLES_BEGIN, TABLES_END = "<!-- tables: made by tools/docs_sources.py -->\n", "<!-- end of the tables -->\n"
 
@@ -34,15 +33,15 @@ def generated() -> dict[Path, str]:
     """Return the text that each generated file should have: path -> text."""
     from headrace.trainers.config.peers import peers_markdown
 
-    architecture, peers = DOCS / "internals" / "architecture.md", DOCS / "start" / "coming-from.md"
+    peers = DOCS / "start" / "coming-from.md"
     sharing = DOCS / "scale" / "time-sharing.md"
-    return {
-        architecture: _filled(architecture, TREE_BEGIN, tree_markdown(), TREE_END),
+    pages = {
+        DOCS / "internals" / "modules.md": modules_markdown(),
         sharing: _filled(sharing, KEYS_BEGIN, pool_keys_markdown(), KEYS_END),
         peers: _filled(peers, TABLES_BEGIN, peers_markdown() + "\n", TABLES_END),
         DOCS / "reference" / "config.md": config_markdown(),
-        DOCS / "llms.txt": llms_text(),
     }
+    return pages | {DOCS / "llms.txt": llms_text(pages)}
 
 
 def _filled(page: Path, begin: str, text: str, end: str) -> str:
@@ -51,20 +50,25 @@ def _filled(page: Path, begin: str, text: str, end: str) -> str:
     return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
 
 
-# ---------------------------------------------------------------- the tree
+# ---------------------------------------------------------------- the modules
 
 
-def tree_markdown() -> str:
-    """Return a Markdown list of every module of the package with its first sentence, folder by folder."""
-    parts = [
-        f"\n### The root\n\nThe root of the repository is the package itself.\n\n{_files(sorted(ROOT.glob('*.py')))}"
-    ]
+def modules_markdown() -> str:
+    """Return a Markdown page with every module of the package and its first sentence, folder by folder."""
+    head = """# Modules
+
+This page lists every file of the package with the first sentence of its docstring, made by `make docs-sources`.
+[Architecture](architecture.md) explains the order of the folders.
+
+The root of the repository is the package itself.
+"""
+    parts = [f"{head}\n{_files(sorted(ROOT.glob('*.py')))}"]
     for folder in FOLDERS:
         for package in sorted(path.parent for path in (ROOT / folder).rglob("__init__.py")):
             modules = sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
             name = package.relative_to(ROOT).as_posix()
-            parts.append(f"### `{name}/`\n\n{first_sentence(package / '__init__.py')}\n\n" + _files(modules))
-    return "\n".join(parts)
+            parts.append(f"## `{name}/`\n\n{first_sentence(package / '__init__.py')}\n\n" + _files(modules))
+    return "\n".join(parts).rstrip("\n") + "\n"
 
 
 def _files(modules: list[Path]) -> str:
@@ -112,16 +116,19 @@ def pool_keys_markdown() -> str:
 # ---------------------------------------------------------------- llms.txt
 
 
-def llms_text() -> str:
-    """Return an index of the pages for language models (https://llmstxt.org): titles, links and first sentences."""
-    title, summary = _title_and_summary(DOCS / "index.md")
+def llms_text(made: Mapping[Path, str]) -> str:
+    """Return an index of the pages for language models (https://llmstxt.org): titles, links and first paragraphs.
+
+    made: texts of the generated pages, which need not be on disk yet.
+    """
+    title, summary = _title_and_summary(DOCS / "index.md", made)
     parts = [f"# {title}\n\n> {summary}\n"]
     for heading, pages in _sections(
         tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
     ):
         lines = []
         for page in pages:
-            title, summary = _title_and_summary(DOCS / page)
+            title, summary = _title_and_summary(DOCS / page, made)
             lines.append(f"- [{title}]({page}): {summary}\n")
         parts.append(f"\n## {heading}\n\n" + "".join(lines))
     return "".join(parts)
@@ -139,9 +146,9 @@ def _sections(nav: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
                 yield from _sections(content)
 
 
-def _title_and_summary(page: Path) -> tuple[str, str]:
+def _title_and_summary(page: Path, made: Mapping[Path, str]) -> tuple[str, str]:
     """Return a page's title, and its first paragraph on one line."""
-    head, _, body = page.read_text(encoding="utf-8").partition("\n")
+    head, _, body = (made.get(page) or page.read_text(encoding="utf-8")).partition("\n")
     paragraph = next(part for part in body.split("\n\n") if part.strip() and not part.strip().startswith(("!", "<")))
     return head.removeprefix("# "), " ".join(paragraph.split())
 

@@ -29,7 +29,7 @@ def generated() -> dict[Path, str]:
 
 @pytest.mark.parametrize(
     "page",
-    ["internals/architecture.md", "reference/config.md", "start/coming-from.md", "scale/time-sharing.md", "llms.txt"],
+    ["internals/modules.md", "reference/config.md", "start/coming-from.md", "scale/time-sharing.md", "llms.txt"],
 )
 def test_a_generated_page_is_current(generated: dict[Path, str], page: str) -> None:
     """`make docs-sources` writes it."""
