@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         "feed: rows may be one version older than max_staleness allows",
         "trainers/grpo/feed.py",
-        "        return self._state.version - self._staleness\n",
-        "        return self._state.version - self._staleness - 1\n",
+        "        return self._state.version - self._overlap.window\n",
+        "        return self._state.version - self._overlap.window - 1\n",
         "tests/trainers/grpo/test_feed.py",
     ),
     Mutant(

@@ -1,0 +1,36 @@
+"""The table of mutants fits the code of today, and the tests kill what it holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def mutants() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import mutants  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    return mutants
+
+
+def test_the_text_of_every_mutant_is_in_its_file_once(mutants: ModuleType) -> None:
+    """Whoever changes code that a mutant replaces, or moves it or its tests, changes the table too."""
+    counts = {mutant.name: (ROOT / mutant.path).read_text().count(mutant.old) for mutant in mutants.MUTANTS}
+    assert len(counts) == len(mutants.MUTANTS) >= 22
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+    tests = {path for mutant in mutants.MUTANTS for path in mutant.tests.split()}
+    assert [path for path in sorted(tests) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+def test_the_tests_kill_the_mutants(mutants: ModuleType) -> None:
+    assert mutants.main([]) == 0
