@@ -1,4 +1,4 @@
-"""Headrace: RL post-training for language models, built around its data plane.
+"""Headrace trains language models with reinforcement learning, built around its data plane.
 
 The names in `__all__` are the public interface. Each is imported from its module when it is first used, so that
 `import headrace` itself loads neither torch nor Ray.

@@ -1,3 +1,3 @@
-"""The version of Headrace, in a module that imports nothing."""
+"""Holds the version of Headrace, in a module that imports nothing."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
