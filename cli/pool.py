@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..trainers.errors import UserError
 from .outcome import DONE, FAILED, stop_on_sigterm
+from .terminal import print_table
 
 if TYPE_CHECKING:
-    from ..trainers.pool.report.calls import PoolStatus
     from ..trainers.pool.server.folder import ServedPool
+    from ..trainers.pool.state.status import PoolStatus
 
 FOLDER = Path("runs/pool")
 STOP_S = 60.0
 """Seconds within which a pool that is told to stop must have ended."""
 LOOK_S = 0.5
+PERFETTO = "trace.json"
+"""Name of the timeline in a pool's folder."""
 
 
 def add_pool_commands(commands: Any) -> None:
@@ -58,8 +62,9 @@ def add_pool_commands(commands: Any) -> None:
 
     report = pools.add_parser(
         "report",
-        help="draw who held which GPU when",
-        description="Write report.html into the pool's folder: one lane for each GPU, and what switches took.",
+        help="show which tenant held which GPU, and what switches took",
+        description="Print how long GPUs were held and waited for, and write trace.json, a timeline with one track per "
+        "GPU for Perfetto, into the pool's folder.",
     )
     report.set_defaults(command=_report)
     for parser in (start, status, stop, report):
@@ -133,15 +138,13 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ..trainers.pool.report.calls import TRACE
-    from ..trainers.pool.report.picture import pool_report
+    from ..trainers.pool.server.trace import pool_tables, pool_trace, read_events, write_perfetto
+    from ..trainers.pool.state.status import TRACE
 
-    path = arguments.dir / TRACE
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"--dir: {path} cannot be read ({error.strerror}), expected the trace of a pool") from None
-    report = arguments.dir / "report.html"
-    report.write_text(pool_report([json.loads(line) for line in lines]), encoding="utf-8")
-    print(f"report: {report}")
+    trace, path = pool_trace(read_events(arguments.dir / TRACE)), arguments.dir / PERFETTO
+    write_perfetto(trace, path)
+    console = Console()
+    for table in pool_tables(trace):
+        print_table(console, table)
+    print(f"timeline for https://ui.perfetto.dev: {path}")
     return DONE

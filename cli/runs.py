@@ -189,7 +189,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _simulate_pool(arguments: argparse.Namespace, sections: dict[str, Any]) -> int:
     from ..trainers.pool.simulation.config import pool_file
-    from ..trainers.pool.simulation.report import pool_table, run_pool_simulation
+    from ..trainers.pool.simulation.policies import pool_table, run_pool_simulation
 
     if arguments.from_run is not None or arguments.gpus:
         raise UserError(

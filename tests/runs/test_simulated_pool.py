@@ -12,10 +12,10 @@ import pytest
 from headrace.bench.gpu.pool.figures import read_events, read_tenant, shared_window, stage_seconds
 from headrace.tests.runs.pool_runs import SCRIPTED, shared_pool
 from headrace.tests.runs.test_time_sharing import expect_whole
-from headrace.trainers.pool.report.calls import PoolEvent
-from headrace.trainers.pool.report.lanes import pool_trace
+from headrace.trainers.pool.server.trace import pool_trace
 from headrace.trainers.pool.simulation.config import SwitchSection, pool_file
-from headrace.trainers.pool.simulation.report import simulate_pool
+from headrace.trainers.pool.simulation.policies import simulate_pool
+from headrace.trainers.pool.state.status import PoolEvent
 
 pytestmark = pytest.mark.processes
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.rollout.evaluation_figures import needs_answers
-from .trackers.tracking import Tracking
+from .tracking import Tracking
 
 FINISHED = "finished"
 RESUMED = "resumed"

@@ -14,8 +14,8 @@ from ...dataplane.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
-from .trackers.factory import build_tracker, wanted_trackers
-from .trackers.tracking import Tracking
+from .trackers import build_tracker, wanted_trackers
+from .tracking import Tracking
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
 """Glob patterns of drafts, the files and folders that are written under a temporary name and renamed once they are

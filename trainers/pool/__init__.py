@@ -1,1 +1,1 @@
-"""GPUs that several runs share: the state of a pool, its server, a run as its tenant, its report and its simulation."""
+"""GPUs that several runs share: the state of a pool, its server and trace, a run as its tenant, and its simulation."""

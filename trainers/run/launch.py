@@ -39,11 +39,10 @@ from ..grpo.stages import Stages
 from ..grpo.validation import BEST
 from ..grpo.weight_sync import WeightSync
 from ..observe.data_plane_watch import DataPlaneWatch
-from ..observe.live_report import LiveReport
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
-from ..observe.report import write_report
+from ..observe.report import LiveReport, write_report
 from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
 from ..observe.start_times import StartTimes

@@ -22,7 +22,7 @@ import torch
 
 from ....dataplane.imports import MissingExtra
 from ....trainers.errors import UserError
-from ....trainers.pool.report.picture import pool_report
+from ....trainers.pool.server.trace import pool_trace, write_perfetto
 from ...conditions import conditions
 from ..accounting import complaints
 from ..figures import Figures
@@ -92,7 +92,7 @@ class _Measured:
 
 
 def run_pool(options: PoolOptions, report: Figures) -> None:
-    """Run the pool and its tenants, and write results.jsonl, summary.json and the pool's picture, also if interrupted.
+    """Run the pool and its tenants, and write results.jsonl, summary.json and the pool's timeline, also if interrupted.
     Raises UserError on a machine with one GPU, and RuntimeError if the pool does not start."""
     work, gpus = POOL_WORKS[options.work], torch.cuda.device_count()
     if gpus < NUM_GPUS and (gpus or options.work != "pool-tiny"):
@@ -201,15 +201,15 @@ def _measure_link() -> tuple[float, float]:
 
 
 def _judge(report: Figures, options: PoolOptions, found: _Measured, *, gpu: bool) -> None:
-    """Fill in the figures of the report from what the runs have logged, and complain of what is wrong; draw the pool's
-    picture."""
+    """Fill in the figures of the report from what the runs have logged, and complain of what is wrong; write the pool's
+    timeline."""
     work = POOL_WORKS[options.work]
     since, until = shared_window(found.both) if found.both else (0.0, 0.0)
     figures = {"weights_gib": found.weight_bytes / 2**30} | _walls(found, since, until)
     trace = options.out / "pool"
     events = read_events(trace)
     if events:
-        (options.out / "pool.html").write_text(pool_report([event for _, event in events]), encoding="utf-8")
+        write_perfetto(pool_trace([event for _, event in events]), options.out / "pool.trace.json")
     inside = [(at, event) for at, event in events if since <= at <= until]
     figures |= switch_figures(stage_seconds(inside, BOTH))
     figures |= tenant_figures(found.both, since, until)

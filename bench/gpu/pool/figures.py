@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....trainers.observe.metrics import ELAPSED, read_metrics
-from ....trainers.pool.report.calls import TRACE, PoolEvent
+from ....trainers.pool.state.status import TRACE, PoolEvent
 from ..accounting import StepFigures, step_figures
 from ..train_run import metrics_start
 

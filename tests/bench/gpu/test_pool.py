@@ -131,4 +131,4 @@ def test_the_tiny_work_runs_on_a_cpu(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "summary.json").read_text())
     for figure in ("alone.step_s", "a.step_s", "b.step_s", "wall_vs_alone", "shrink_s", "expand_s", "lost_tokens"):
         assert f"gpu.pool-tiny.{figure}" in written, figure
-    assert "GPU" in (tmp_path / "out" / "pool.html").read_text() and not (tmp_path / "out" / "model").exists()
+    assert "GPU 0" in (tmp_path / "out" / "pool.trace.json").read_text() and not (tmp_path / "out" / "model").exists()

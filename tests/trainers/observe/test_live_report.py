@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.trainers.observe import live_report
-from headrace.trainers.observe.live_report import LiveReport
+from headrace.trainers.observe import report as live_report
+from headrace.trainers.observe.report import LiveReport
 
 
 def test_builds_come_by_time_and_never_with_0(monkeypatch: pytest.MonkeyPatch) -> None:

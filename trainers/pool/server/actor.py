@@ -1,10 +1,11 @@
-"""`PoolActor`, the named Ray actor that keeps a pool of GPUs: it answers tenants, and writes journal and trace.
+"""Keeps a pool of GPUs: `PoolActor`, a named Ray actor that answers tenants and ends distrusted ones.
 
     tenant -- apply(command) --> journal, state --> plan --> orders, grants
     tenant -- wait_for_orders, wait_for_grant (long polls) --> answered at the next change
 
-It never calls a tenant, and none of a tenant's code runs in it. When its process dies, Ray starts it again with the
-same name, and it reads its state from the journal.
+The actor never calls a tenant, and none of a tenant's code runs in it. When its process dies, Ray starts it again with
+the same name, and it reads its state from the journal. It gives a GPU to another tenant only after it has seen the
+processes that may hold the GPU's memory dead; time alone frees nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import inspect
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +22,41 @@ from pathlib import Path
 
 from ....actors.process.remote_methods import decode_arguments
 from ....codecs import messages
+from ....dataplane.owned_folder import process_start
 from ...errors import UserError
-from ..report.calls import TRACE, PooledGpu, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
-from ..report.trace import TraceWriter, holders
-from ..state.commands import BY_NAME, Alive, Command, Order, Outcome, Tick, Unregister
-from ..state.gap import Gap, gaps
+from ...supervision.cleanup import Family, is_alive
+from ...supervision.report import read_actors
+from ..state.commands import BY_NAME, Alive, Command, Order, Outcome, Processes, Tick, Unregister
 from ..state.plan import Role
+from ..state.planner import Gap, gaps
 from ..state.pool import Pool, PoolBounds
-from .dead_tenants import driver_is_gone, end_processes
-from .journal import PoolJournal
+from ..state.status import TRACE, PooledGpu, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
+from .folder import PoolJournal
+from .trace import TraceWriter, holders
+
+
+def driver_is_gone(processes: Processes) -> bool:
+    """Return whether the driver's process has ended. Returns False for one on another host, which cannot be seen."""
+    return processes.host == socket.gethostname() and process_start(processes.driver) != processes.start
+
+
+def end_processes(processes: Processes) -> str:
+    """Kill the driver and all processes of the run that actors.json lists, and wait until they are gone. Returns "", or
+    a sentence that says what is left, which then has to be ended by hand or by another call."""
+    if processes.host != socket.gethostname():
+        return f"its driver is on {processes.host}, which this pool cannot reach: end it there"
+    driver = [] if driver_is_gone(processes) else [(processes.driver, processes.start)]
+    actors = read_actors(Path(processes.folder))
+    far = sorted({actor.host for actor in actors if not actor.here})
+    family = Family(processes.driver if driver else 0)
+    family.add((actor.pid, actor.start) for actor in actors if actor.here and actor.start is not None)
+    family.kill()
+    everyone = [*family.members, *([family.driver] if family.driver is not None else [])]
+    left = [process.pid for process in everyone if is_alive(process)]
+    if left:
+        return f"its processes {left} do not end"
+    return f"it has processes on {', '.join(far)}, which this pool cannot reach" if far else ""
+
 
 TICK_S = 1.0
 """Seconds between two looks at what is overdue."""

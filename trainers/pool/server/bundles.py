@@ -23,7 +23,7 @@ from ...cluster.gpu_bundles import LOOK_S, Bundle, Reservation, create_group, re
 from ...cluster.placement import Host, place_as_mapped, used_gpus, with_reserved_gpus
 from ...config.config import Config
 from ...errors import UserError
-from ..report.calls import PooledGpu
+from ..state.status import PooledGpu
 from .client import NAMESPACE, PoolClient, actor_name
 
 

@@ -13,9 +13,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ....actors.process.remote_methods import decode_result, encode_arguments, submit
 from ....codecs import messages
 from ...errors import UserError
-from ..report.calls import PoolFigures, PoolStatus, StageNote
 from ..state.commands import Command, Order, Register, Release, Unregister
 from ..state.plan import Role
+from ..state.status import PoolFigures, PoolStatus, StageNote
 from .actor import PoolActor
 
 NAMESPACE = "headrace-pool"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...grpo.demand import Demand
-from ..report.calls import Event, PoolEvent, Stage
 from ..state.commands import (
     Ask,
     Command,
@@ -34,8 +33,8 @@ from ..state.commands import (
 )
 from ..state.plan import Priority, Role
 from ..state.pool import Pool
-from .config import SwitchSection
-from .tenants import PhaseSeconds, TenantSpec
+from ..state.status import Event, PoolEvent, Stage
+from .config import PhaseSeconds, SwitchSection, TenantSpec
 
 
 @dataclass(slots=True)

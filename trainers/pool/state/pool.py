@@ -17,7 +17,6 @@ from typing import assert_never
 
 from ...errors import UserError
 from ...grpo.demand import Demand
-from .checks import broken_checks
 from .commands import (
     Alive,
     Ask,
@@ -34,7 +33,7 @@ from .commands import (
     Tick,
     Unregister,
 )
-from .plan import Grant, Plan, PoolState, Priority, Request, Role, ShardId, TenantMap, TenantState
+from .plan import Grant, Plan, PoolState, Priority, Request, Role, ShardId, TenantMap, TenantState, broken_checks
 from .planner import is_uneven, plan_cycle
 
 MAX_FAILURES = 3

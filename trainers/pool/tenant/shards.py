@@ -29,9 +29,9 @@ from ...cluster.run_actors import RunActors
 from ...grpo.freed_memory import fallen, residual_limit
 from ...grpo.weight_sync import HEALTH_S, WeightSync
 from ...supervision.cleanup import Family
-from ..report.calls import Stage, StageNote
 from ..state.commands import Order, Outcome
 from ..state.plan import Role, TenantMap
+from ..state.status import Stage, StageNote
 
 _log = logging.getLogger(__name__)
 FALL_S = 10.0

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...grpo.demand import Demand
-from ..report.calls import StageNote
 from ..server.client import PoolClient
 from ..state.commands import Alive, Ask, Order, Outcome, Processes, Register, Release, Report, StepFinished, Unregister
 from ..state.plan import Priority, Role, TenantMap
+from ..state.status import StageNote
 
 POLL_S = 1.0
 """Seconds for which one question to the pool waits for news."""

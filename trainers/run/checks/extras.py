@@ -9,7 +9,7 @@ from ....actors.rollout.config import is_generated
 from ....dataplane.imports import MissingExtra
 from ...config.config import Config
 from ...errors import ConfigError
-from ...observe.trackers.factory import wanted_trackers
+from ...observe.trackers import wanted_trackers
 
 
 def check_extras(config: Config) -> None:

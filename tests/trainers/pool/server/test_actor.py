@@ -19,7 +19,6 @@ from headrace.codecs import messages
 from headrace.dataplane.owned_folder import process_start
 from headrace.tests.trainers.pool.state.pool_states import tenant_map
 from headrace.trainers.grpo.demand import Demand
-from headrace.trainers.pool.report.calls import StageNote
 from headrace.trainers.pool.server import actor as pool_actor
 from headrace.trainers.pool.server.actor import PoolActor, PoolSetup
 from headrace.trainers.pool.state.commands import (
@@ -36,6 +35,7 @@ from headrace.trainers.pool.state.commands import (
 )
 from headrace.trainers.pool.state.plan import Priority
 from headrace.trainers.pool.state.pool import PoolBounds
+from headrace.trainers.pool.state.status import StageNote
 
 BOUND_S = 20.0
 

@@ -13,9 +13,9 @@ from headrace.tests.trainers.cluster.test_gpu_bundles import QUIET, START_S, See
 from headrace.trainers.cluster.placement import Host
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
-from headrace.trainers.pool.report.calls import PooledGpu
 from headrace.trainers.pool.server.bundles import places_in_pool, reserve_pool
 from headrace.trainers.pool.server.client import NAMESPACE
+from headrace.trainers.pool.state.status import PooledGpu
 
 pytestmark = pytest.mark.processes
 __all__ = ["start"]

@@ -10,9 +10,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.trainers.observe.prometheus import PrometheusEndpoint
-from headrace.trainers.pool.report.calls import PoolFigures
 from headrace.trainers.pool.server.client import PoolLost
-from headrace.trainers.pool.server.metrics import PoolCollector
+from headrace.trainers.pool.server.server import PoolCollector
+from headrace.trainers.pool.state.status import PoolFigures
 
 DOCS = Path(__file__).parents[4] / "docs"
 FIGURES = PoolFigures(

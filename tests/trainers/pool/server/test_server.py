@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.trainers.pool.report.calls import PooledGpu, PoolStatus
 from headrace.trainers.pool.server.server import status_lines
+from headrace.trainers.pool.state.status import PooledGpu, PoolStatus
 
 
 def test_status_tells_where_each_gpu_is_unless_they_are_numbers_only() -> None:

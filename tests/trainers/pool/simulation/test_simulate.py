@@ -18,12 +18,16 @@ from headrace.tests.trainers.pool.state.pool_states import tenant_map
 from headrace.trainers.config.load import read_sections
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.grpo.demand import Demand
-from headrace.trainers.pool.report.lanes import pool_trace
-from headrace.trainers.pool.simulation.config import Policy, PoolFile, pool_file
-from headrace.trainers.pool.simulation.first_come import FirstComePool
-from headrace.trainers.pool.simulation.report import jain_index, pool_figures, pool_table, simulate_pool
+from headrace.trainers.pool.server.trace import pool_trace
+from headrace.trainers.pool.simulation.config import PhaseSeconds, Policy, PoolFile, partition, place_tenants, pool_file
+from headrace.trainers.pool.simulation.policies import (
+    FirstComePool,
+    jain_index,
+    pool_figures,
+    pool_table,
+    simulate_pool,
+)
 from headrace.trainers.pool.simulation.simulate import PoolSimulation
-from headrace.trainers.pool.simulation.tenants import PhaseSeconds, partition, place_tenants
 from headrace.trainers.pool.state.commands import Ask, Command, Outcome, Register, Report, StepFinished
 from headrace.trainers.pool.state.plan import Plan, PoolState, Priority
 from headrace.trainers.pool.state.pool import Pool, PoolBounds
@@ -214,7 +218,7 @@ def test_a_warm_up_longer_than_the_simulation_is_refused() -> None:
         pool_file({"pool": {"gpus": 2, "seconds": 5, "warmup_s": 5}, "tenants": {"a": tenant()}})
 
 
-def test_the_command_writes_figures_events_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_figures_events_and_timelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example, out = str(EXAMPLES / "simulate.yaml"), tmp_path / "out"
     assert cli.main(["simulate", example, "pool.seconds=200", "tenants.math.weight=2", "--out", str(out)]) == 0
     table = capsys.readouterr().out
@@ -229,8 +233,8 @@ def test_the_command_writes_figures_events_and_pages(tmp_path: Path, capsys: pyt
         assert summary["tenants"][policy]["math"]["weight"] == 2
         events = [json.loads(line) for line in (out / f"pool_trace.{policy}.jsonl").read_text().splitlines()]
         assert {event["gpu"] for event in events} == {0, 1, 2, 3}
-        lanes = re.findall(r">GPU \d<", (out / f"pool.{policy}.html").read_text())
-        assert lanes == [">GPU 0<", ">GPU 1<", ">GPU 2<", ">GPU 3<"]
+        lanes = re.findall(r"GPU \d", (out / f"pool.{policy}.trace.json").read_text())
+        assert lanes == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
 
 
 def test_options_for_one_run_are_refused_with_a_pool(capsys: pytest.CaptureFixture[str]) -> None:

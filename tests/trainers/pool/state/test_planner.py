@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from headrace.tests.trainers.pool.state.pool_states import equal_tenants, pool_states, tenant_map
 from headrace.trainers.grpo.demand import BUCKETS, Demand
-from headrace.trainers.pool.state.checks import apply_plan, broken_checks
-from headrace.trainers.pool.state.gap import gaps
-from headrace.trainers.pool.state.plan import Grant, Plan, PoolState, Priority, Request, ShardId, TenantState
-from headrace.trainers.pool.state.planner import is_uneven, plan_cycle
+from headrace.trainers.pool.state.plan import (
+    Grant,
+    Plan,
+    PoolState,
+    Priority,
+    Request,
+    ShardId,
+    TenantState,
+    apply_plan,
+    broken_checks,
+)
+from headrace.trainers.pool.state.planner import gaps, is_uneven, plan_cycle
 
 STARVE_S = 60.0
 

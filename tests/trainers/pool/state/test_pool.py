@@ -13,7 +13,7 @@ from headrace.codecs import messages
 from headrace.tests.trainers.pool.state.pool_states import tenant_map
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo.demand import Demand
-from headrace.trainers.pool.server.journal import PoolJournal, replay
+from headrace.trainers.pool.server.folder import PoolJournal, replay
 from headrace.trainers.pool.state.commands import (
     Alive,
     Ask,

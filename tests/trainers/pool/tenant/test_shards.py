@@ -22,9 +22,9 @@ from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.grpo.weight_sync import WeightSync
-from headrace.trainers.pool.report.calls import StageNote
 from headrace.trainers.pool.state.commands import Order, Outcome
 from headrace.trainers.pool.state.plan import TenantMap
+from headrace.trainers.pool.state.status import StageNote
 from headrace.trainers.pool.tenant import shards as shards_module
 from headrace.trainers.pool.tenant.shards import Shards
 from headrace.trainers.supervision.cleanup import Family

@@ -17,8 +17,7 @@ from headrace.dataplane.imports import MissingExtra
 from headrace.trainers.config.load import build_config
 from headrace.trainers.config.trackers import TrackerConfig
 from headrace.trainers.errors import ConfigError
-from headrace.trainers.observe.trackers.factory import build_tracker
-from headrace.trainers.observe.trackers.protocol import TrackedRun
+from headrace.trainers.observe.trackers import TrackedRun, build_tracker
 from headrace.trainers.run.checks.extras import check_extras
 
 EVERYTHING = {

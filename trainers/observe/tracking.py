@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .protocol import SampleRow, TrackedRun, Tracker
+from .trackers import SampleRow, TrackedRun, Tracker
 
 MOST_FAILURES = 3
 """Number of calls in a row that may fail before a tracker is given up."""

@@ -20,8 +20,8 @@ import pytest
 
 from headrace.trainers.config.trackers import TrackerConfig
 from headrace.trainers.observe.metrics import MetricsWriter
-from headrace.trainers.observe.trackers.factory import build_tracker
-from headrace.trainers.observe.trackers.tracking import Tracking
+from headrace.trainers.observe.trackers import build_tracker
+from headrace.trainers.observe.tracking import Tracking
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.filterwarnings("default")]
 """Warnings of the packages are theirs."""
@@ -106,7 +106,7 @@ def test_trackio(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason=NEEDS)
     # In a process of its own: trackio reads the folder of its databases when it is imported.
     code = "from pathlib import Path; import sys\n"
-    code += "from headrace.tests.trainers.observe.trackers.test_services import logged\n"
+    code += "from headrace.tests.trainers.observe.test_trackers import logged\n"
     code += "logged(Path(sys.argv[1]), 'trackio', project='mine', dir=sys.argv[1] + '/db')\n"
     code += "logged(Path(sys.argv[1]), 'trackio', resumed=True, project='mine', dir=sys.argv[1] + '/db')"
     done = subprocess.run(

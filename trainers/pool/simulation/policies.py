@@ -1,4 +1,9 @@
-"""Simulates a pool of GPUs under several policies, and writes a table, summary.json and a picture of the results."""
+"""Simulates a pool of GPUs under several policies, and writes a table, summary.json and timelines of the results.
+
+The policies are the pool's own rule, a fixed partition, and first come, first served: a tenant that asks first gets its
+GPUs and keeps them until it needs them no more, training until it ends and rollouts until their step is complete. Only
+engines of the tenant itself sleep for its training, as in a run alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +19,81 @@ import numpy as np
 from rich.table import Table
 
 from ....version import __version__
-from ..report.calls import PoolEvent
-from ..report.picture import pool_report
+from ..server.trace import pool_trace, write_perfetto
+from ..state.plan import Grant, Plan, PoolState, Request
+from ..state.planner import IDLE, Draft
 from ..state.pool import Pool, PoolBounds
-from .config import Policy, PoolFile
-from .first_come import FirstComePool
+from ..state.status import PoolEvent
+from .config import Policy, PoolFile, TenantSpec, partition, place_tenants
 from .simulate import PoolSimulation, TenantFigures
-from .tenants import TenantSpec, partition, place_tenants
 
-MAX_PICTURE_GPUS = 32
-"""Largest number of GPUs of a pool whose events are kept and drawn."""
+
+@dataclass(slots=True)
+class FirstComePool(Pool):
+    """A pool that serves tenants in the order in which they ask. Tenants tell their demand step by step."""
+
+    since_s: dict[str, float] = field(default_factory=dict)
+    """Time since which each tenant has rollouts of one step to generate."""
+
+    def plan(self, state: PoolState) -> Plan:
+        """Return the plan that serves training and rollouts in the order in which they were asked for.
+
+        Training that cannot have all of its GPUs reserves those that it can have. Rollouts take what there is.
+        """
+        at_work = {name for name, one in state.tenants.items() if not one.ending and (one.remaining or one.estimate)}
+        self.since_s = {name: self.since_s.get(name, state.now_s) for name in sorted(at_work)}
+        draft = Draft(state)
+        draft.shrink_ending()
+        given_up = np.array([name not in at_work for name in draft.names], dtype=bool)
+        can_have = _of_holders(draft, given_up)
+        asks: list[tuple[float, int, str, Request | None]]
+        asks = [(one.since_s, 0, one.tenant, one) for one in state.requests]
+        asks += [(since_s, 1, name, None) for name, since_s in self.since_s.items()]
+        for _, _, name, request in sorted(asks, key=lambda ask: ask[:3]):
+            if request is not None:
+                _serve(draft, request, can_have)
+            else:
+                _wake(draft, name, can_have)
+        return draft.plan()
+
+
+def _of_holders(draft: Draft, given_up: np.ndarray) -> np.ndarray:
+    """Return for each GPU whether it is idle or held by an engine of a tenant that needs it no more (bool `[GPUs]`)."""
+    held = draft.holder >= 0
+    can_have = draft.holder == IDLE
+    can_have[held] = given_up[draft.tenant_of[draft.holder[held]]]
+    return can_have
+
+
+def _serve(draft: Draft, request: Request, can_have: np.ndarray) -> None:
+    """Grant training its GPUs if all are free, given up, or held by engines of the tenant itself. Otherwise reserve
+    those that are."""
+    wanted = np.array(draft.state.tenants[request.tenant].map.gpus(request.role))
+    own = draft.of_tenant(request.tenant)
+    holders = draft.holder[wanted]
+    by_itself = (holders >= own.start) & (holders < own.stop) & ~draft.touched[holders]
+    if (can_have[wanted] | by_itself).all():
+        for flat in np.unique(holders[holders >= 0]).tolist():
+            draft.shrink(flat)
+        draft.grants.append(Grant(request.tenant, request.role, request.priority, tuple(wanted.tolist())))
+        draft.take(tuple(wanted.tolist()))
+    can_have[wanted] = False
+
+
+def _wake(draft: Draft, name: str, can_have: np.ndarray) -> None:
+    """Wake all engines of a tenant whose GPUs are free or given up."""
+    own, gpus = draft.of_tenant(name), draft.gpus[name]
+    asleep = ~(draft.awake_now[own] | draft.touched[own])
+    for shard in np.flatnonzero(asleep & can_have[gpus].all(axis=1)).tolist():
+        holders = draft.holder[gpus[shard]]
+        for flat in np.unique(holders[holders >= 0]).tolist():
+            draft.shrink(flat)
+        draft.expand(own.start + shard)
+        can_have[gpus[shard]] = False
+
+
+MAX_TRACED_GPUS = 32
+"""Largest number of GPUs of a pool whose events are kept and written."""
 
 NAMES: dict[Policy, str] = {"gap_ratio": "gap ratio", "first_come": "first come", "fixed": "fixed part"}
 
@@ -78,10 +148,10 @@ def run_pool_simulation(file: PoolFile, out: Path, tell: Callable[[str], None] =
     """Simulate all policies of a file, write the results into `out` and return the summary.
 
     summary.json has `pool.{policy}.{utilisation | idle_share | ...}` and, below `tenants`, the figures of each tenant
-    under each policy. A pool of at most MAX_PICTURE_GPUS GPUs also gets `pool_trace.{policy}.jsonl` and
-    `pool.{policy}.html`. `tell` gets a line of progress before each policy.
+    under each policy. A pool of at most MAX_TRACED_GPUS GPUs also gets `pool_trace.{policy}.jsonl` and
+    `pool.{policy}.trace.json`, a timeline for Perfetto. `tell` gets a line of progress before each policy.
     """
-    keep = file.pool.gpus <= MAX_PICTURE_GPUS
+    keep = file.pool.gpus <= MAX_TRACED_GPUS
     summary: dict[str, float] = {}
     of_tenants: dict[str, dict[str, Any]] = {}
     started_s = time.process_time()
@@ -94,7 +164,7 @@ def run_pool_simulation(file: PoolFile, out: Path, tell: Callable[[str], None] =
         if keep:
             lines = "".join(json.dumps(event) + "\n" for event in pool.events)
             (out / f"pool_trace.{policy}.jsonl").write_text(lines)
-            (out / f"pool.{policy}.html").write_text(pool_report(pool.events, f"Pool, {NAMES[policy]}"), "utf-8")
+            write_perfetto(pool_trace(pool.events), out / f"pool.{policy}.trace.json")
     summary |= _beside_fixed(summary, of_tenants)
     conditions = {
         "headrace": __version__,

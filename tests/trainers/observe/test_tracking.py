@@ -14,11 +14,17 @@ import pytest
 
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
+from headrace.trainers.observe import tracking as subject
 from headrace.trainers.observe.metrics import MetricsWriter
-from headrace.trainers.observe.trackers import tracking as subject
-from headrace.trainers.observe.trackers.factory import build_tracker, wanted_trackers
-from headrace.trainers.observe.trackers.protocol import SAMPLE_COLUMNS, SampleRow, TrackedRun, Tracker
-from headrace.trainers.observe.trackers.tracking import SampleTail, Tracking
+from headrace.trainers.observe.trackers import (
+    SAMPLE_COLUMNS,
+    SampleRow,
+    TrackedRun,
+    Tracker,
+    build_tracker,
+    wanted_trackers,
+)
+from headrace.trainers.observe.tracking import SampleTail, Tracking
 
 
 class Noting:

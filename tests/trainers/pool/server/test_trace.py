@@ -1,16 +1,16 @@
-"""Tests the picture of a pool: lanes from events, their figures, and the page."""
+"""Tests the trace of a pool: lanes from events, the timeline, and the tables."""
 
 from __future__ import annotations
 
-import re
-from xml.etree import ElementTree
+import json
+from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from headrace.trainers.errors import UserError
-from headrace.trainers.pool.report.calls import PoolEvent
-from headrace.trainers.pool.report.lanes import Segment, pool_trace
-from headrace.trainers.pool.report.picture import pool_report
+from headrace.trainers.pool.server.trace import Segment, pool_tables, pool_trace, write_perfetto
+from headrace.trainers.pool.state.status import PoolEvent
 
 
 def event(t: float, gpu: int, tenant: str, role: str, what: str, seconds: float | None = None) -> PoolEvent:
@@ -74,33 +74,31 @@ def test_a_lost_release_does_not_put_two_holders_on_a_gpu() -> None:
     assert lane.segments == [Segment(0, 5, "a", "rollout"), Segment(5, 5, "b", "train")]
 
 
-def test_the_page_shows_lanes_shares_and_tooltips() -> None:
-    text = pool_report(events(), "Pool <1>")
-    assert "<title>Pool &lt;1&gt; - headrace</title>" in text
-    assert "2 GPUs, 2 tenants, 100 s" in text
-    drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
-    words = ["".join(element.itertext()) for drawing in drawings for element in drawing.iter() if len(element) == 0]
-    assert {"GPU 0", "GPU 1", "81%", "100%", "0 s"} <= set(words)  # (89 - 8) s of 100 s
-    assert any("b: train\n43.00 s to 90.00 s (47.0 s)" in word for word in words)
-    assert any("drain 1.0 s\nsleep 1.0 s" in word for word in words)
-    lanes = next(drawing for drawing in drawings if drawing.get("aria-label") == "lanes")
-    kinds = [part.get("class") for part in lanes.iter() if part.tag.endswith("rect")]
-    assert [kinds.count(kind) for kind in ("idle", "rollout", "train", "switch")] == [2, 2, 1, 5]
-    assert "<td>b</td><td>train</td><td>1</td><td>3.0 s</td>" in text
-    assert "http://" not in text.replace("http://www.w3.org/", "") and "https://" not in text
+def test_the_timeline_has_a_track_per_gpu_with_holders_and_the_stages_inside_them(tmp_path: Path) -> None:
+    write_perfetto(pool_trace(events()), tmp_path / "trace.json")
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {one["tid"]: one["args"]["name"] for one in written if one["name"] == "thread_name"}
+    slices = [(tracks[one["tid"]], one["name"], one["ts"], one["dur"]) for one in written if one["ph"] == "X"]
+    assert list(tracks.values()) == ["GPU 0", "GPU 1"]
+    assert ("GPU 0", "a rollout", 0, 42_000_000) in slices and ("GPU 1", "a rollout", 0, 100_000_000) in slices
+    assert ("GPU 0", "drain", 40_000_000, 1_000_000) in slices  # of a, before its release at 42 s
+    assert ("GPU 0", "offload", 88_000_000, 2_000_000) in slices  # of b, before its release at 90 s
+    assert len(slices) == 3 + 7 + 1
 
 
-def test_names_of_tenants_are_escaped() -> None:
-    text = pool_report([event(0, 0, "<b>", "rollout", "grant"), event(9, 0, "<b>", "rollout", "release")])
-    assert "<b>: rollout" not in text and "&lt;b&gt;: rollout" in text
+def test_the_tables_have_shares_waits_and_stages() -> None:
+    gpus, waits, tenants, stages = map(cells, pool_tables(pool_trace(events())))
+    assert gpus == [["0", "89.0%", "11.0%", "8.0%", "4"], ["1", "100.0%", "0.0%", "0.0%", "1"]]
+    assert waits == [["b", "train", "1", "3.0 s", "3.0 s", "3.0 s"]]
+    assert tenants == [["a", "0", "142", "75%"], ["b", "47", "0", "25%"]]
+    assert ["drain", "1", "1.0 s", "1.0 s"] in stages and ["offload", "1", "2.0 s", "2.0 s"] in stages
 
 
-def test_a_long_run_gets_wider_lanes() -> None:
-    many = [event(float(t), 0, "a", "rollout", what) for t in range(0, 4000, 2) for what in ("grant", "release")]
-    widths = [int(width) for width in re.findall(r'aria-label="lanes" width="(\d+)"', pool_report(many))]
-    assert widths == [16_000]
+def cells(table: Table) -> list[list[str]]:
+    """Return the rows of a table."""
+    return [list(map(str, row)) for row in zip(*(column.cells for column in table.columns), strict=True)]
 
 
 def test_no_events_are_a_mistake() -> None:
     with pytest.raises(UserError, match="has no events"):
-        pool_report([])
+        pool_trace([])

@@ -1,11 +1,11 @@
-"""Defines what a pool tells: its status, the stages of switches that tenants report, and the lines of its trace."""
+"""Defines what a pool reports: its status, the stages of switches that tenants report, and the events of its trace."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, NotRequired, TypedDict
 
-from ..state.plan import Role
+from .plan import Role
 
 Stage = Literal["shrink", "drain", "sleep", "memory", "wake", "sync", "onload", "offload"]
 """Part of a switch of a GPU from one role to another."""

@@ -1,1 +1,0 @@
-"""Trackers get the metrics and samples of a run: Weights & Biases, trackio, MLflow and TensorBoard."""

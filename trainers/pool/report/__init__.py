@@ -1,1 +1,0 @@
-"""Calls, traces and pictures of a pool of GPUs."""
