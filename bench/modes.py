@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from ..trainers.config.config import Config
+from ..trainers.config.config import Config, Mode
 from ..trainers.config.load import build_config
-from ..trainers.config.overlap import Mode
 from ..trainers.observe.metrics import read_metrics
 from ..trainers.run.launch import run_training
 from ..trainers.simulation.config import SimulationConfig

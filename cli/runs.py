@@ -252,8 +252,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(arguments: argparse.Namespace) -> int:
-    from ..trainers.recipes.gallery import find_recipe, recipes
-    from ..trainers.recipes.offline import write_offline
+    from ..trainers.recipes import find_recipe, recipes, write_offline
 
     if arguments.name is None:
         for name, recipe in recipes().items():

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
-from ...trainers.base_model.byte_tokenizer import byte_level_tokenizer
+from ...trainers.base_model.made_tokenizers import byte_level_tokenizer
 from .shapes import Shape
 
 PROMPTS = "prompts.jsonl"

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.remote_engine import RemoteEngine
 from headrace.tests import process_pool
+from headrace.trainers.base_model.made_tokenizers import make_tokenizer
 from headrace.trainers.base_model.prepare import TINY_QWEN3
-from headrace.trainers.base_model.warmup import make_tokenizer
 from headrace.trainers.cluster.engine_pool import Engine
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import load_config
 from headrace.trainers.grpo import steps as grpo
-from headrace.trainers.grpo.loop import open_feed
+from headrace.trainers.grpo.controllers import open_feed
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.run.launch import launched
 

@@ -63,11 +63,11 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     path = folder.path / "base_model"
     if path.exists():
         return str(path)
-    from . import warmup  # imports torch and transformers, seconds that a dry run must not take
+    from . import made_tokenizers, warmup  # imports torch and transformers, seconds that a dry run must not take
 
     start = time.perf_counter()
     progress.phase("making the base model")
-    tokenizer = warmup.make_tokenizer()
+    tokenizer = made_tokenizers.make_tokenizer()
     model = warmup.make_model(model_config(config), config.run.seed)
     fields = {}
     if config.warmup.corpus != "none":

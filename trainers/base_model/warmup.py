@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -24,10 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...actors.rollout.tasks import is_held_out
 from ..config.config import WarmupConfig
-
-DIGITS = "0123456789"
-SYMBOLS = DIGITS + "=" + "abcdefghijklmnopqrstuvwxyz"
-SPECIALS = ("<pad>", "<bos>", "<eos>")
+from .made_tokenizers import DIGITS
 
 SKILLS: dict[str, Callable[[str], str]] = {
     "c": lambda s: s,  # copy
@@ -66,23 +62,6 @@ FALL_STEPS = 80
 """Number of steps at the end of the training in which the learning rate falls to 0."""
 RECENT_STEPS = 20
 """Number of steps over which the loss is averaged."""
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a character-level tokenizer with one id per symbol, which adds no special tokens and pads on the left."""
-    vocab = {token: index for index, token in enumerate((*SPECIALS, *SYMBOLS))}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
-    )
 
 
 Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM

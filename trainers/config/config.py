@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -22,9 +23,69 @@ from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
 from .evaluation import EvaluationConfig, ValidationConfig, evaluation_data
-from .overlap import Mode, Overlap, StaleGroups, overlap_of
-from .pool import PoolConfig
 from .trackers import TrackerConfig
+
+Mode = Literal["sync", "streaming", "async", "async_streaming"]
+StaleGroups = Literal["requeue", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How far rollouts and training overlap. All code behind the configuration reads these numbers, and none of it
+    reads the name of the mode."""
+
+    window: int
+    """Largest number of policy versions by which rollouts run ahead of training; 0 is strictly on-policy."""
+    groups: int
+    """Number of groups that a step trains on."""
+    chunk: int
+    """Least number of ready groups that are trained on together. Equal to `groups` if a step is trained on as a
+    whole."""
+    stale: StaleGroups
+    """Treatment of groups that have become too old for `window`: `requeue` generates them again, `drop` generates other
+    prompts in their place."""
+
+    @property
+    def by_chunk(self) -> bool:
+        """True if a step is trained on in chunks, as its groups become ready."""
+        return self.chunk < self.groups
+
+
+def overlap_of(mode: Mode, *, max_staleness: int, groups: int, chunk: int, stale: StaleGroups) -> Overlap:
+    """Return the numbers that `mode` names.
+
+    max_staleness: window of the modes whose rollouts run ahead. groups: number of groups of a step. chunk: chunk of the
+    modes that train on groups as they become ready.
+    """
+    ahead = mode in ("async", "async_streaming")
+    by_chunk = mode in ("streaming", "async_streaming")
+    return Overlap(max_staleness if ahead else 0, groups, min(chunk, groups) if by_chunk else groups, stale)
+
+
+class PoolConfig(Section):
+    """The pool of GPUs from which a run borrows its own. Engines sleep while others use their GPUs."""
+
+    address: str | None = None
+    """Address of the Ray cluster that has the pool, as `headrace pool start` prints it. The run joins that cluster as a
+    tenant named `run.name`. Unset: the GPUs are the run's own."""
+    name: str = Field(default="pool", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the pool in that cluster."""
+    weight: Positive = 1.0
+    """Share of the GPUs that this run gets for its rollouts, relative to other runs with as much work left."""
+    sleep_level: Literal[1, 2] = 2
+    """Level at which engines sleep. With 1 they keep their weights in host memory. With 2 they drop them and get the
+    newest version when they wake."""
+    residual_mib: Count = 1536
+    """Largest GPU memory in MiB that a process may keep after it has fallen asleep or was offloaded, such as its CUDA
+    context. An engine that keeps more is replaced, and a train worker that keeps more fails."""
+    other_runs: CountOrZero = 3
+    """Largest number of other runs whose processes sleep on a GPU while an engine of this run is awake there. Engines
+    leave `pool.residual_mib` for each of these processes, unless `rollout.gpu_memory_utilization` or `rollout.kv_cache`
+    sets how much they take."""
+    order_timeout_s: Positive = 180.0
+    """Seconds that the run has to carry out an order of the pool, to put engines to sleep or to wake them. The pool
+    ends the processes of a run that takes longer."""
+
 
 SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"
 """Regular expression that the name of an evaluation set, a part of metric keys, must match."""

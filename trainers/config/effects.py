@@ -12,8 +12,7 @@ from typing import Any
 
 from ...actors.rollout.config import MIXTURE, is_generated
 from ...actors.rollout.prompt_files import JSONL_SUFFIXES
-from .config import Config
-from .overlap import Mode
+from .config import Config, Mode
 
 
 @dataclass(frozen=True, slots=True)

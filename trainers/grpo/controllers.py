@@ -33,14 +33,235 @@ be replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
 
+import numpy as np
+
+from ...actors.train.worker import PREV, WorkerReport
 from ...dataplane.meta import KVBatchMeta
+from ..config.config import Config
+from ..errors import UserError
 from . import steps as grpo
-from .feed import Feed
-from .loop import AfterStep, Steps, StepTally
+from .evaluation import Evaluations
+from .feed import PARTITION, Feed
+from .step_metrics import step_metrics
 from .steps import Run, State
-from .updates import finish_update, train_on_step
+
+AfterStep = Callable[[State, dict[str, float]], None]
+"""Callback that receives the run's state and the step's metrics after each step, to log, save and show them."""
+
+
+MOST_SKIPPED = 10
+"""Number of consecutive steps without an optimizer step after which a run ends with an error."""
+
+
+@dataclass(slots=True)
+class StepTally:
+    """Receipts (keys and locations) for the rows of one step, and the train workers' reports about it."""
+
+    started: float
+    """`time.perf_counter` time at which the step began."""
+    rows: list[KVBatchMeta] = field(default_factory=list)
+    """Receipts for the step's rows, one for each chunk (a chunk is the groups that are trained on together)."""
+    passes: list[WorkerReport] = field(default_factory=list)
+    """Reports of the train workers, one pass (such as log-probs or training) after the other; within a pass in rank
+    order."""
+
+
+def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
+    """Return a new `Feed`, which issues the run's prompts to rollout actors, starting from the position in `state`."""
+    return Feed(
+        run.config,
+        state,
+        client=run.client,
+        rollouts=run.rollouts,
+        stages=run.stages,
+        sampling=run.sampling,
+        partition=partition,
+    )
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Context manager that holds back the first SIGINT or SIGTERM until the end of its body, where it is handled as it
+    would have been. A second one is handled at once. A no-op outside the main thread, and for a signal that Python does
+    not handle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        handler = before[signal.Signals(number)]
+        if held and callable(handler):
+            held.clear()
+            handler(number, frame)
+        else:
+            held.append(number)
+
+    handled = [number for number, handler in before.items() if callable(handler)]
+    try:
+        for number in handled:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
+        if held:
+            signal.raise_signal(held[0])
+
+
+class Steps:
+    """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
+
+    def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
+        """At step 0, evaluate the initial model and pass the metrics to `after_step`, unless all evaluations are off or
+        an engine serves a later version."""
+        self._run = run
+        self._state = state
+        self._after_step = after_step
+        self._skipped = 0
+        """Number of consecutive steps without an optimizer step, counted back from the last finished step."""
+        self._evaluations = Evaluations(run)
+        metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
+        if metrics:
+            after_step(state, {**metrics, "policy/version": float(state.version)})
+        run.meter.take()  # what was said before the first step is not part of its bytes a row
+
+    @property
+    def go_on(self) -> bool:
+        """Whether another step follows: steps are left, and validation has not reached its target."""
+        return self._state.step < self._run.config.algorithm.steps and not self._evaluations.reached
+
+    def begin(self) -> StepTally:
+        """Start timing and tracing the next step; returns its empty tally."""
+        self._run.stages.begin_step(self._state.step + 1)
+        return StepTally(time.perf_counter())
+
+    def end(self, tally: StepTally, feed: Feed) -> None:
+        """Finish the current step: take the optimizer step, sync weights, clear the rows, evaluate if that is due, and
+        pass the metrics to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps without an optimizer
+        step."""
+        run, state = self._run, self._state
+        validated = self._evaluations.before_update(
+            state
+        )  # while the workers still have the weights that are validated
+        with interrupts_held():  # a checkpoint of this step can then be saved
+            state.ahead = True
+            tally.passes += grpo.finish(run)
+            state.step, state.version = state.step + 1, state.version + 1
+            feed.commit()
+            state.ahead = False
+        meta = tally.rows[0].concat(*tally.rows[1:])
+        sync = grpo.sync_weights(run, state)
+        for engine, spans in sync.spans:
+            run.stages.tracer.add(engine, spans)
+        grpo.retire(run, meta)
+        fed = feed.settle()
+        for report in fed.reports:
+            run.reward_errors.note(state.step, report.failed, report.rows, report.errors)
+        seconds = time.perf_counter() - tally.started
+        metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
+        metrics["queue/groups_in_flight"] = float(feed.in_flight)
+        metrics |= self._evaluations.after_step(state, last=state.step == run.config.algorithm.steps)
+        self._after_step(state, metrics)
+        self._stop_if_nothing_is_trained(metrics)
+
+    def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
+        """Raise UserError if the last MOST_SKIPPED steps, including this one, had no optimizer step."""
+        self._skipped = self._skipped + 1 if metrics.get("train/skipped") else 0
+        if self._skipped < MOST_SKIPPED:
+            return
+        rows = metrics.get("train/sequences", 0.0)
+        why = (
+            f"the gradients of its {rows:.0f} rows are not finite "
+            f"(is trainer.lr={self._run.config.trainer.lr:g} too high?)"
+            if rows
+            else "it had no row to train on (rollout/failed_rows counts those whose reward raised)"
+        )
+        raise UserError(
+            f"train/skipped: {MOST_SKIPPED} steps in a row changed no weight, up to step {self._state.step}, expected "
+            f"one that does: {why}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer update of a step."""
+
+    rows: KVBatchMeta
+    """Receipt for the rows of its mini-batch."""
+    written: bool
+    """True if the log-prob columns that the update needs have been written to its rows before the step's first update.
+    False for the first update itself, where the policy is still the one before the step."""
+
+
+def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: int) -> list[KVBatchMeta]:
+    """Deal the rows of a step into mini-batches for every epoch; returns `epochs` x `minibatches` receipts in the order
+    of training.
+
+    Each epoch has every row once. Groups stay whole, and the mini-batches of an epoch have the same number of groups,
+    or numbers that differ by one. Which groups meet in a mini-batch is drawn anew for each epoch and depends only on
+    `seed`, `step`, the epoch and the order of groups in `meta`. Rows keep their order within a mini-batch.
+    """
+    if minibatches == 1:
+        return [meta] * epochs
+    groups = np.fromiter(dict.fromkeys(meta.groups.tolist()), dtype=np.int64)
+    parts = []
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, step, epoch]).permutation(len(groups))
+        for share in np.array_split(order, minibatches):
+            parts.append(meta.select(np.flatnonzero(np.isin(meta.groups, groups[share]))))
+    return parts
+
+
+def written_columns(config: Config) -> tuple[str, ...]:
+    """Return the log-prob columns that train workers write to the rows of a step with several updates, so that they are
+    those of the policy before the step in every update."""
+    own = (PREV,) if config.algorithm.prev_logprobs == "recompute" else ()
+    return own + grpo.reference_columns(config)
+
+
+def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerReport]:
+    """Train on all rows of the next step, up to the end of its last update, which `Steps.end` finishes. Returns the
+    train workers' reports.
+
+    With several updates, the columns that must not change with the policy are written first. Rows of the first update
+    do without them if there is only one epoch, because the pass of that update itself gives the same values.
+    """
+    step, algorithm = state.step + 1, run.config.algorithm
+    meta = grpo.with_advantages(run.estimate, meta)
+    parts = deal(meta, minibatches=algorithm.minibatches, epochs=algorithm.epochs, seed=run.config.run.seed, step=step)
+    first_written = algorithm.epochs > 1
+    updates = [Update(part, first_written or number > 0) for number, part in enumerate(parts)]
+    columns, reports = written_columns(run.config), []
+    if columns and len(updates) > 1:
+        early = meta if first_written else parts[1].concat(*parts[2:])
+        grpo.ship_plan(run, early, step)
+        reports += grpo.write_logprobs(run, columns)
+    for number, update in enumerate(updates, start=1):
+        in_first_epoch = number <= algorithm.minibatches
+        grpo.ship_plan(run, update.rows, step, columns if update.written else (), write_samples=in_first_epoch)
+        if not update.written:
+            reports += grpo.write_logprobs(run, grpo.reference_columns(run.config))
+        reports += grpo.accumulate(run)
+        if number < len(updates):
+            reports += finish_update(run, state)
+    return reports
+
+
+def finish_update(run: Run, state: State) -> list[WorkerReport]:
+    """Take the optimizer update with the gradients accumulated so far, in the middle of a step. Returns the train
+    workers' reports."""
+    state.ahead = True
+    return grpo.finish(run)
 
 
 def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:

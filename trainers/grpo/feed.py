@@ -43,7 +43,7 @@ from ..cluster.handles import RolloutHandle
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
 from .demand import Demand
-from .episodes import episodes_of
+from .row_tags import episodes_of
 from .stages import Stages
 from .steps import State
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...actors.rollout.report import RolloutReport
-from ..cluster.calls import ActorFailed, Call, ended, gather_each
+from ..cluster.calls import ActorFailed, Call, ProgressWatch, ended, gather_each
 from ..cluster.engine_pool import Engine
 from ..cluster.handles import EngineHandle, RolloutHandle
-from ..cluster.progress import ProgressWatch
 from ..cluster.run_actors import RunActors
 from .roles import Roles
 from .stages import Stages

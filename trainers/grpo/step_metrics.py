@@ -14,8 +14,8 @@ from ...actors.rollout.rows import KV_STALENESS
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..observe.data_plane_watch import covered_s, mean_covered_s
-from .episodes import episodes_of
 from .feed import FeedTally
+from .row_tags import episodes_of
 from .steps import Run, State
 from .weight_sync import SyncReport
 

@@ -27,18 +27,17 @@ from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import POSITION, KVBatchMeta
 from ..advantages.estimator import AdvantageEstimator, RewardRows
 from ..cluster import actor_specs
-from ..cluster.calls import Call, DriverMeter, gather
+from ..cluster.calls import Call, DriverMeter, gather, gather_slow
 from ..cluster.engine_pool import EnginePool, NoEngineLeft
 from ..cluster.evaluation_plans import EvaluationPlan
 from ..cluster.handles import TrainHandle
-from ..cluster.progress import gather_slow
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.reward_errors import RewardErrors
-from .episodes import episodes_of
 from .roles import Roles
 from .rollout_pool import RolloutPool
+from .row_tags import episodes_of
 from .stages import Stages
 from .weight_sync import SyncReport, WeightSync
 

@@ -30,10 +30,9 @@ from ...actors.engines.protocol import CommitReport, EngineDied, PauseMode
 from ...actors.protocols import Span
 from ...actors.weight_sync.stream import SendReport
 from ...actors.weight_sync.transports.protocol import WeightTransferError, WeightUpdate
-from ..cluster.calls import ActorFailed, Call, gather, gather_each, settled
+from ..cluster.calls import ActorFailed, Call, gather, gather_each, gather_moving, settled
 from ..cluster.engine_pool import Engine, EnginePool
 from ..cluster.handles import EngineHandle, TrainHandle
-from ..cluster.progress import gather_moving
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0

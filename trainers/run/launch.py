@@ -30,13 +30,12 @@ from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
 from ..grpo import steps as grpo
 from ..grpo.checkpoints import Checkpoints
-from ..grpo.controllers import run_steps
+from ..grpo.controllers import open_feed, run_steps
+from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
-from ..grpo.loop import open_feed
 from ..grpo.roles import BothResident, Roles, TakeTurns
 from ..grpo.rollout_pool import RolloutPool
 from ..grpo.stages import Stages
-from ..grpo.validation import BEST
 from ..grpo.weight_sync import WeightSync
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.metrics import REPLACED

@@ -31,7 +31,7 @@ from ..cluster import actor_specs
 from ..config.config import Config
 from ..config.load import load_config
 from ..errors import UserError
-from ..grpo.validation import BEST
+from ..grpo.evaluation import BEST
 
 _PARTITION = "replay"
 

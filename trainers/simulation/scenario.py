@@ -12,8 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from ...actors.engines.config import engine_batch
-from ..config.config import Config
-from ..config.overlap import Mode
+from ..config.config import Config, Mode
 from ..errors import UserError
 from ..observe.metrics import read_metrics
 from .config import SimulationConfig

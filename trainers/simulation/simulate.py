@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...dataplane.directory.samplers import StreamProgress
-from ..config.overlap import Mode
+from ..config.config import Mode
 from .engine import SimulatedEngine
 from .scenario import Scenario
 

@@ -17,7 +17,7 @@ from headrace.bench.gpu.model_folder import PROMPTS, FolderTask, end_tokens, wri
 from headrace.bench.gpu.shapes import SHAPES
 from headrace.bench.gpu.works import GRPO_WORKS, SWITCH_WORKS
 from headrace.bench.weights.gpu_peers import MODELS
-from headrace.trainers.base_model.byte_tokenizer import byte_level_tokenizer
+from headrace.trainers.base_model.made_tokenizers import byte_level_tokenizer
 
 TINY = FolderTask(SHAPES["tiny"], "float32", 24, (16, 48), num_prompts=200)
 

@@ -28,9 +28,8 @@ from headrace.tests.trainers.grpo.feed_world import World
 from headrace.trainers.advantages.factory import build_advantages
 from headrace.trainers.cluster.actor_specs import backend_config, reward_weights
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo.controllers import run_steps
+from headrace.trainers.grpo.controllers import AfterStep, run_steps
 from headrace.trainers.grpo.feed import Feed
-from headrace.trainers.grpo.loop import AfterStep
 from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State

@@ -9,7 +9,8 @@ from ray.exceptions import RayTaskError
 
 from headrace.actors.engines.protocol import EngineDied
 from headrace.tests.trainers.cluster import fake_ray
-from headrace.trainers.cluster import calls, progress, run_actors
+from headrace.trainers.cluster import calls, run_actors
+from headrace.trainers.cluster import calls as progress
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.run_actors import RunActors

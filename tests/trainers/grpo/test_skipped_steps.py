@@ -10,7 +10,7 @@ import pytest
 from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.grpo.loop import MOST_SKIPPED, Steps
+from headrace.trainers.grpo.controllers import MOST_SKIPPED, Steps
 from headrace.trainers.grpo.steps import State
 
 

@@ -18,7 +18,7 @@ from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.grpo import evaluation
-from headrace.trainers.grpo import validation as subject
+from headrace.trainers.grpo import evaluation as subject
 from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State

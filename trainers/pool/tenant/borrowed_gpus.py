@@ -25,8 +25,7 @@ from ...cluster.calls import ActorFailed, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
 from ...grpo.demand import Demand
-from ...grpo.freed_memory import TrainerMemory
-from ...grpo.roles import HasDemand
+from ...grpo.roles import HasDemand, TrainerMemory
 from ...grpo.stages import Stages
 from ...grpo.weight_sync import HEALTH_S, SyncReport, WeightSync
 from ..state.plan import Priority

@@ -19,7 +19,7 @@ from ...cluster.handles import EngineHandle, TrainHandle
 from ...cluster.placement import plan_placement
 from ...cluster.run_actors import RunActors
 from ...config.config import Config
-from ...grpo.freed_memory import TrainerMemory, fallen, residual_limit
+from ...grpo.roles import TrainerMemory, fallen, residual_limit
 from ...grpo.stages import Stages
 from ...grpo.weight_sync import WeightSync
 from ...supervision.cleanup import wait_until_ended

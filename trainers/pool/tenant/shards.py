@@ -26,7 +26,7 @@ from ....actors.engines.router import Suspension
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
-from ...grpo.freed_memory import fallen, residual_limit
+from ...grpo.roles import fallen, residual_limit
 from ...grpo.weight_sync import HEALTH_S, WeightSync
 from ...supervision.cleanup import Family
 from ..state.commands import Order, Outcome

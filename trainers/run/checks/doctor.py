@@ -285,7 +285,7 @@ def _layout() -> list[Finding]:
     """Return where a run with the default configuration would stand; nothing on a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
-    from .gpu_table import gpu_lines, plan_here  # imports torch, which takes a core seconds that the probes need
+    from .dry_run import gpu_lines, plan_here  # imports torch, which takes a core seconds that the probes need
 
     placement = plan_here(Config())
     if placement is None or placement.layout == "cpu":

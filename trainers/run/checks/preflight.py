@@ -7,37 +7,32 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from ....actors.engines.key_value_memory import check_cache, token_bytes
 from ....actors.engines.vllm.options import problems_in_child
-from ....actors.environments.factory import check_environment, kind_of
+from ....actors.environments.factory import check_environment
 from ....actors.process.host_memory import total_memory
 from ....actors.process.memory import assumed_machine
-from ....actors.protocols import PromptRow, PromptSource
 from ....actors.rewards.factory import check_rewards
 from ....actors.rollout.config import is_generated
 from ....dataplane.directory.rank_samplers import RankShares
 from ....dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
 from ....dataplane.factory import check_store
+from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.security.trusted_network import check_trust
 from ...base_model.prepare import check_model, model_config
 from ...cluster import actor_specs
-from ...cluster.evaluation_plans import evaluation_plans
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ...config.config import Config
 from ...errors import ConfigError
 from ...observe.run_folder import has_figures
-from .dry_run import check_host_memory
-from .extras import check_evaluation_extras, check_extras
-from .gpu_table import plan_here
+from ...observe.trackers import wanted_trackers
+from .dry_run import check_host_memory, plan_here
+from .prompts import read_prompts
 
-READ_PROMPTS = 10_000
-"""Largest number of prompts in a source that is read to check their lengths. Reading that many takes about 4 seconds
-for prompts of 200 tokens."""
 Check = Callable[[Config], list[str] | None]
 """Function that raises ValueError or ConfigError if a run cannot work, and returns what only the run itself can
 check."""
@@ -48,13 +43,13 @@ CONNECT_TIMEOUT_S = 5.0
 def check_quickly(config: Config, *, resume: bool = False) -> None:
     """Check what `check_start` checks, but for the prompts, which take seconds to read. If something is wrong, the
     prompts are checked, too, so that the ConfigError has all mistakes. The caller must then call `check_prompts`."""
-    _check(config, _quick_checks(resume), otherwise=(_check_prompts,))
+    _check(config, _quick_checks(resume), otherwise=(read_prompts,))
 
 
 def check_prompts(config: Config) -> None:
     """Check the tokenizer and the prompts of a run that `check_quickly` has found in order. Raises ConfigError as
     `check_start` does."""
-    _check(config, [_check_prompts])
+    _check(config, [read_prompts])
 
 
 def check_start(config: Config, *, resume: bool = False) -> list[str]:
@@ -64,7 +59,7 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
     Returns one line for each check that only the run itself can make, for example because the model is not on this
     machine yet. config: must have `run.dir` set, see `with_run_dir`.
     """
-    return _check(config, [*_quick_checks(resume), _check_prompts])
+    return _check(config, [*_quick_checks(resume), read_prompts])
 
 
 def check_evaluation(config: Config) -> None:
@@ -94,11 +89,11 @@ def _check(
     config: Config,
     checks: Sequence[Check],
     otherwise: Sequence[Check] = (),
-    extras: Callable[[Config], None] = check_extras,
+    extras: Callable[[Config], None] | None = None,
 ) -> list[str]:
     """Run all checks, and `otherwise` as well if one of them fails. Returns the lines that the checks return. extras:
     check of the optional packages, which comes first."""
-    extras(config)
+    (extras or check_extras)(config)
     problems: list[str] = []
     left: list[str] = []
     for check in (*checks, *otherwise):
@@ -273,104 +268,54 @@ def _check_memory(config: Config) -> None:
         )
 
 
-# ---------------------------------------------------------------- tokenizer and prompts
+# ---------------------------------------------------------------- optional packages
 
 
-def _check_prompts(config: Config) -> list[str]:
-    """Read the prompts as the rollout actors will, to check tokenizer, columns, templates and lengths.
+def check_extras(config: Config) -> None:
+    """Raise ConfigError if optional packages are missing, with one sentence for each that names the extra that installs
+    it."""
+    _raise_if_missing([*_needs(config), *_evaluation_needs(config)])
 
-    Returns one line for each source that is not on this machine yet or is too large to be read in full now.
+
+def check_evaluation_extras(config: Config) -> None:
+    """Raise ConfigError as `check_extras` does, but only for packages that prompts and rewards need."""
+    _raise_if_missing([*_evaluation_needs(config)])
+
+
+def _raise_if_missing(needs: Sequence[tuple[str, str, str]]) -> None:
+    missing = [need for need in needs if importlib.util.find_spec(need[0]) is None]
+    if missing:
+        raise ConfigError([str(MissingExtra(*need)) for need in missing])
+
+
+def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield each optional package that the run uses, as (package, what uses it, extra that installs it).
+
+    Packages of engines and backends are not among them: these check for their packages themselves, within the first
+    seconds of the run.
     """
-    if not config.model.builtin and not _is_local(config.model.path) and not _model_is_cached(config.model.path):
-        return [f"model.path: {config.model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
-    from ....actors.engines.tokenizer import load_tokenizer
-    from ....actors.rollout.own_columns import check_columns
-    from ....actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
-
-    left = []
-    with _one_tokenizer_thread():
-        tokenizer = _builtin_tokenizer() if config.model.builtin else load_tokenizer(config.model.path)
-        sets = [(plan.setup.data, True) for plan in evaluation_plans(config)]
-        read = [(config.data, False), *sets]
-        for data, validation in [(part, held) for whole, held in read for part in whole.parts(validation=held)]:
-            name = data.source(validation=validation)
-            if not _source_is_here(name):
-                left.append(f"data: {name} is not on this machine, so its prompts are read when the run starts")
-                continue
-            source = open_source(data, tokenizer, seed=config.run.seed, validation=validation)
-            if source.size is not None and source.size > READ_PROMPTS:
-                left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
-                source = _FirstPrompts(source, READ_PROMPTS)
-            if not validation and kind_of(config.environment, config.rollout) in ("single_turn", "tool_use"):
-                check_columns(source, data.columns)  # other environments may set them
-            if data.overlong_prompts == "error" or source.size is None:
-                check_prompt_lengths(source, tokenizer, data.max_prompt_tokens)
-            elif not isinstance(source, _FirstPrompts):
-                without_overlong(source, tokenizer, data.max_prompt_tokens)
-    return left
-
-
-class _FirstPrompts:
-    """Prompt source that consists of the first `size` prompts of another source."""
-
-    def __init__(self, source: PromptSource, size: int) -> None:
-        self.name = source.name
-        self.size: int | None = size
-        self._source = source
-
-    def row(self, index: int) -> PromptRow:
-        return self._source.row(index)
-
-    def texts(self, start: int, stop: int) -> list[str]:
-        return [self.row(index).text for index in range(start, stop)]
-
-
-def _builtin_tokenizer() -> Any:
-    from ...base_model.warmup import make_tokenizer
-
-    return make_tokenizer()
-
-
-@contextmanager
-def _one_tokenizer_thread() -> Iterator[None]:
-    """Context manager that keeps tokenizers from starting threads. With threads, tokenizers would print a warning
-    whenever this process later starts another one."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
+    yield "matplotlib", "report.html, which every run ends with,", "report"
+    for tracker in wanted_trackers(config.logging):
+        if tracker.kind == "tensorboard":
+            yield "tensorboard", "logging.tensorboard=true", "report"
         else:
-            os.environ[name] = before
+            yield tracker.kind, f"the tracker {tracker.kind}", "trackers"
+    if config.rollout.endpoint.enabled:
+        for package in ("starlette", "uvicorn", "openai"):
+            yield package, "rollout.endpoint.enabled=true", "endpoint"
+    if config.model.renderer != "template":
+        yield "renderers", f"model.renderer={config.model.renderer}", "endpoint"
+    if config.dataplane.store.kind == "simple":
+        yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"
 
 
-def _is_local(path: str) -> bool:
-    return Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~")) or path.count("/") > 1
-
-
-def _model_is_cached(repository: str) -> bool:
-    """Return whether the Hugging Face cache on this machine has the config and the tokenizer of a model."""
-    from huggingface_hub import try_to_load_from_cache
-
-    files = ("config.json", "tokenizer_config.json")
-    return all(isinstance(try_to_load_from_cache(repository, name), str) for name in files)
-
-
-def _source_is_here(source: str) -> bool:
-    """Return whether the prompts of `source` can be read without a download. They can if it is a generated task, a
-    local file or folder, or a dataset in the Hugging Face cache."""
-    if (
-        is_generated(source)
-        or source.startswith(("/", ".", "~"))
-        or Path(source).expanduser().exists()
-        or source.count("/") != 1
-    ):
-        return True
-    if importlib.util.find_spec("datasets") is None:
-        return False
-    from datasets import config as datasets_config
-
-    return (Path(datasets_config.HF_DATASETS_CACHE) / source.replace("/", "___")).is_dir()
+def _evaluation_needs(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield each optional package that the prompts and rewards of the configuration use, as `_needs` does."""
+    for key, source in config.sources:
+        if source and source.startswith("reasoning-gym:"):
+            yield "reasoning_gym", f"{key}={source}", "reasoning-gym"
+        elif source and not is_generated(source) and not source.endswith(".jsonl"):
+            yield "datasets", f"{key}={source}", "datasets"
+    rewards = [config.reward, *(one.reward for one in config.evaluation.values() if one.reward)]
+    if any(function.kind == "math_verify" for reward in rewards for function in reward.functions):
+        yield "math_verify", "the reward math_verify", "math"

@@ -15,7 +15,7 @@ from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.run.checks import dry_run, gpu_table
+from headrace.trainers.run.checks import dry_run
 from headrace.trainers.run.checks.dry_run import check_host_memory, describe, placements
 
 
@@ -104,7 +104,7 @@ def test_async_without_a_correction_is_said_in_one_line() -> None:
 
 def test_the_memory_of_a_shared_gpu_is_shown_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "gpu_sizes", lambda: (80 << 30,))
-    monkeypatch.setattr(gpu_table, "count_gpus", lambda: 1)
+    monkeypatch.setattr(dry_run, "count_gpus", lambda: 1)
     chosen = build_config(
         {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}, "validation": {"every": 0}}
     )

@@ -15,8 +15,7 @@ from headrace.trainers.cluster.placement import Host, plan_placement
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.run.checks import doctor
-from headrace.trainers.run.checks.dry_run import describe
-from headrace.trainers.run.checks.gpu_table import count_gpus, gpu_lines, plan_here
+from headrace.trainers.run.checks.dry_run import count_gpus, describe, gpu_lines, plan_here
 from headrace.trainers.run.checks.preflight import check_start
 
 

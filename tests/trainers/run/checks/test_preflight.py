@@ -15,15 +15,15 @@ import ray
 
 from headrace.cli import main
 from headrace.dataplane.stores import shm_folder
+from headrace.trainers.base_model.made_tokenizers import make_tokenizer
 from headrace.trainers.base_model.prepare import TINY_QWEN3
-from headrace.trainers.base_model.warmup import make_tokenizer
 from headrace.trainers.cluster.gpu_bundles import Reservation
 from headrace.trainers.cluster.placement import ON_CPUS
 from headrace.trainers.config.config import Config, with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.run import early_ray, launch
-from headrace.trainers.run.checks import preflight
+from headrace.trainers.run.checks import preflight, prompts
 from headrace.trainers.run.checks.preflight import check_start
 
 REWARDS = """
@@ -250,7 +250,7 @@ def test_what_is_not_on_this_machine_is_left_to_the_run(place: Path) -> None:
 
 
 def test_of_a_large_source_the_first_prompts_are_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "READ_PROMPTS", 2)
+    monkeypatch.setattr(prompts, "READ_PROMPTS", 2)
     write(place / "many.jsonl", *({"prompt": f"r{n}=", "answer": "1"} for n in (1, 22, 333333333)))
     data = {"train": "./many.jsonl", "validation": "./chat.jsonl", "max_prompt_tokens": 6}
     run = {"model": {"path": "./model"}, "rollout": {"max_new_tokens": 10}}

@@ -15,7 +15,7 @@ from headrace.trainers.cluster.evaluation_plans import evaluation_plans
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.grpo import evaluation
-from headrace.trainers.grpo.evaluations import Evaluations
+from headrace.trainers.grpo.evaluation import Evaluations
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State
 from headrace.trainers.observe.trace import Tracer

@@ -1,4 +1,6 @@
-"""Makes a recipe work without a network: its model and data sets are replaced by stand-ins that are made on the spot.
+"""Finds the recipes of `examples/`, and makes one work without a network, with stand-ins for its model and data sets.
+
+A recipe is a folder with a configuration, a page on it, and a description of what stands in for its files:
 
 model      a folder with the model's shape and a byte-level tokenizer; with `small` a tiny model with random weights
 data sets  .jsonl files with rows of the same columns
@@ -8,13 +10,67 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..errors import UserError
-from .gallery import Recipe
+from ..dataplane.section import Section
+from .errors import UserError
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+class RecipeFile(Section):
+    """The content of a recipe's recipe.yaml."""
+
+    summary: str
+    """What is trained on what, in a few words."""
+    hardware: str
+    """Machine that the configuration is made for, in a few words."""
+    machine: str | None = None
+    """The same machine as `headrace train --dry-run --machine` takes it. Unset: any machine without GPUs."""
+    model: dict[str, Any] = {}
+    """Content of the model's config.json, from which a stand-in of the same shape is made. Empty: the recipe makes its
+    model itself."""
+    rows: dict[str, tuple[dict[str, Any], ...]] = {}
+    """Key of a source of prompts (`data.train`) -> rows with the columns of the data set that it names."""
+    small: dict[str, Any] = {}
+    """Dotted keys of the configuration, and their values in the scaled-down form, besides those of every recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One recipe."""
+
+    name: str
+    """Name of its folder."""
+    folder: Path
+    file: RecipeFile
+
+    @property
+    def config(self) -> Path:
+        """The configuration file."""
+        return self.folder / "config.yaml"
+
+
+def recipes() -> Mapping[str, Recipe]:
+    """Return all recipes by name, in alphabetical order."""
+    found = {}
+    for path in sorted(EXAMPLES.glob("*/recipe.yaml")):
+        content = RecipeFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        found[path.parent.name] = Recipe(path.parent.name, path.parent, content)
+    return found
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe called `name`. Raises UserError if there is none."""
+    known = recipes()
+    if name not in known:
+        raise UserError(f"recipe: got {name!r}, expected one of {', '.join(known)}")
+    return known[name]
+
 
 _ROWS = 64
 """Number of rows of a file that stands in for a data set."""
@@ -116,7 +172,7 @@ def _shortened(config: dict[str, Any]) -> str:
 
 def _replace_model(config: dict[str, Any], recipe: Recipe, folder: Path, *, small: bool) -> str:
     """Make the folder of the model that stands in, and point the configuration to it."""
-    from ..base_model.byte_tokenizer import byte_level_tokenizer  # imports transformers, which takes seconds
+    from .base_model.made_tokenizers import byte_level_tokenizer  # imports transformers, which takes seconds
 
     given, path, shape = config["model"]["path"], folder / "model", dict(recipe.file.model)
     tokens = 256 + 3 if small else shape["vocab_size"]

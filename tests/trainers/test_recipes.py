@@ -19,8 +19,7 @@ from headrace.tests import forks
 from headrace.tests.runs.cli_runs import environment, shared_ray
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.metrics import read_metrics
-from headrace.trainers.recipes.gallery import EXAMPLES, find_recipe, recipes
-from headrace.trainers.recipes.offline import write_offline
+from headrace.trainers.recipes import EXAMPLES, find_recipe, recipes, write_offline
 
 NAMES = list(recipes())
 

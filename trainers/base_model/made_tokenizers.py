@@ -1,4 +1,4 @@
-"""Makes a byte-level tokenizer of any size on the spot, for models with random weights."""
+"""Makes the tokenizers of models that are made on the spot: one token per character, or bytes and pairs of letters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,26 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """The last tokens of every tokenizer: those that pad a row, begin it and end it."""
 _LETTERS = (*string.ascii_lowercase, *string.ascii_uppercase, *string.digits, "\u0120")
 """Characters of which the longer tokens are made; the last one stands for a space in a byte-level tokenizer."""
+DIGITS = "0123456789"
+SYMBOLS = DIGITS + "=" + "abcdefghijklmnopqrstuvwxyz"
+SPECIALS = ("<pad>", "<bos>", "<eos>")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a character-level tokenizer with one id per symbol, which adds no special tokens and pads on the left."""
+    vocab = {token: index for index, token in enumerate((*SPECIALS, *SYMBOLS))}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def byte_level_tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:

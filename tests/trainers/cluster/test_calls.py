@@ -8,9 +8,8 @@ import pytest
 
 from headrace.tests.trainers.cluster import fake_ray
 from headrace.tests.trainers.cluster.fake_ray import PENDING
-from headrace.trainers.cluster import progress
-from headrace.trainers.cluster.calls import ActorFailed
-from headrace.trainers.cluster.progress import ProgressWatch, gather_slow
+from headrace.trainers.cluster import calls as progress
+from headrace.trainers.cluster.calls import ActorFailed, ProgressWatch, gather_slow
 
 
 class Clock:
