@@ -1,44 +1,127 @@
-"""`EngineActor`, the Ray actor that hosts an engine, and `EngineHost`, the base class that rollout actors share."""
+"""An engine in a Ray actor of its own: `EngineActor` hosts it, and `RemoteEngine` is its client in another process.
+
+Their messages are `GenerateCall` and `GenerateReply`. `EngineHost` is the base class that rollout actors share.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+import numpy as np
 import torch
+from ray.exceptions import RayError, RayTaskError
 
 from ..codecs import messages
-from ..codecs.weights.parameter_digests import ParameterDigests
 from .engines.factory import EngineConfig, build_engine
-from .engines.generate_messages import GenerateCall, GenerateReply
 from .engines.protocol import (
-    CommitReport,
+    Completion,
     EngineDied,
     EngineStats,
-    GenerationEngine,
-    KeysAndValues,
-    PauseMode,
-    Prepared,
+    SamplingParams,
+    ServingEngine,
+    WeightHost,
 )
 from .process.actor_info import ActorInfo
-from .process.memory import ProcessMemory
-from .process.remote_methods import decode_arguments
-from .weight_sync.transports.protocol import WeightUpdate
+from .process.remote_methods import decode_result, encode_arguments, invoke, submit
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CONCURRENCY = 1 << 16
 """Value of Ray's `max_concurrency` option for engine actors. It is so high that `pause` and `abort` never have to wait
 for requests in flight."""
 
+HEALTH_EVERY_S = 5.0
+"""Seconds between health checks of the engine actor. Checks are made only while at least one call waits for a reply."""
+HEALTH_TIMEOUT_S = 30.0
+"""Seconds after which an engine actor that has not answered a health check counts as dead. Other calls have no such
+time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """Message with the arguments of `Generator.generate`."""
+
+    request_id: str
+    prompt_ids: np.ndarray
+    """Token ids of the prompt, int32 `[L]`."""
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReply:
+    """Message with the completions of one request, as concatenated columns, and the engine's counters."""
+
+    lengths: np.ndarray
+    """Number of tokens of each completion, int32 `[n]`."""
+    token_ids: np.ndarray
+    """Token ids of all completions, int32 `[sum(lengths)]`."""
+    logprobs: np.ndarray
+    """Log-prob of each token, float32 `[sum(lengths)]`."""
+    versions: np.ndarray
+    """Policy version of each token, int32 `[sum(lengths)]`."""
+    reasons: tuple[str, ...]
+    """Finish reason of each completion."""
+    num_routes: np.ndarray
+    """Number of routes of each completion, int32 `[n]`; -1 for a completion without routes."""
+    routes: np.ndarray | None
+    """Routes of all completions that have some, `[sum, layers, k]`; None if none has."""
+    version: int
+    """Version of the weights that the engine serves when it replies."""
+    stats: EngineStats
+
+    @staticmethod
+    def of(completions: Sequence[Completion], version: int, stats: EngineStats) -> GenerateReply:
+        """Build the reply: concatenate the completions into columns, and add the engine's version and counters."""
+        routes = [completion.routes for completion in completions if completion.routes is not None]
+        return GenerateReply(
+            lengths=np.array([len(completion.token_ids) for completion in completions], dtype=np.int32),
+            token_ids=np.concatenate([completion.token_ids for completion in completions]),
+            logprobs=np.concatenate([completion.logprobs for completion in completions]),
+            versions=np.concatenate([completion.versions for completion in completions]),
+            reasons=tuple(completion.finish_reason for completion in completions),
+            num_routes=np.array([-1 if one.routes is None else len(one.routes) for one in completions], dtype=np.int32),
+            routes=np.concatenate(routes) if routes else None,
+            version=version,
+            stats=stats,
+        )
+
+    def completions(self) -> list[Completion]:
+        """Split the columns into the individual completions of the request."""
+        bounds = np.cumsum(self.lengths)[:-1]
+        return [
+            Completion(token_ids, logprobs, reason, versions, routes)
+            for token_ids, logprobs, versions, reason, routes in zip(
+                np.split(self.token_ids, bounds),
+                np.split(self.logprobs, bounds),
+                np.split(self.versions, bounds),
+                self.reasons,
+                self._routes(),
+                strict=True,
+            )
+        ]
+
+    def _routes(self) -> list[np.ndarray | None]:
+        """Return the routes of each completion; None for one without."""
+        if self.routes is None:
+            return [None] * len(self.lengths)
+        ends = np.cumsum(np.maximum(self.num_routes, 0))
+        parts = np.split(self.routes, ends[:-1])
+        return [None if count < 0 else part for count, part in zip(self.num_routes, parts, strict=True)]
+
 
 class EngineHost(ABC):
-    """Base class of Ray actors that have an engine (engine actors and rollout actors). Its methods let the driver
-    control that engine."""
+    """Base class of Ray actors that have an engine (engine actors and rollout actors). The driver controls that engine
+    by calls of this actor."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._hosted: GenerationEngine | None = None
+        self._hosted: ServingEngine | None = None
 
     async def call(self, method: str, message: bytes, *actors: object) -> bytes:
         """Run the method named `method` and return its encoded result.
@@ -46,15 +129,13 @@ class EngineHost(ABC):
         This is the only method that other processes call through Ray (see `actors/process/remote_methods.py`).
         message: the method's encoded arguments. actors: Ray handles, which are passed as the last arguments.
         """
-        target = self._target(method)
-        function = getattr(type(target), method)
-        result = function(target, *decode_arguments(function, message, len(actors)), *actors)
+        result = invoke(self._target(method), method, message, actors)
         return messages.encode(await result if inspect.isawaitable(result) else result)
 
     def _target(self, method: str) -> object:
-        """Return the object on which `call` runs `method`: this actor itself, unless a subclass forwards calls to an
-        object that it hosts."""
-        return self
+        """Return the object on which `call` runs `method`: this actor if it has the method, else its engine. So the
+        driver can call every coroutine method of `GenerationEngine`."""
+        return self if hasattr(self, method) else self._engine
 
     async def info(self) -> ActorInfo:
         """Return the name, process id and host of this process. The call also serves as a health check. Raises
@@ -72,69 +153,24 @@ class EngineHost(ABC):
         self._hosted = await asyncio.to_thread(self._build)
 
     @abstractmethod
-    def _build(self) -> GenerationEngine:
+    def _build(self) -> ServingEngine:
         """Load everything that the actor hosts, and return the engine. `build` runs this method in a thread."""
 
-    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Make the engine receive and verify a new version of the weights; see `WeightHost.prepare_weights`."""
-        return await self._engine.prepare_weights(update)
-
-    async def commit_weights(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> CommitReport:
-        """Make the engine serve the prepared version of the weights; see `WeightHost.commit_weights`."""
-        return await self._engine.commit_weights(version, in_flight, kv)
-
-    async def verify_weights(self, digests: ParameterDigests) -> int:
-        """Make the engine compare its weights with the trainer's; see `WeightHost.verify_weights`."""
-        return await self._engine.verify_weights(digests)
-
-    async def drop_weights(self, version: int) -> None:
-        """Make the engine discard a prepared version of the weights; see `WeightHost.drop_weights`."""
-        await self._engine.drop_weights(version)
-
     async def num_workers(self) -> int:
-        """Return the number of engine processes that receive weights."""
-        return self._engine.num_workers
+        """Return the number of engine processes that receive weights. The engine must be a WeightHost."""
+        return cast(WeightHost, self._engine).num_workers
 
     async def version(self) -> int:
         """Return the policy version that the engine serves."""
         return self._engine.version
-
-    async def stats(self) -> EngineStats:
-        """Return the engine's counters since its start: batches, completions, tokens and busy seconds."""
-        return self._engine.stats
 
     async def progress(self) -> int:
         """Return a number that changes whenever this actor makes progress, so that the driver can tell a slow actor
         from one that hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Make the engine stop generating until `resume`; see `Sleeper.pause`."""
-        await self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        """Make the engine continue generating after `pause`; see `Sleeper.resume`."""
-        await self._engine.resume()
-
-    async def reset_prefix_cache(self) -> None:
-        """Make the engine clear its prefix cache (keys and values of earlier prompts); see
-        `Sleeper.reset_prefix_cache`."""
-        await self._engine.reset_prefix_cache()
-
-    async def sleep(self, level: int) -> None:
-        """Make the engine free its memory and refuse requests until `wake`; see `Sleeper.sleep`."""
-        await self._engine.sleep(level)
-
-    async def wake(self) -> None:
-        """Make the engine accept requests again after `sleep`; see `Sleeper.wake`."""
-        await self._engine.wake()
-
-    async def memory(self) -> ProcessMemory:
-        """Return the memory that the engine's processes hold now; see `Sleeper.memory`."""
-        return await self._engine.memory()
-
     @property
-    def _engine(self) -> GenerationEngine:
+    def _engine(self) -> ServingEngine:
         if self._hosted is None:
             raise RuntimeError(f"{self._name}: not built yet (build comes first)")
         return self._hosted
@@ -161,7 +197,7 @@ class EngineActor(EngineHost):
         self._running: dict[str, asyncio.Task] = {}
         self._abandoned: set[str] = set()
 
-    def _build(self) -> GenerationEngine:
+    def _build(self) -> ServingEngine:
         torch.set_num_threads(self._setup.threads)
         return build_engine(self._setup.engine)
 
@@ -205,3 +241,154 @@ class EngineActor(EngineHost):
         """Close the engine. Idempotent."""
         if self._hosted is not None:
             await self._hosted.close()
+
+
+class RemoteEngine:
+    """ServingEngine whose methods call an EngineActor in another process, all from the same event loop.
+
+    Once the actor has died or stopped answering health checks, or its engine has died, every call raises EngineDied.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        handle: Any,
+        *,
+        health_every_s: float = HEALTH_EVERY_S,
+        health_timeout_s: float = HEALTH_TIMEOUT_S,
+    ) -> None:
+        """Store the arguments without calling the actor; `connect` makes the first call. handle: the Ray handle of an
+        EngineActor."""
+        self.name = name
+        self._handle = handle
+        self._health_every_s = health_every_s
+        self._health_timeout_s = health_timeout_s
+        self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._num_waiting = 0
+        self._health: asyncio.Task[None] | None = None
+        self._version = 0
+        self._leaving: dict[str, asyncio.Future[Any]] = {}
+        """Calls of `EngineActor.abandon` in progress, by the id of the cancelled request."""
+        self.stats = EngineStats()
+        """Counters of the engine, taken from its latest reply to `generate`."""
+
+    async def connect(self) -> RemoteEngine:
+        """Ask the actor for its engine's version, and return this object.
+
+        Raises EngineDied when the actor or its engine has died, and RuntimeError when the engine is not built yet.
+        """
+        self._version = await self._call(EngineActor.version)
+        return self
+
+    @property
+    def version(self) -> int:
+        """Policy version from the engine's latest reply. The engine may already serve a newer version, because the
+        driver updates its weights without telling this client."""
+        return self._version
+
+    @property
+    def progress(self) -> int:
+        """Total number of tokens that the engine has returned, as of its latest reply to `generate`."""
+        return self.stats.tokens
+
+    @property
+    def died(self) -> str:
+        return self._dead.result() if self._dead.done() else ""
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """Generate completions with the actor's engine. Cancelling this call also ends the request in the actor."""
+        call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)
+        if request_id in self._leaving:  # Ray keeps no order between the calls of an async actor
+            await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            reply = await self._call(EngineActor.generate, call)
+        except asyncio.CancelledError:
+            self._abandon(request_id)
+            raise
+        assert reply is not None, "only a cancelled call abandons its request"
+        self._version = max(self._version, reply.version)
+        self.stats = reply.stats
+        return reply.completions()
+
+    def _abandon(self, request_id: str) -> None:
+        """Tell the actor to cancel the request, without waiting for the reply. A later request with the same id waits
+        until the cancelled one has ended."""
+
+        def left(task: asyncio.Future[Any]) -> None:
+            self._leaving.pop(request_id, None)
+            if not task.cancelled():
+                task.exception()  # a dead engine has no request to end
+
+        leaving = asyncio.ensure_future(self._submit(EngineActor.abandon, request_id))
+        self._leaving[request_id] = leaving
+        leaving.add_done_callback(left)
+
+    async def abort(self, request_id: str) -> None:
+        await self._call(EngineActor.abort, request_id)
+
+    async def close(self) -> None:
+        """Close this client, but not the actor, which its owner closes. Calls that still wait for a reply raise
+        EngineDied. Idempotent."""
+        self._die("this end was closed")
+        if self._health is not None:
+            self._health.cancel()
+
+    # ---------------------------------------------------------------- calls
+
+    async def _call(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if self._dead.done():
+            raise EngineDied(self._dead.result())
+        answer = asyncio.ensure_future(self._submit(method, *args, **kwargs))
+        self._num_waiting += 1
+        if self._health is None or self._health.done():
+            self._health = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait({answer, self._dead}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._num_waiting -= 1
+            if not answer.done():
+                answer.cancel()
+        if answer.done() and not answer.cancelled():
+            return answer.result()
+        raise EngineDied(self._dead.result())
+
+    def _submit(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, T]:
+        """Send a call to the actor immediately, and return a coroutine that waits for the result."""
+        assert not kwargs, "a message has no names"
+        return self._answer(method, submit(self._handle, method, encode_arguments(args)))
+
+    async def _answer(self, method: Callable[..., Any], reference: Any) -> Any:
+        try:
+            return decode_result(method, await reference)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, EngineDied):
+                self._die(str(cause))
+            raise (cause if isinstance(cause, Exception) else error) from None
+        except RayError as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            self._die(f"{type(error).__name__}: {' '.join(lines[-2:])[:400]}")
+            raise EngineDied(self._dead.result()) from error
+
+    async def _watch(self) -> None:
+        """Check the actor's health regularly as long as calls wait for replies. If the actor stops answering, these
+        calls raise EngineDied."""
+        while self._num_waiting and not self._dead.done():
+            await asyncio.sleep(self._health_every_s)
+            if not self._num_waiting or self._dead.done():
+                return
+            try:
+                async with asyncio.timeout(self._health_timeout_s):
+                    await self._submit(EngineActor.info)
+            except TimeoutError:
+                self._die(f"no sign of life for {self._health_timeout_s:g} s")
+            except EngineDied:
+                return  # `_answer` has recorded the death
+
+    def _die(self, reason: str) -> None:
+        if not self._dead.done():
+            self._dead.set_result(f"engine {self.name!r} is dead: {reason}")

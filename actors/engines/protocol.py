@@ -1,6 +1,7 @@
 """Protocols of an engine: `Generator` samples tokens, `WeightHost` takes new weights, `Sleeper` pauses and sleeps.
 
-Code that uses an engine asks for the narrowest protocol that it needs; `GenerationEngine` combines all three.
+Code that uses an engine asks for the narrowest protocol that it needs. `ServingEngine` is a generator with counters and
+an end, and `GenerationEngine` is one that also takes weights and sleeps.
 """
 
 from __future__ import annotations
@@ -284,9 +285,9 @@ class Sleeper(Protocol):
         ...
 
 
-class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
-    """Protocol of a complete engine: it generates, takes new weights, and can pause and sleep. The actor that hosts an
-    engine uses all of these."""
+class ServingEngine(Generator, Protocol):
+    """Protocol of an engine as the actor that generates with it sees it: it has counters, it may die, and it is closed
+    in the end. A `Router` in front of several engines is one, too."""
 
     @property
     def stats(self) -> EngineStats:
@@ -310,3 +311,7 @@ class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
     async def close(self) -> None:
         """Shut the engine down. Requests in flight raise an error or return the tokens generated so far. Idempotent."""
         ...
+
+
+class GenerationEngine(ServingEngine, WeightHost, Sleeper, Protocol):
+    """Protocol of a complete engine: it generates, takes new weights, and can pause and sleep."""

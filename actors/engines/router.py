@@ -21,24 +21,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
-from ...codecs.weights.parameter_digests import ParameterDigests
-from ..process.memory import ProcessMemory
-from ..weight_sync.transports.protocol import WeightTransferError, WeightUpdate
 from .protocol import (
     SESSION_SEPARATOR,
-    CommitReport,
     Completion,
     EngineBroken,
     EngineDied,
     EngineStats,
-    GenerationEngine,
-    KeysAndValues,
-    PauseMode,
-    Prepared,
     SamplingParams,
-    expect_pause_mode,
+    ServingEngine,
 )
 
 _log = logging.getLogger(__name__)
@@ -53,8 +44,7 @@ ABORT_EVERY_S = 0.25
 
 
 class NoEngineAvailable(RuntimeError):
-    """No engine was available for a request within its time limit, or no engine completed a weight commit. The message
-    says why each engine was removed."""
+    """No engine was available for a request within its time limit. The message says why each engine was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +92,6 @@ class Router:
         """Names of the engines that will take requests again; some may have died meanwhile."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()  # replaced each time it is set
-        self._paused = False
         self._closed = False
         self._past = EngineStats()  # of engines that are gone
 
@@ -133,22 +122,17 @@ class Router:
         """Return the counters of each engine that has not been removed, by engine name."""
         return {name: member.engine.stats for name, member in self._members.items()}
 
-    async def add(self, name: str, engine: GenerationEngine) -> None:
+    def add(self, name: str, engine: ServingEngine) -> None:
         """Start sending requests to `engine`, beginning with requests that already wait for an available engine. Raises
         ValueError if `name` is in use."""
         if name in self._members:
             raise ValueError(f"engine {name!r} is already there; names must be unique")
-        member = self._members[name] = _Member(name, engine, accepting=False)  # in time for `pause` and `resume`
-        if self._paused:
-            await engine.pause("keep")
-            if not self._paused:
-                await engine.resume()
-        member.accepting = True
+        self._members[name] = _Member(name, engine)
         self._left_out.pop(name, None)
         self._suspended.discard(name)
         self._wake()
 
-    async def remove(self, name: str, grace_s: float = 0.0) -> GenerationEngine:
+    async def remove(self, name: str, grace_s: float = 0.0) -> ServingEngine:
         """Stop sending requests to an engine, wait until none of its requests is in flight, and return it without
         closing it.
 
@@ -310,98 +294,6 @@ class Router:
 
     # ---------------------------------------------------------------- all engines at once
 
-    async def _each(self, method: str, *args: Any, broken_by: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
-        """Call `method` of all engines concurrently and return the results by engine name.
-
-        Engines that die or break during the call, or that raise an error of a type in `broken_by`, are removed from
-        routing. Other errors are raised.
-        """
-        members = list(self._members.values())
-        outcomes = await asyncio.gather(
-            *(getattr(member.engine, method)(*args) for member in members), return_exceptions=True
-        )
-        results: dict[str, Any] = {}
-        errors: list[BaseException] = []
-        for member, outcome in zip(members, outcomes, strict=True):
-            if isinstance(outcome, (EngineDied, EngineBroken, *broken_by)):
-                self._leave_out(member, outcome)
-            elif isinstance(outcome, BaseException):
-                errors.append(outcome)
-            else:
-                results[member.name] = outcome
-        if errors:
-            raise errors[0]
-        return results
-
-    async def pause(self, mode: PauseMode = "wait") -> None:
-        expect_pause_mode(mode)
-        self._paused = True
-        await self._each("pause", mode)
-
-    async def resume(self) -> None:
-        self._paused = False
-        await self._each("resume")
-
-    async def reset_prefix_cache(self) -> None:
-        await self._each("reset_prefix_cache")
-
-    @property
-    def num_workers(self) -> int:
-        return sum(member.engine.num_workers for member in self._members.values())
-
-    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Make all engines receive and verify the new version `update`. If one of them rejects it, all engines discard
-        it, and the error is raised."""
-        try:
-            states = await self._each("prepare_weights", update)
-        except (WeightTransferError, ValueError):
-            await self._each("drop_weights", update.version)
-            raise
-        return "joined" if "joined" in states.values() else "staged"
-
-    async def commit_weights(
-        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
-    ) -> CommitReport:
-        """Commit the prepared `version` in all engines concurrently. An engine that fails half-way is removed from
-        routing.
-
-        Each time in the report is that of the slowest engine, and each number of requests is the sum over all engines.
-        Raises NoEngineAvailable if no engine that serves `version` is left.
-        """
-        reports = await self._each("commit_weights", version, in_flight, kv, broken_by=(WeightTransferError,))
-        if not reports:
-            raise NoEngineAvailable(f"weights: no engine is left that serves version {version}: {dict(self._left_out)}")
-        return CommitReport(
-            version,
-            pause_s=max(report.pause_s for report in reports.values()),
-            load_s=max(report.load_s for report in reports.values()),
-            kept=sum(report.kept for report in reports.values()),
-            aborted=sum(report.aborted for report in reports.values()),
-        )
-
-    async def verify_weights(self, digests: ParameterDigests) -> int:
-        """Have all engines compare their weights with the trainer's. An engine with a difference is removed from
-        routing. Returns the smallest number of weights that an engine has compared."""
-        return min((await self._each("verify_weights", digests)).values(), default=0)
-
-    async def drop_weights(self, version: int) -> None:
-        await self._each("drop_weights", version)
-
-    async def sleep(self, level: int = 1) -> None:
-        await self._each("sleep", level)
-
-    async def wake(self) -> None:
-        await self._each("wake")
-
-    async def memory(self) -> ProcessMemory:
-        """Return the sum of the memory that the engines hold."""
-        held = (await self._each("memory")).values()
-        return ProcessMemory(
-            device_bytes=sum(one.device_bytes for one in held),
-            host_bytes=sum(one.host_bytes for one in held),
-            whole_device=any(one.whole_device for one in held),
-        )
-
     @property
     def version(self) -> int:
         """Lowest version that any of the engines serves; 0 when there are no engines. Each token carries its own
@@ -426,7 +318,7 @@ class Router:
         """Close all engines. Requests that wait for an available engine raise RuntimeError. Idempotent."""
         self._closed = True
         self._wake()
-        await self._each("close")
+        await asyncio.gather(*(member.engine.close() for member in self._members.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -434,7 +326,7 @@ class _Member:
     """One of the router's engines, with its current load."""
 
     name: str
-    engine: GenerationEngine
+    engine: ServingEngine
     accepting: bool = True
     tally: _Tally | None = None
     """Counts what becomes of the requests in flight while the engine is being suspended; None at other times."""

@@ -64,6 +64,13 @@ def decode_result(method: Callable[..., Any], reply: bytes) -> Any:
     return messages.decode(reply, _types(method)[1])
 
 
+def invoke(target: object, method: str, message: bytes, actors: Sequence[Any] = ()) -> Any:
+    """Run the method named `method` of `target` with the arguments in `message`, followed by the Ray handles `actors`,
+    and return its result, which may be awaitable."""
+    arguments = decode_arguments(getattr(type(target), method), message, len(actors))
+    return getattr(target, method)(*arguments, *actors)
+
+
 @functools.cache
 def _types(method: Callable[..., Any]) -> tuple[tuple[Any, ...], Any]:
     """Return the annotated types of a method's parameters, without `self`, and the annotated type of its result."""

@@ -17,17 +17,16 @@ import torch
 from ...dataplane.factory import connect_async
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.imports import MissingExtra
-from ..engine_actor import EngineHost
+from ..engine_actor import EngineHost, RemoteEngine
 from ..engines.chat import ChatFormat, build_chat_format
 from ..engines.config import ModelConfig, RolloutConfig
 from ..engines.factory import EngineConfig, build_engine
-from ..engines.protocol import EngineDied, GenerationEngine
+from ..engines.protocol import EngineDied, ServingEngine
 from ..engines.router import Router, Suspension
 from ..engines.tokenizer import load_tokenizer
 from ..environments.config import EnvironmentConfig
 from ..environments.factory import build_endpoint, build_environment
 from ..environments.host import EpisodeHost
-from ..remote_engine import RemoteEngine
 from ..rewards.config import RewardConfig
 from ..rewards.factory import build_rubric
 from ..samples import SampleFile
@@ -129,10 +128,12 @@ class RolloutActor(EngineHost):
         return self._worker
 
     def _target(self, method: str) -> object:
-        """Return the object on which `call` runs `method`: this actor if it has the method, else its worker."""
-        return self if hasattr(self, method) else self.worker
+        """Return the object on which `call` runs `method`: the worker for its own methods, else this actor or its
+        engine."""
+        of_worker = hasattr(RolloutWorker, method) and not hasattr(self, method)
+        return self.worker if of_worker else super()._target(method)
 
-    def _build(self) -> GenerationEngine:
+    def _build(self) -> ServingEngine:
         setup = self._setup
         torch.set_num_threads(setup.threads)
         rubric = build_rubric(setup.reward, setup.tagged_rewards)
@@ -235,7 +236,7 @@ class RolloutActor(EngineHost):
         engine = RemoteEngine(name, handle)
         try:
             await engine.connect()
-            await self._router.add(name, engine)
+            self._router.add(name, engine)
         except (EngineDied, ValueError):
             await engine.close()
             raise

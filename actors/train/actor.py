@@ -10,7 +10,7 @@ import torch
 
 from ...codecs import messages
 from ..process.actor_info import ActorInfo
-from ..process.remote_methods import decode_arguments, in_thread_of
+from ..process.remote_methods import in_thread_of, invoke
 from ..process.rendezvous_store import RendezvousServer, RendezvousStore
 from .own_address import bind_process_groups, own_address
 from .process_groups import ProcessGroups
@@ -64,9 +64,7 @@ class TrainActor:
 
         It is the only method that the driver calls through Ray, see `actors/process/remote_methods.py`.
         """
-        target = self if hasattr(self, method) else self.worker
-        function = getattr(type(target), method)
-        return messages.encode(function(target, *decode_arguments(function, message)))
+        return messages.encode(invoke(self if hasattr(self, method) else self.worker, method, message))
 
     def info(self) -> ActorInfo:
         """Return name, process id and host of this process. Also records the calling thread, whose CPU time `progress`

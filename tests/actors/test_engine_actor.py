@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import ray
 
-from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
+from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineHost, EngineSetup, GenerateReply, RemoteEngine
 from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
-from headrace.actors.engines.generate_messages import GenerateReply
-from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, SamplingParams
-from headrace.actors.remote_engine import RemoteEngine
+from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, GenerationEngine, SamplingParams
+from headrace.actors.process.remote_methods import decode_result, encode_arguments, submit
 from headrace.codecs import messages
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
@@ -67,6 +66,11 @@ async def in_flight(handle: Any, count: int) -> None:
         pass
 
 
+async def driver_call(handle: Any, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of the actor or of its engine, as the driver's handles do."""
+    return decode_result(method, await submit(handle, method, encode_arguments(arguments)))
+
+
 def plain(completions: list[Completion]) -> list[tuple]:
     return [
         (one.token_ids.tolist(), one.logprobs.tolist(), one.versions.tolist(), one.finish_reason) for one in completions
@@ -93,32 +97,34 @@ def test_a_remote_engine_is_as_the_engine_itself(model_folder: str, tmp_path: Pa
     async def main() -> None:
         here, publisher = build_engine(config), Publisher(tmp_path)
         remote = await RemoteEngine("engine 0", handle).connect()
-        assert (remote.version, remote.num_workers) == (0, 1)
+        assert (remote.version, await driver_call(handle, EngineHost.num_workers)) == (0, 1)
         params = SamplingParams(n=4, max_new_tokens=12)
         assert plain(await remote.generate("a", PROMPT, params)) == plain(await here.generate("a", PROMPT, params))
         assert (remote.stats.rows, remote.stats.tokens) == (here.stats.rows, here.stats.tokens)
         update = publisher.publish(1, scaled(model_folder, 1.3))
-        for engine in (here, remote):
-            await engine.prepare_weights(update)
-            report = await engine.commit_weights(1, "keep")
-            assert (report.version, engine.version) == (1, 1)
+        await here.prepare_weights(update)
+        assert await here.commit_weights(1, "keep") and here.version == 1
+        assert await driver_call(handle, GenerationEngine.prepare_weights, update) == "staged"
+        report = await driver_call(handle, GenerationEngine.commit_weights, 1, "keep", "recompute")
+        assert report.version == await driver_call(handle, EngineHost.version) == 1
         assert plain(await remote.generate("a", PROMPT, params)) == plain(await here.generate("a", PROMPT, params))
         with pytest.raises(ValueError, match="the prompt has no tokens"):
             await remote.generate("b", [], params)
-        assert await remote.prepare_weights(update) == "staged", "it is served already"
+        assert remote.version == 1
+        assert await driver_call(handle, GenerationEngine.prepare_weights, update) == "staged", "it is served already"
         with pytest.raises(ValueError, match="got version 0, expected the current 1 or a later one"):
-            await remote.prepare_weights(replace(update, version=0))
-        await remote.pause("wait")
+            await driver_call(handle, GenerationEngine.prepare_weights, replace(update, version=0))
+        await driver_call(handle, GenerationEngine.pause, "wait")
         held = asyncio.create_task(remote.generate("held", PROMPT, params))
         await in_flight(handle, 1)
         assert not held.done()
-        await remote.resume()
+        await driver_call(handle, GenerationEngine.resume)
         assert len(await held) == 4
-        await remote.reset_prefix_cache()
-        await remote.sleep()
+        await driver_call(handle, GenerationEngine.reset_prefix_cache)
+        await driver_call(handle, GenerationEngine.sleep, 1)
         with pytest.raises(RuntimeError, match="asleep"):
             await remote.generate("b", PROMPT, params)
-        await remote.wake()
+        await driver_call(handle, GenerationEngine.wake)
         await remote.close()
         await here.close()
         publisher.close()
@@ -153,10 +159,10 @@ def test_aborted_and_cancelled_calls_end_over_there(slow: Any) -> None:
         assert not again.done()
         with pytest.raises(ValueError, match="'r9' is already in flight"):
             await remote.generate("r9", PROMPT, params)
-        await remote.pause("abort")
+        await driver_call(slow, GenerationEngine.pause, "abort")
         for completions in await asyncio.gather(again, *calls.values()):
             assert [one.finish_reason for one in completions] == ["abort"] * 2
-        await remote.resume()
+        await driver_call(slow, GenerationEngine.resume)
         await remote.close()
 
     run(main)
@@ -177,9 +183,8 @@ def test_a_silent_actor_counts_as_dead_within_the_bound(slow: Any) -> None:
             assert time.monotonic() - started < 15
         finally:
             os.kill(pid, signal.SIGCONT)
-        remote = await RemoteEngine("engine 7", slow).connect()
-        await remote.pause("abort")
-        await remote.resume()
+        await driver_call(slow, GenerationEngine.pause, "abort")
+        await driver_call(slow, GenerationEngine.resume)
 
     run(main)
 
@@ -196,6 +201,6 @@ def test_calls_of_a_dead_actor_raise(slow: Any) -> None:
             with pytest.raises(EngineDied, match="engine 'engine 7' is dead: "):
                 await call
         with pytest.raises(EngineDied, match="engine 'engine 7' is dead: "):
-            await remote.pause()
+            await remote.abort("r0")
 
     run(main)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from headrace.actors.engine_actor import RemoteEngine
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.remote_engine import RemoteEngine
 from headrace.tests import process_pool
 from headrace.trainers.base_model.made_tokenizers import make_tokenizer
 from headrace.trainers.base_model.prepare import TINY_QWEN3

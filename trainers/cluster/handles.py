@@ -2,7 +2,7 @@
 
     ActorHandle          every actor: `ping`
       TrainHandle        one train rank (`TrainActor` and the `TrainWorker` that it hosts)
-      EngineHandle       an actor with a generation engine (`EngineActor`, and what it shares with `RolloutActor`)
+      EngineHandle       an actor with a generation engine (`EngineHost`, and the `GenerationEngine` in it)
         RolloutHandle    a rollout actor (`RolloutActor` and the `RolloutWorker` that it hosts)
 
 Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. For what a
@@ -15,7 +15,14 @@ from collections.abc import Sequence
 
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import EngineHost
-from ...actors.engines.protocol import CommitReport, KeysAndValues, PauseMode, Prepared, SamplingParams
+from ...actors.engines.protocol import (
+    CommitReport,
+    GenerationEngine,
+    KeysAndValues,
+    PauseMode,
+    Prepared,
+    SamplingParams,
+)
 from ...actors.engines.router import Suspension
 from ...actors.process.actor_info import ActorInfo
 from ...actors.process.memory import ProcessMemory
@@ -139,31 +146,31 @@ class EngineHandle(ActorHandle):
         return self._call(EngineHost.version)
 
     def pause(self, mode: PauseMode) -> Call[None]:
-        return self._call(EngineHost.pause, mode)
+        return self._call(GenerationEngine.pause, mode)
 
     def resume(self) -> Call[None]:
-        return self._call(EngineHost.resume)
+        return self._call(GenerationEngine.resume)
 
     def sleep(self, level: int) -> Call[None]:
-        return self._call(EngineHost.sleep, level)
+        return self._call(GenerationEngine.sleep, level)
 
     def wake(self) -> Call[None]:
-        return self._call(EngineHost.wake)
+        return self._call(GenerationEngine.wake)
 
     def memory(self) -> Call[ProcessMemory]:
-        return self._call(EngineHost.memory)
+        return self._call(GenerationEngine.memory)
 
     def prepare_weights(self, update: WeightUpdate) -> Call[Prepared]:
-        return self._call(EngineHost.prepare_weights, update)
+        return self._call(GenerationEngine.prepare_weights, update)
 
     def commit_weights(self, version: int, in_flight: PauseMode, kv: KeysAndValues) -> Call[CommitReport]:
-        return self._call(EngineHost.commit_weights, version, in_flight, kv)
+        return self._call(GenerationEngine.commit_weights, version, in_flight, kv)
 
     def verify_weights(self, digests: ParameterDigests) -> Call[int]:
-        return self._call(EngineHost.verify_weights, digests)
+        return self._call(GenerationEngine.verify_weights, digests)
 
     def drop_weights(self, version: int) -> Call[None]:
-        return self._call(EngineHost.drop_weights, version)
+        return self._call(GenerationEngine.drop_weights, version)
 
 
 class RolloutHandle(EngineHandle):

@@ -6,29 +6,20 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from headrace.actors.engines.continuation import generate_whole
-from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import (
-    CommitReport,
     Completion,
     EngineBroken,
     EngineDied,
     GenerationEngine,
-    KeysAndValues,
-    PauseMode,
     SamplingParams,
 )
 from headrace.actors.engines.router import LeftOut, NoEngineAvailable, Router
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.weight_sync.transports.protocol import WeightTransferError
-from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 BOUND_S = 30.0
 
@@ -59,12 +50,6 @@ class MortalEngine(ScriptedEngine):
     async def abort(self, request_id: str) -> None:
         await self._mortal(super().abort(request_id))
 
-    async def pause(self, mode: Any = "wait") -> None:
-        await self._mortal(super().pause(mode))
-
-    async def resume(self) -> None:
-        await self._mortal(super().resume())
-
     async def _mortal(self, call: Awaitable[Any]) -> Any:
         task, fate = asyncio.ensure_future(call), asyncio.ensure_future(self._fate.wait())
         try:
@@ -93,7 +78,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def routed(*engines: GenerationEngine, timeout_s: float = 10.0, **options: Any) -> Router:
     router = Router(timeout_s=timeout_s, **options)
     for index, engine in enumerate(engines):
-        await router.add(f"e{index}", engine)
+        router.add(f"e{index}", engine)
     return router
 
 
@@ -155,7 +140,7 @@ def test_a_suspended_engine_that_dies_is_waited_for() -> None:
         assert suspension.lost_tokens == 2 * 10, "as many as it may have had"
         await asyncio.sleep(0.3)
         assert not task.done() and router.names == ()
-        await router.add("e0", MortalEngine())
+        router.add("e0", MortalEngine())
         expect_answer("r", await task, params, False)
         await router.close()
 
@@ -173,7 +158,7 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
         ever = list(engines.values())
         router = Router(timeout_s=20.0, on_left_out=left_out.append)
         for name, engine in engines.items():
-            await router.add(name, engine)
+            router.add(name, engine)
         aborted: set[str] = set()
         answers: Counter[str] = Counter()
 
@@ -201,8 +186,8 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
         removals: list[asyncio.Task] = []
         leaving: set[str] = set()
         for event in range(120):
-            kinds = ["ask", "die", "break", "join", "leave", "abort", "pause", "suspend"]
-            kind = rng.choices(kinds, [80, 4, 3, 8, 3, 8, 2, 6])[0]
+            kinds = ["ask", "die", "break", "join", "leave", "abort", "suspend"]
+            kind = rng.choices(kinds, [80, 4, 3, 8, 3, 8, 6])[0]
             names = list(router.names)
             if kind == "ask":
                 request_id = f"s{event % 7}/{event}" if event % 2 else f"r{event}"
@@ -215,7 +200,7 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
                 name = f"e{len(ever)}"
                 engines[name] = MortalEngine(latency_s=0.005, latency_sigma=1.0, seed=len(ever))
                 ever.append(engines[name])
-                await router.add(name, engines[name])
+                router.add(name, engines[name])
             elif kind == "leave" and len(names) > 1:
                 name, grace_s = rng.choice(names), rng.choice([0.0, 0.003])
                 if name not in leaving:  # its removal may not have begun yet
@@ -225,9 +210,6 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
                 request_id = rng.choice(list(tasks))
                 aborted.add(request_id)
                 await router.abort(request_id)
-            elif kind == "pause":
-                await router.pause(rng.choice(["keep", "wait"]))
-                await router.resume()
             elif kind == "suspend" and names:
                 name = rng.choice(names)
                 if name not in leaving | suspending:
@@ -235,7 +217,7 @@ def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
                     suspended.append(asyncio.create_task(suspend_for_a_while(name, rng.random() * 0.01)))
             if rng.random() < 0.3:
                 await asyncio.sleep(rng.random() * 0.004)
-        await router.add("last", MortalEngine(latency_s=0.001))
+        router.add("last", MortalEngine(latency_s=0.001))
         await asyncio.gather(*tasks.values(), *removals, *suspended)
         assert answers == Counter(dict.fromkeys(tasks, 1))
         assert not router._requests and all(member.outstanding == 0 for member in router._members.values())
@@ -297,7 +279,7 @@ def test_requests_of_a_dead_or_broken_engine_are_sent_whole_to_others(error: Exc
         assert set(engines[0].calls) < set(engines[1].calls), "the same ids and seeds are sent again"
         assert left_out == [LeftOut("e0", f"{type(error).__name__}: {error}")]
         assert router.names == ("e1",) and list(router.left_out) == ["e0"]
-        await router.add("e0", MortalEngine())
+        router.add("e0", MortalEngine())
         assert router.names == ("e1", "e0") and not router.left_out
 
     run(main)
@@ -320,7 +302,7 @@ def test_without_an_engine_requests_wait_bounded_and_say_who_died() -> None:
         await until(lambda: len(router._requests) == 2)
         await router.abort("ended")
         assert [c.finish_reason for c in await ended] == ["abort"] * 3
-        await router.add("e1", MortalEngine())
+        router.add("e1", MortalEngine())
         assert len((await waiting)[0].token_ids) == 20
         with pytest.raises(NoEngineAvailable, match="none was ever added"):
             await (await routed(timeout_s=0.01)).generate("a", [1], SamplingParams())
@@ -335,7 +317,8 @@ def test_what_a_sound_engine_raises_is_no_reason_to_try_another() -> None:
         with pytest.raises(ValueError, match="no tokens"):
             await router.generate("a", [], SamplingParams())
         assert sum(len(engine.calls) for engine in engines) == 1 and len(router.names) == 2
-        await router.pause()
+        for engine in engines:
+            await engine.pause()
         twice = asyncio.create_task(router.generate("b", [1], SamplingParams()))
         await asyncio.sleep(0)
         with pytest.raises(ValueError, match="'b' is already in flight"):
@@ -345,7 +328,7 @@ def test_what_a_sound_engine_raises_is_no_reason_to_try_another() -> None:
             await twice
         assert not router._requests and not any(engine._requests for engine in engines)
         with pytest.raises(ValueError, match="'e0' is already there"):
-            await router.add("e0", MortalEngine())
+            router.add("e0", MortalEngine())
         await router.close()
         with pytest.raises(RuntimeError, match="closed"):
             await router.generate("a", [1], SamplingParams())
@@ -360,85 +343,17 @@ def test_removing_an_engine_lets_its_requests_end_or_moves_them() -> None:
         params = SamplingParams(n=2, max_new_tokens=20)
         moved = asyncio.create_task(router.generate("moved", [1], params))
         await until(lambda: bool(slow.calls))
-        await router.add("other", other)
+        router.add("other", other)
         assert await router.remove("e0", 0.02) is slow
         expect_answer("moved", await moved, params, aborted=False)
         assert not slow._requests and [call for call, _ in other.calls] == ["moved"]
         graceful = MortalEngine(latency_s=0.05)
-        await router.add("graceful", graceful)
+        router.add("graceful", graceful)
         ended = asyncio.create_task(router.generate("ended", [1], params))
         await until(lambda: bool(graceful.calls))
         await router.remove("graceful", 20.0)
         assert ended.done() or graceful.stats.rows == 2
         expect_answer("ended", await ended, params, aborted=False)
         assert router.names == ("other",) and router.stats.rows == 4
-
-    run(main)
-
-
-def test_pause_reaches_all_engines_and_those_that_join_meanwhile() -> None:
-    async def main() -> None:
-        engines = [MortalEngine(latency_s=0.2), MortalEngine(latency_s=0.2)]
-        router = await routed(*engines)
-        running = [asyncio.create_task(router.generate(f"r{i}", [1], SamplingParams())) for i in range(4)]
-        await until(lambda: all(len(engine.calls) == 2 for engine in engines))
-        await router.pause("keep")
-        late = MortalEngine()
-        await router.add("late", late)
-        running += [asyncio.create_task(router.generate(f"q{i}", [1], SamplingParams())) for i in range(4)]
-        await until(lambda: len(late.calls) >= 2)
-        await asyncio.sleep(0.3)  # longer than every latency: nothing may come of it
-        assert not any(task.done() for task in running)
-        engines[1].die(EngineDied("e1"))
-        await router.resume()
-        await asyncio.gather(*running)
-        assert router.names == ("e0", "late")
-        np.testing.assert_equal(router.engine_stats()["late"].rows, len(late.calls))
-
-    run(main)
-
-
-def test_weights_reach_all_engines_or_none(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        publisher = Publisher(tmp_path)
-        anything = ScriptedEngine(script, latency_s=0.2, receiver=receiver())
-        model = HfEngine(model_folder, receiver=receiver())
-        router = await routed(anything, model)
-        assert router.num_workers == 2
-        with pytest.raises(ValueError, match="the model has no parameter 'w'"):
-            await router.prepare_weights(publisher.publish(1, {"w": torch.ones(2)}))
-        with pytest.raises(ValueError, match="expected the prepared one, none"):
-            await anything.commit_weights(1)
-        await router.prepare_weights(publisher.publish(2, scaled(model_folder, 1.1)))
-        running = asyncio.create_task(router.generate("a", [5], SamplingParams(max_new_tokens=20)))
-        await until(lambda: bool(anything._requests))
-        report = await router.commit_weights(2, "keep")
-        assert (report.version, report.kept, router.version) == (2, 1, 2)
-        assert set((await running)[0].versions.tolist()) <= {0, 2}
-        await router.close()
-        publisher.close()
-
-    run(main)
-
-
-def test_an_engine_that_breaks_over_a_commit_is_left_out(tmp_path: Path) -> None:
-    class Fragile(ScriptedEngine):
-        async def commit_weights(
-            self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
-        ) -> CommitReport:
-            raise WeightTransferError(f"version {version}: bucket 3 of 7 is missing")
-
-    async def main() -> None:
-        publisher = Publisher(tmp_path)
-        sound, fragile = (kind(script, receiver=receiver()) for kind in (ScriptedEngine, Fragile))
-        router = await routed(sound, fragile)
-        await router.prepare_weights(publisher.publish(1, {"w": torch.ones(2)}))
-        await router.commit_weights(1)
-        assert router.names == ("e0",) and "bucket 3 of 7" in router.left_out["e1"]
-        alone = await routed(fragile)
-        with pytest.raises(NoEngineAvailable, match="serves version 1.*bucket 3 of 7"):
-            await alone.commit_weights(1)
-        await router.close()
-        publisher.close()
 
     run(main)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.actors.engine_actor import GenerateReply
 from headrace.actors.engines.continuation import generate_whole
-from headrace.actors.engines.generate_messages import GenerateReply
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import Completion, EngineStats, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens

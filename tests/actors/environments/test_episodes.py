@@ -260,7 +260,7 @@ def test_so_many_episodes_run_at_once_and_fewer_when_engines_are_gone() -> None:
     async def main() -> None:
         router = Router(timeout_s=1)
         for name in ("a", "b"):
-            await router.add(name, ScriptedEngine(says("a"), tokenizer=TOKENIZER))
+            router.add(name, ScriptedEngine(says("a"), tokenizer=TOKENIZER))
         gate, most, running = Gate(4), 0, 0
 
         async def one() -> None:

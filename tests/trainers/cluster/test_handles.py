@@ -11,8 +11,7 @@ import pytest
 import torch
 from ray.exceptions import RayTaskError
 
-from headrace.actors.engine_actor import EngineHost
-from headrace.actors.engines.protocol import EngineDied
+from headrace.actors.engines.protocol import EngineDied, GenerationEngine
 from headrace.actors.process.remote_methods import decode_arguments
 from headrace.actors.protocols import SpanTable
 from headrace.actors.rollout.actor import RolloutActor
@@ -102,7 +101,7 @@ def test_ray_handles_travel_beside_the_message() -> None:
 
 def test_arguments_of_another_method_are_refused() -> None:
     with pytest.raises(ValueError, match="bytes are not a"):
-        decode_arguments(EngineHost.drop_weights, messages.encode(["latest"]))
+        decode_arguments(GenerationEngine.drop_weights, messages.encode(["latest"]))
 
 
 def test_every_call_names_a_method_whose_types_are_known() -> None:
