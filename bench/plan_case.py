@@ -40,8 +40,8 @@ class PlanCase:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The cost and quality of one plan. Every `_max_over_mean` is the largest value of a rank divided by the ranks'
-    mean."""
+    """The cost and quality of one plan. Each field `..._max_over_mean` is the largest value of a rank
+    divided by the mean of the ranks."""
 
     case: PlanCase
     seconds: float

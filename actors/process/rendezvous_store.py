@@ -1,8 +1,8 @@
 """Lets the members of a torch process group find each other over connections whose two ends know the run's key.
 
-torch's own TCPStore answers everybody who reaches its port: whoever does can take a member's place, or make it connect
-to an address of his choice. `RendezvousServer` and `RendezvousStore` do what process groups need of a store, after the
-handshake of `dataplane/handshake.py`.
+torch's TCPStore has no authentication: anyone who reaches its port can impersonate a member or redirect it to another
+address. `RendezvousServer` and `RendezvousStore` do what process groups need of a store, after the handshake of
+`dataplane/security/handshake.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ number of its request, and replies come in any order.
 
 A request may be followed by a frame with the same number and the op CANCEL, which has no reply of its own. The request
 is then answered soon: either as usual, or by saying that it was cancelled before it took effect. A connection begins
-with the handshake of `dataplane/handshake.py`, and frames follow it.
+with the handshake of `dataplane/security/handshake.py`, and frames follow it.
 """
 
 from __future__ import annotations
