@@ -30,7 +30,19 @@ WIDE = {"fsdp/backend.py", "megatron/backend.py", "actor_specs.py", "steps.py", 
 CROWDED = {"grpo", "directory", "observe", "megatron", "backends", "stores", "dataplane", "transports", "rollout"}
 TWO_MEANINGS = {
     *("balance", "calls", "checks", "digests", "evaluation", "figures", "links", "metrics", "pool", "progress"),
-    *("registry", "report", "requests", "router_replay", "simulate", "trace", "updates", "wire", "worker", "actor"),
+    *(
+        "registry",
+        "report",
+        "requests",
+        "router_replay",
+        "simulate",
+        "trace",
+        "updates",
+        "wire",
+        "worker",
+        "actor",
+        "trackers",
+    ),
 }
 
 
