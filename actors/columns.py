@@ -18,9 +18,9 @@ class ColumnConfig(Section):
     name: str
     """Name of the column."""
     kind: Literal["per_sample", "per_token"] = "per_sample"
-    """Shape of the column. `per_sample`: one number a row, which is that of the data set's column of the same name, or
-    what the environment sets for its episode. `per_token`: one number a token, which the environment sets for turns of
-    the policy."""
+    """Shape of the column. `per_sample`: one number per row, that of the data set's column of the same name or the
+    one that the environment sets for its episode. `per_token`: one number per token, which the environment sets for
+    turns of the policy."""
     dtype: Literal["float32", "int32", "int64"] = "float32"
     """Type of the numbers."""
     default: float | None = None

@@ -9,7 +9,7 @@ import pydantic
 from .section import Count, Positive, Section
 
 MAX_BLOCK_ROWS = 1 << 24
-"""Largest number of rows that a block (a group of rows stored together) may have."""
+"""Largest number of rows that a block (a group of rows stored together) can have."""
 
 StoreKind = Literal["auto", "local", "shm", "tcp", "ray", "simple", "mooncake"]
 
@@ -24,7 +24,7 @@ class StoreConfig(Section):
     storage units. `mooncake` keeps them in a Mooncake store. `auto` is `shm` when the run is on one host, else
     `tcp`."""
     capacity_mib: Count = 1024
-    """Largest number of MiB that rows may take in the store at the same time. A put that would exceed it waits."""
+    """Largest number of MiB that rows can take in the store at the same time. A put that would exceed it waits."""
     num_units: Count | None = None
     """Number of storage units that the stores `tcp` and `simple` start, each in its own process. Unset: one on every
     host for `tcp`, which a number changes for a run on one host only; one in all for `simple`."""
@@ -42,14 +42,14 @@ class DataPlaneConfig(Section):
     store: StoreConfig = StoreConfig()
     """The store that holds the rows' bytes."""
     trusted_network: bool = False
-    """True says that everybody who can reach this run's hosts over the network is trusted. The stores `simple` and
+    """True says that every peer that can reach this run's hosts over the network is trusted. The stores `simple` and
     `mooncake` need it, also on one host: their processes open ports on the network that ask for no key. Those of
-    `simple` run code that anybody sends."""
+    `simple` run code that any peer sends."""
     integrity: Literal["off", "verify"] = "off"
     """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 256 rows of a field, and
     checks them at every read. `off` does neither."""
     samplers: tuple[str, ...] = ()
-    """Import paths (`package.module:factory`) of the samplers that tasks may name besides the built-in ones. The
+    """Import paths (`package.module:factory`) of the samplers that tasks can name besides the built-in ones. The
     directory's process imports no other path, whatever a client asks for. The sampler of `algorithm.sampler` need not
     be listed."""
     timeout_s: Positive = 30.0

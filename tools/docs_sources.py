@@ -99,8 +99,10 @@ def config_markdown() -> str:
 
     head = """# Configuration reference
 
-Made from the sections' classes by `make docs-sources`. A key is written `section.key=value` on the command line and
-below its section in a YAML file; `null` stands for None. `headrace train CONFIG --dry-run` prints all keys of a run.
+This page lists every key of a run, made from the sections' classes by `make docs-sources`. A key is written
+`section.key=value` on the command line and below its section in a YAML file; `null` stands for `unset`. Setting a key
+that has no effect in a run is an error, so that no setting is silently ignored. `headrace train CONFIG --dry-run`
+prints all keys of a run.
 """
     return f"{head}\n{reference_markdown({'simulation': SimulationConfig}).strip()}\n"
 

@@ -36,7 +36,7 @@ class ModelConfig(Section):
 
     renderer: str = "template"
     """Chat format with which an environment speaks to the model in messages. `template` is the chat template of the
-    model's tokenizer, which must only append as a conversation goes on. Other names are those of the package
+    model's tokenizer, which must only append as a conversation continues. Other names are those of the package
     `renderers`, such as `qwen3`, which also read calls of tools; `auto` finds one by the model's hub id."""
     renderer_options: dict[str, Any] = {}
     """Options of the renderer, such as `{enable_thinking: false}` for `qwen3`."""
@@ -60,19 +60,19 @@ class EndpointConfig(Section):
     """Whether there is an endpoint. An environment then finds its address and the secret of its episode in
     `episode.endpoint`. Needs the extra `endpoint`."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address on which the endpoint listens, on a free port. Who reaches it and knows an episode's secret may speak to
-    the policy in that episode."""
+    """Address on which the endpoint listens, on a free port. A client that reaches it and knows an episode's secret can
+    speak to the policy in that episode."""
     rows: Literal["conversation", "call"] = "conversation"
-    """Rows that an episode's calls become. `conversation`: a call that goes on with an earlier one extends its row.
+    """Rows that an episode's calls become. `conversation`: a call that continues an earlier one extends its row.
     `call`: each call is a row of its own. `environment.max_rows` limits their number."""
     model: str = Field(default="policy", min_length=1)
-    """Name of the model in answers and in the list of models. Requests may name any model."""
+    """Name of the model in answers and in the list of models. Requests can name any model."""
     max_body_mib: Count = 4
     """Largest size of a request's body in MiB; it is refused while it is read."""
     max_calls: Count = 1024
     """Largest number of calls that are answered at the same time. Further calls are refused with the status 429."""
     max_episode_calls: Count = 16
-    """Largest number of calls that one episode may have open at the same time."""
+    """Largest number of calls that one episode can have open at the same time."""
     body_timeout_s: Positive = 30.0
     """Seconds within which a request's body must arrive."""
 
@@ -114,10 +114,10 @@ class RolloutConfig(Section):
     logged."""
     environment: Literal["single_turn", "tool_use"] = "single_turn"
     """Environment that the policy acts in. In `single_turn` an episode is one prompt and one answer. In `tool_use` the
-    policy may call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are
+    policy can call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are
     not trained on."""
     tools: tuple[str, ...] = ("calculator",)
-    """Tools that the policy may call in `tool_use`. `calculator` is built in; your own functions from text to text are
+    """Tools that the policy can call in `tool_use`. `calculator` is built in; your own functions from text to text are
     given as `package.module:function`."""
     max_turns: Count = 4
     """Largest number of turns that the policy takes in an episode of `tool_use`."""
@@ -200,7 +200,7 @@ class RouterReplayConfig(Section):
     experts of these tokens themselves. `mask`: rows in which more than `router_replay.max_missing_share` of the tokens
     lack them are not trained on and count as failed. `error`: the run ends."""
     max_missing_share: Share = 0.01
-    """Largest share of the tokens of a step that may lack experts, whatever `router_replay.missing` says; with more the
+    """Largest share of the tokens of a step that can lack experts, whatever `router_replay.missing` says; with more the
     run ends. With `missing=mask`, it is also the largest share of a row."""
     verify: Literal["off", "values", "forward"] = "off"
     """Checks of the experts that train workers replay. `values` checks before each microbatch that the ids are

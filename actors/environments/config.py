@@ -12,7 +12,7 @@ ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers")
 
 
 class EnvironmentConfig(Section):
-    """The environment that the policy acts in: what it is, and how long and how often it may run."""
+    """The environment that the policy acts in: what it is, and how long and how often it can run."""
 
     kind: str | None = None
     """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, or your own as
@@ -28,10 +28,10 @@ class EnvironmentConfig(Section):
     turn, as when an agent rewrites its history. The advantage of an episode counts once, and is that of all its
     rows. An episode with more rows fails."""
     turn_timeout_s: Positive = 120.0
-    """Seconds that the environment may take between two turns of the policy. The time in which the policy generates
+    """Seconds that the environment can take between two turns of the policy. The time in which the policy generates
     does not count."""
     episode_timeout_s: Positive = 600.0
-    """Seconds that the environment may take in an episode, without the time in which the policy generates."""
+    """Seconds that the environment can take in an episode, without the time in which the policy generates."""
     on_timeout: Literal["fail", "partial"] = "fail"
     """Treatment of episodes that take too long. `fail`: they are not trained on, and are counted. `partial`: they end
     where they are, with the rewards that they have been given."""

@@ -94,7 +94,7 @@ class RewardConfig(Section):
     clip: tuple[float, float] | None = None
     """Bounds (low, high) to which a sample's reward is clipped, after it was scaled. Unset: it is not clipped."""
     max_error_share: Share = 0.5
-    """Largest share of a step's rows in which a reward function or the episode may fail; above it the run stops. Failed
+    """Largest share of a step's rows in which a reward function or the episode can fail; above it the run stops. Failed
     rows are counted and not trained on."""
     timeout_s: Positive = 60.0
     """Time limit in seconds for the reward functions of one row. A row that exceeds it counts as failed."""

@@ -65,7 +65,7 @@ REPLACED = (
     "prompt_field", "answer_field", "answer_pattern", "template", "chat_template", "chat_template_kwargs",
     "system_prompt", "options",
 )  # fmt: skip
-"""Keys of section `data` that a source of a mixture or an evaluation may replace."""
+"""Keys of section `data` that a source of a mixture or an evaluation can replace."""
 
 
 class MixedSourceConfig(SourceConfig):
@@ -95,7 +95,7 @@ class DataConfig(Section):
     dataset as training, else none."""
     validation_split: str | None = None
     """Name of the split that validation reads. Unset: `validation`, or `test` if there is none. A dataset that training
-    also reads must have one of these; any other dataset may instead have a single split or the one named by
+    also reads must have one of these; any other dataset can instead have a single split or the one named by
     `data.split`."""
     prompt_field: str = "prompt"
     """Name of the column that holds the prompt: text, or a list of chat messages."""

@@ -26,7 +26,7 @@ class SyncConfig(Section):
     and continues them with the new weights. `abort` cancels them, and the rest of each response is requested again.
     Each token records the version that generated it."""
     kv: Literal["keep", "recompute"] = "recompute"
-    """Treatment of the keys and values of requests that `in_flight=keep` continues. `recompute` computes them anew, so
+    """Treatment of the keys and values of requests that `in_flight=keep` continues. `recompute` computes them again, so
     that every later log-prob is exactly that of the new weights. `keep` uses those of the older weights, which costs
     nothing; `staleness/kv_max` says how old they were. Requests that begin after the sync never read older ones."""
     staging: Staging = "auto"
@@ -44,7 +44,7 @@ class SyncConfig(Section):
     """Folder that `disk` writes to. All hosts must see it. Unset: `weights` in the run folder."""
     timeout_s: Positive = 60.0
     """Seconds after which any single wait of a weight sync fails: the wait for the next bucket, for a receiver to take
-    one, or for an engine's running requests to generate a token. The sync as a whole may take longer, as long as it
+    one, or for an engine's running requests to generate a token. The sync as a whole can take longer, as long as it
     makes progress."""
 
     verify: Verify = "off"
@@ -55,5 +55,5 @@ class SyncConfig(Section):
 
     @property
     def keeps_old_kv(self) -> bool:
-        """True if tokens may be generated from keys and values of older weights."""
+        """True if tokens can be generated from keys and values of older weights."""
         return self.in_flight == "keep" and self.kv == "keep"

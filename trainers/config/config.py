@@ -76,7 +76,7 @@ class PoolConfig(Section):
     """Level at which engines sleep. With 1 they keep their weights in host memory. With 2 they drop them and get the
     newest version when they wake."""
     residual_mib: Count = 1536
-    """Largest GPU memory in MiB that a process may keep after it has fallen asleep or was offloaded, such as its CUDA
+    """Largest GPU memory in MiB that a process can keep after it has fallen asleep or was offloaded, such as its CUDA
     context. An engine that keeps more is replaced, and a train worker that keeps more fails."""
     other_runs: CountOrZero = 3
     """Largest number of other runs whose processes sleep on a GPU while an engine of this run is awake there. Engines
@@ -107,7 +107,7 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The size and number of steps, the order in which groups are trained on, and how far rollouts may run ahead of
+    """The size and number of steps, the order in which groups are trained on, and how far rollouts can run ahead of
     training."""
 
     mode: Mode = "sync"
@@ -143,7 +143,7 @@ class AlgorithmConfig(Section):
     """Number of mini-batches into which a step's groups are dealt. Each is one update of the optimizer. The ratio of
     probabilities then moves away from 1 within a step, so that the bounds of `loss.kind` have something to clip."""
     epochs: Count = 1
-    """Number of times that a step trains on its rows; each epoch deals the mini-batches anew. Needs a mode that trains
+    """Number of times that a step trains on its rows; each epoch deals the mini-batches again. Needs a mode that trains
     on a step as a whole."""
     group_size: int = 8
     """Number of samples of each prompt, which form a group. At least 2."""
@@ -195,7 +195,7 @@ class RunConfig(Section):
     replay: str | None = None
     """Folder of a recorded run (`run.record`) whose groups this run trains on instead of generating any. The model,
     data, sampling, rewards and seed decide what is generated, so they must be those of that run; loss, trainer and mesh
-    may differ."""
+    can differ."""
     keep_best: bool = False
     """Whether the model with the best validation, judged by `validation.metric`, is exported to `best/` in the run
     folder. The validation before the first step sets the value that later ones must beat; the initial model is never
@@ -258,22 +258,22 @@ class ResourcesConfig(Section):
     """Number of compute threads of each worker. Unset: the cores divided by the number of engine processes or of train
     workers, whichever is larger; at most 4 for workers on GPUs, whose operations on the host are small."""
     stage_timeout_s: Positive = 300.0
-    """Seconds after which a stage of a step (train, log-probs, sync) fails. Rollouts, validation and checkpoints may
+    """Seconds after which a stage of a step (train, log-probs, sync) fails. Rollouts, validation and checkpoints can
     take longer: there an actor fails when it makes no progress (no token, no group, no answer) for this many
     seconds."""
     start_timeout_s: Positive = 300.0
-    """Seconds that each part of the start may take: Ray, the data plane, and the actors with their models. It also
+    """Seconds that each part of the start can take: Ray, the data plane, and the actors with their models. It also
     bounds the start of an actor that replaces another."""
     collective_timeout_s: Positive = 300.0
     """Seconds after which a collective operation between train workers (NCCL, gloo) fails, as does their rendezvous at
-    the start. It bounds how long one train worker may wait for another."""
+    the start. It bounds how long one train worker can wait for another."""
     switch_roles: Literal["auto", "always", "never"] = "auto"
     """Whether engines and train workers that share GPUs take turns in their memory, in `sync` mode. With `always` the
     engines sleep while the train workers compute, and the train workers keep their state in host memory while the
     engines generate. With `never` both keep their memory. `auto` takes turns if the GPUs cannot hold both, and says at
     the start what it has chosen. On a machine without GPUs, `auto` is `never`."""
     residual_mib: Count = 1536
-    """Largest GPU memory in MiB that a process may keep while the other side works, such as its CUDA context. An engine
+    """Largest GPU memory in MiB that a process can keep while the other side works, such as its CUDA context. An engine
     that keeps more is replaced, and a train worker that keeps more fails."""
     watchdog: bool = True
     """Whether a separate process ends the run, with a report, when a stage takes longer than
@@ -297,7 +297,7 @@ class LoggingConfig(Section):
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)
     """Address on which the Prometheus endpoint listens. Anyone who can reach it can read the run's metrics."""
     report_minutes: NonNegative = 5.0
-    """Minutes between two builds of report.html while the run goes on, by a process of its own. With 0 the report is
+    """Minutes between two builds of report.html during the run, by a process of its own. With 0 the report is
     built only at the end."""
     samples: SamplesConfig = SamplesConfig()
     """Episodes that are written to samples.jsonl."""

@@ -5,14 +5,13 @@ A key that is not in `EFFECTS` has an effect in every run.
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...actors.rollout.config import MIXTURE, is_generated
 from ...actors.rollout.prompt_files import JSONL_SUFFIXES
-from .config import Config, Mode
+from .config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +23,6 @@ class Need:
     words: str
     """The condition in words, such as `algorithm.mode=async`."""
     holds: Callable[[Config], bool]
-    values: tuple[Any, ...] = ()
-    """Values of `key` with which the condition holds; () if the condition is not given as a list of values."""
     switch: bool = False
     """Whether `key` turns a part of the run on or off, rather than choosing between two ways of doing it."""
 
@@ -45,7 +42,7 @@ def shown(value: Any) -> str:
 
 def _is(key: str, *values: Any) -> Need:
     listed = " or ".join(value if isinstance(value, str) else shown(value) for value in values)
-    return Need(key, f"{key}={listed}", lambda config: value_of(config, key) in values, values)
+    return Need(key, f"{key}={listed}", lambda config: value_of(config, key) in values)
 
 
 def _unlike(key: str, *values: str) -> Need:
@@ -302,22 +299,3 @@ def _among(key: str, overridden: Collection[str]) -> bool:
     """Return whether `overridden` contains `key` or a section that contains `key`."""
     parts = key.split(".")
     return any(".".join(parts[:depth]) in overridden for depth in range(1, len(parts) + 1))
-
-
-# ---------------- The table for readers.
-
-COLUMNS = {"algorithm.mode": typing.get_args(Mode), "trainer.backend": ("fsdp", "megatron", "scripted")}
-"""Columns of the table of effects: config key -> its values, with one column for each value."""
-
-
-def effect_rows(keys: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield, for each of `keys`, its row in the table of effects: the dotted key, an `x` in the columns of the values
-    with which it has an effect, and its other conditions in words."""
-    for key in keys:
-        needs = EFFECTS.get(key, ())
-        marks = [
-            "x" if all(value in need.values for need in needs if need.key == column) else ""
-            for column, values in COLUMNS.items()
-            for value in values
-        ]
-        yield key, *marks, " and ".join(need.words for need in needs if need.key not in COLUMNS)

@@ -24,7 +24,7 @@ class ValidationConfig(Section):
     """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` apply here,
     too."""
     metric: str = REWARD
-    """Metric that tells how good a policy is, the higher the better. `run.keep_best`, `validation.stop_at`, the report
+    """Metric by which a policy is judged, the higher the better. `run.keep_best`, `validation.stop_at`, the report
     and Prometheus use it. It is `val/reward`, `val/exact_match`, the name of a reward function, or with `validation.n`
     above 1 one of `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
     max_new_tokens: Count | None = None
@@ -71,12 +71,12 @@ class EvaluationConfig(Section):
     reward: RewardConfig | None = None
     """Reward functions that score the samples. Unset: those of section `reward`."""
     correct: str | None = None
-    """Name of the reward function that tells which samples are correct: those that it gives at least 1. Unset: the
-    first of the functions."""
+    """Name of the reward function that decides which samples are correct: those with at least 1. Unset: the first
+    function."""
     background: bool = True
-    """Whether training goes on during an evaluation. Its metrics are then logged with the step during which it ended,
+    """Whether training continues during an evaluation. Its metrics are then logged with the step during which it ended,
     and `version_first` and `version_last` tell which policies generated its samples, which the weight syncs of these
-    steps may change. If false, training waits, and all samples are of one version."""
+    steps can change. If false, training waits, and all samples are of one version."""
     in_flight: Count = 32
     """Largest number of prompts of a background evaluation that each rollout actor works on at a time, so that the
     samples of training are not kept waiting."""

@@ -1,10 +1,14 @@
-"""Renders the configuration reference: every key with its type, default, meaning, and where it has an effect."""
+"""Renders the configuration reference: every key with its type, default, meaning, and where it has an effect.
+
+Keys are list entries and not table rows, since a table with a column of long keys does not fit on a phone.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -17,7 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from .config import Config
-from .effects import COLUMNS, EFFECTS, effect_rows, shown
+from .effects import EFFECTS, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,46 +58,90 @@ def run_sections() -> dict[str, type[BaseModel]]:
     return sections
 
 
+START_HERE = (
+    "run.dir",
+    "run.seed",
+    "model.path",
+    "data.train",
+    "data.validation",
+    "data.prompt_field",
+    "data.answer_field",
+    "data.answer_pattern",
+    "data.system_prompt",
+    "data.chat_template",
+    "data.max_prompt_tokens",
+    "environment.kind",
+    "environment.options",
+    "rollout.engine",
+    "rollout.num_engines",
+    "rollout.tp",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "reward.functions",
+    "algorithm.mode",
+    "algorithm.steps",
+    "algorithm.prompts_per_step",
+    "algorithm.group_size",
+    "algorithm.max_staleness",
+    "loss.kind",
+    "loss.kl_coef",
+    "trainer.backend",
+    "trainer.dp",
+    "trainer.tp",
+    "trainer.lr",
+    "trainer.warmup_steps",
+    "trainer.mixed_precision",
+    "trainer.tokens_per_microbatch",
+    "trainer.recompute",
+    "dataplane.store.capacity_mib",
+    "validation.every",
+    "validation.num_prompts",
+    "validation.metric",
+    "logging.trackers",
+    "resources.layout",
+)
+"""The forty keys to read first: those that a first run on one's own model, data and reward sets."""
+
+
 def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:
-    """Return the configuration reference as Markdown: a table of keys for each section, and a table of the keys that
-    have no effect in some runs.
+    """Return the configuration reference as Markdown: the keys to read first, then all keys, section by section.
 
     tools: further sections of the configuration file, which only tools read, such as `{"simulation":
     SimulationConfig}`.
     """
-    return f"{keys_markdown({**run_sections(), **tools})}\n\n{effect_markdown()}\n"
+    sections = {**run_sections(), **tools}
+    return f"{start_markdown(sections)}\n\n{keys_markdown(sections)}\n"
 
 
-def keys_markdown(sections: Mapping[str, type[BaseModel]], level: str = "##") -> str:
-    """Return a Markdown table of keys for each of `sections` (name -> class). level: marks of their headings."""
-    lines: list[str] = []
-    for key in walk_keys(sections):
-        if not key.type:
-            head = _header("Key", "Type", "Default", "Meaning")
-            lines += ["", f"{level} `{key.name}`", "", key.description, "", *head]
-            continue
-        effect = f" Has an effect only with {key.effect}." if key.effect else ""
-        lines.append(_row(f"`{key.name}`", key.type, key.default and f"`{key.default}`", key.description + effect))
-    return "\n".join(lines[1:])
-
-
-def effect_markdown() -> str:
-    """Return, as Markdown, the table of keys that have an effect only in some modes, with some backends or under other
-    conditions."""
-    columns = [value for values in COLUMNS.values() for value in values]
-    lines = ["## Where keys have an effect", ""]
-    lines += ["A key that is not listed has an effect in every run. Setting a listed key without effect is an error."]
-    lines += ["", *_header("Key", *columns, "Other conditions")]
-    lines += [_row(f"`{key}`", *rest) for key, *rest in effect_rows(EFFECTS)]
+def start_markdown(sections: Mapping[str, type[BaseModel]]) -> str:
+    """Return, as a Markdown table, the keys of START_HERE with the first sentence of their meaning."""
+    meanings = {key.name: key.description for key in walk_keys(sections)}
+    lines = ["## Start here", "", f"Most runs set a few of these {len(START_HERE)} keys and leave the rest.", ""]
+    lines += [_row("Key", "Meaning"), _row("---", "---")]
+    lines += [_row(f"`{key}`", _first_sentence(meanings[key])) for key in START_HERE]
     return "\n".join(lines)
 
 
-def _header(*cells: str) -> list[str]:
-    return [_row(*cells), _row(*["---"] * len(cells))]
+def keys_markdown(sections: Mapping[str, type[BaseModel]], level: str = "##") -> str:
+    """Return a Markdown list of keys for each of `sections` (name -> class). level: marks of their headings."""
+    lines: list[str] = []
+    for key in walk_keys(sections):
+        if not key.type:
+            lines += ["", f"{level} `{key.name}`", "", key.description, ""]
+            continue
+        default = f"; default `{key.default}`" if key.default else "; required"
+        first = "; start here" if key.name in START_HERE else ""
+        effect = f" Has an effect only with {key.effect}." if key.effect else ""
+        lines.append(f"- **`{key.name}`** ({key.type}{default}{first}): {key.description}{effect}")
+    return "\n".join(lines[1:])
 
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.]) (?=[A-Z`0-9])", text, maxsplit=1)[0]
 
 
 # ---------------- Keys of one section.

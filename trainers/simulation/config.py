@@ -22,11 +22,11 @@ class SimulationConfig(Section):
     """Largest allowed staleness in the mode `streaming`: the number of weight versions between the start of a rollout
     and the step that trains on it. 0 is strictly on-policy."""
     sampler: Literal["in_order", "windowed", "ready_first", "oldest_version_first"] | None = None
-    """Order in which the trainer takes groups. A group that others overtake may become too old and is then dropped.
+    """Order in which the trainer takes groups. A group that others overtake can become too old and is then dropped.
     Unset: `algorithm.sampler` if it is one of these, else `ready_first` for `streaming` and `in_order` for the other
     modes."""
     window: Count | None = None
-    """Number of consecutive prompts of the prompt stream that the sampler `windowed` may choose from, counted from the
+    """Number of consecutive prompts of the prompt stream that the sampler `windowed` can choose from, counted from the
     first prompt that was neither taken nor dropped. Unset: the window in `algorithm.sampler_options`, else
     `algorithm.prompts_per_step`."""
 

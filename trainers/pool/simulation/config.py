@@ -15,8 +15,8 @@ from ...errors import ConfigError
 from ..state.plan import TenantMap
 
 Policy = Literal["gap_ratio", "first_come", "fixed"]
-"""Rule by which a pool is shared. `gap_ratio`: the rule of the pool itself. `first_come`: who asks first gets the GPUs
-and keeps them until its step is complete. `fixed`: each tenant has a part of its own, by weight."""
+"""Rule by which a pool is shared. `gap_ratio`: the rule of the pool itself. `first_come`: the first request gets the
+GPUs and keeps them until its step is complete. `fixed`: each tenant has a part of its own, by weight."""
 
 
 class SwitchSection(Section):
@@ -46,7 +46,7 @@ class TenantSection(Section):
     weight: Positive = 1.0
     """Weight of the tenant: its share of the pool relative to other tenants with as much work."""
     rollout_gpus: Count
-    """Number of GPUs on which its engines may generate."""
+    """Number of GPUs on which its engines can generate."""
     train_gpus: Count
     """Number of these GPUs on which it trains."""
     tp: Count = 1
