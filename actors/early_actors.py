@@ -32,9 +32,9 @@ BUILD = "build"
 
 
 def enter(folder: str) -> None:
-    """Make `folder` the working folder of this process, so that relative paths of the configuration mean the same files
-    as in the driver. Ray starts the processes of a cluster that was running before in the folder of `ray start`. A
-    no-op on a host that has no such folder."""
+    """Make `folder` the working folder of this process. Relative paths of the configuration then mean the same files as
+    in the driver. Ray starts the processes of a cluster that was running before in the folder of `ray start`. A no-op
+    on a host that has no such folder."""
     if os.path.isdir(folder):
         os.chdir(folder)
 
@@ -64,8 +64,8 @@ class EarlyEngineActor:
         self._actor: EngineHost | None = None
 
     async def call(self, method: str, message: bytes, *arguments: Any) -> bytes:
-        """Run a call: `configure`, or a method of the actual actor (see `EngineHost.call`), which waits until all
-        modules are imported. Raises RuntimeError for a method that is called before `configure`."""
+        """Run a call once all modules are imported: `configure`, or a method of the actor (see `EngineHost.call`).
+        Raises RuntimeError for a method that is called before `configure`."""
         if method == CONFIGURE:
             return _encoded(self.configure(*arguments))
         if self._actor is None:
@@ -100,8 +100,8 @@ class EarlyTrainActor:
         self._actor: TrainActor | None = None
 
     def call(self, method: str, message: bytes, *arguments: Any) -> bytes:
-        """Run a call: `configure`, or a method of the actual actor (see `TrainActor.call`), which waits until all
-        modules are imported. Raises RuntimeError for a method that is called before `configure`."""
+        """Run a call once all modules are imported: `configure`, or a method of the actor (see `TrainActor.call`).
+        Raises RuntimeError for a method that is called before `configure`."""
         if method == CONFIGURE:
             return _encoded(self.configure(*arguments))
         if self._actor is None:

@@ -90,8 +90,7 @@ TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
 
 
 def row_schema(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> Schema:
-    """Return the schema of the rows of a run: ROLLOUT_SCHEMA, with router replay the field `routed_experts`, and the
-    user's own columns.
+    """Return the schema of a run's rows: ROLLOUT_SCHEMA, the user's columns, and with router replay `routed_experts`.
 
     routes: shape of the model's routes; None for a run without router replay. columns: see `data.columns`. Raises
     ValueError if two fields have the same name.
@@ -106,8 +105,8 @@ def row_schema(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -
 
 
 def written_fields(routes: RouteSpec | None, columns: Sequence[ColumnConfig] = ()) -> tuple[str, ...]:
-    """Return the fields that rollout actors write: ROLLOUT_FIELDS, with router replay `routed_experts`, and the user's
-    own columns. routes, columns: see `row_schema`."""
+    """Return the fields that rollout actors write. They are ROLLOUT_FIELDS, the user's columns, and with router replay
+    `routed_experts`. routes, columns: see `row_schema`."""
     return (*ROLLOUT_FIELDS, *([] if routes is None else [ROUTES]), *(column.name for column in columns))
 
 
@@ -343,8 +342,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """Report of one `offload` or `onload` of a train rank: what it moved, how long that took, and what it did to the
-    device's memory. Counts and seconds are 0 when there was nothing to do."""
+    """Report of one `offload` or `onload` of a train rank: what it moved, its seconds, and its effect on device memory.
+    Counts and seconds are 0 when there was nothing to do."""
 
     bytes_moved: int
     """Number of bytes copied between the device and host memory."""
@@ -389,8 +388,8 @@ class TrainBackend(Protocol):
         ...
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Run the forward pass, the summed loss and the backward pass of `count` microbatches, which form one chunk of
-        the step. Gradients are accumulated without scaling.
+        """Run the forward pass, the summed loss and the backward pass of `count` microbatches, one chunk of the step.
+        Gradients are accumulated without scaling.
 
         A step may consist of any number of calls, but all ranks must make the same number of calls with the same
         counts. Microbatches are taken from `micros` one at a time, so that the next one can be read while the current
@@ -400,8 +399,8 @@ class TrainBackend(Protocol):
         ...
 
     def finish_step(self) -> dict[str, float]:
-        """End the step: all-reduce the loss denominator N (the number of tokens, sequences or groups, as the loss
-        defines it), scale the gradients once by 1/N, clip them and step the optimizer.
+        """End the step: scale the gradients once by 1/N, clip them and step the optimizer. The loss denominator N, the
+        number of tokens, sequences or groups as the loss defines it, is all-reduced first.
 
         Returns metrics over all ranks. When N is 0 or a gradient is not finite, the optimizer step is skipped and the
         metric `train/skipped` is 1.
@@ -415,8 +414,8 @@ class TrainBackend(Protocol):
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Return the log-probs of the tokens of each microbatch, float32 `[sum(lengths)]` on the CPU, aligned with
-        `input_ids`.
+        """Return the log-probs of the tokens of each microbatch, aligned with `input_ids`. They are float32
+        `[sum(lengths)]` on the CPU.
 
         The log-prob of a token is conditioned on the tokens before it. It is 0 at each row's first token and, if the
         batch has `response_mask`, wherever that mask is 0. reference: True asks for the log-probs of the reference
@@ -426,8 +425,8 @@ class TrainBackend(Protocol):
         ...
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the dtype and shape of each weight by its Hugging Face (HF) name, in the order in which `weights`
-        yields the weights; the result is the same on every rank.
+        """Return the dtype and shape of each weight by its Hugging Face (HF) name, in the order of `weights`. The
+        result is the same on every rank.
 
         The names are those of the HF model's parameters, with a layer's experts stacked into one tensor; tied
         parameters appear once. The call is not collective.
@@ -435,8 +434,7 @@ class TrainBackend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the HF name and the full tensor of each weight, gathered from the ranks one weight (or fused module) at
-        a time.
+        """Yield the HF name and the full tensor of each weight, gathered one weight (or fused module) at a time.
 
         The model is never gathered as a whole. The call is collective, so every rank must iterate to the end. On rank 0
         each tensor is complete, detached, on the backend's device, and valid until the next one is requested; on other
@@ -483,8 +481,8 @@ class TrainBackend(Protocol):
         ...
 
     def group_holders(self) -> Sequence[object]:
-        """Return the objects from which every reference of the backend to a process group can be reached, so that
-        other groups can be put in their place (see `ProcessGroups`)."""
+        """Return the objects through which all references to process groups are reached, so that they can be replaced.
+        See `ProcessGroups`."""
         ...
 
     def close(self) -> None:

@@ -186,8 +186,8 @@ def _number(value: float) -> float | None:
 
 
 def _kept(response_mask: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Return the indices of the tokens of an answer that are written, ascending: all from the first one that the policy
-    chose, or the first and the last half of `max_tokens`."""
+    """Return the indices of the tokens of an answer that are written, ascending. They are all from the first one that
+    the policy chose, or the first and the last half of `max_tokens`."""
     chosen = np.flatnonzero(response_mask)
     answer = np.arange(chosen[0] if len(chosen) else len(response_mask), len(response_mask))
     if len(answer) <= max_tokens:

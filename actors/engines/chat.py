@@ -233,8 +233,8 @@ class RendererFormat:
 
 
 def _with_all_thinking(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a renderer that keeps the reasoning of earlier turns, as these are in the row anyway; the
-    renderer would otherwise begin a new row at each message of the user."""
+    """Return the options of a renderer that keeps the reasoning of earlier turns. The reasoning is in the row anyway; a
+    renderer that drops it would begin a new row at each message of the user."""
     return {**({} if name in ("default", "auto") else {"thinking_retention": "all"}), **options}
 
 

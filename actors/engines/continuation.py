@@ -20,8 +20,7 @@ from .stop_texts import StopTexts
 async def generate_whole(
     engine: Generator, tokenizer: Any, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
 ) -> list[Completion]:
-    """Generate `params.n` completions, and continue those that were cut off (finish_reason `abort`) until they are
-    complete.
+    """Generate `params.n` completions, and continue those that were cut off (finish_reason `abort`) to their end.
 
     tokenizer: used to find stop texts that begin before a cut and end after it. Raises what the engine raises, such as
     RuntimeError if the engine is closed.

@@ -46,8 +46,8 @@ def cache_bytes(per_token: int, length: int, num_sequences: int = 1) -> int:
 
 
 def check_cache(size_bytes: int, per_token: int | None, length: int) -> None:
-    """Raise ValueError if a key-value cache of `size_bytes` is too small for one sequence of `length` tokens, with
-    which no engine starts. per_token: see `token_bytes`; with None nothing is checked."""
+    """Raise ValueError if `size_bytes` of key-value cache hold no sequence of `length` tokens. No engine starts with so
+    little. per_token: see `token_bytes`; with None nothing is checked."""
     if per_token is None or size_bytes >= cache_bytes(per_token, length):
         return
     raise ValueError(

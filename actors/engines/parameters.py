@@ -36,8 +36,8 @@ class ParameterSet:
         self._tensors.update(model.state_dict(keep_vars=True))
 
     def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Check an update (HF name -> tensor) against the model, and return a (name, source tensor) pair for each
-        tensor to replace.
+        """Check an update (HF name -> tensor) against the model. Returns a (name, source tensor) pair for each tensor
+        to replace.
 
         Tied parameters give one pair. Changes nothing. Raises ValueError if parameters are unknown, missing, or of the
         wrong shape or dtype, or if tied parameters are sent with different values; the message names the parameters.
@@ -67,8 +67,7 @@ class ParameterSet:
             raise ValueError(f"weights: {name!r} has dtype {source.dtype}, expected {dtype}")
 
     def copy(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy each source tensor in `pairs`, which `match` returned, into the model's tensor of that name, in
-        place."""
+        """Copy each source tensor in `pairs`, which `match` returned, into the model's tensor of that name."""
         with torch.no_grad():
             for name, source in pairs:
                 self._tensors[name].copy_(source)

@@ -134,8 +134,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """Report on switching an engine to a new version of the weights: how long it took and which requests it
-    affected."""
+    """Report on switching an engine to new weights: how long it took and which requests it affected."""
 
     version: int
     """Version that the engine serves now."""
@@ -202,8 +201,7 @@ class WeightHost(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Number of engine processes that receive weights: the tensor-parallel size for vLLM, 1 for engines that run in
-        this process."""
+        """Number of engine processes that receive weights: the tensor-parallel size for vLLM, else 1."""
         ...
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
@@ -237,8 +235,8 @@ class WeightHost(Protocol):
         ...
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
-        """Compare the weights that the engine serves with the trainer's `digests`, and return how many were compared:
-        all that the engine keeps in the form in which they were sent. Nothing may be generated meanwhile: pause the
+        """Compare the served weights with the trainer's `digests`, and return how many were compared. Compared are all
+        weights that the engine keeps in the form in which they were sent. Nothing may be generated meanwhile: pause the
         engine before the commit.
 
         Raises ValueError if the engine does not serve the version of `digests`, and EngineBroken, naming a weight, if
@@ -286,8 +284,8 @@ class Sleeper(Protocol):
 
 
 class ServingEngine(Generator, Protocol):
-    """Protocol of an engine as the actor that generates with it sees it: it has counters, it may die, and it is closed
-    in the end. A `Router` in front of several engines is one, too."""
+    """Protocol of an engine for the actor that generates with it: it has counters, can die, and is closed at the end. A
+    `Router` in front of several engines is one, too."""
 
     @property
     def stats(self) -> EngineStats:
@@ -296,8 +294,8 @@ class ServingEngine(Generator, Protocol):
 
     @property
     def progress(self) -> int:
-        """Number that changes whenever the engine generates tokens, even for requests that it has not answered yet, and
-        whenever it receives a bucket (piece) of a weight update.
+        """Number that changes whenever the engine generates tokens or receives a bucket (piece) of a weight update.
+        Tokens of requests that it has not answered yet count too.
 
         Raises EngineDied if the engine's own process is known to be gone.
         """

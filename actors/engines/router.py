@@ -133,8 +133,7 @@ class Router:
         self._wake()
 
     async def remove(self, name: str, grace_s: float = 0.0) -> ServingEngine:
-        """Stop sending requests to an engine, wait until none of its requests is in flight, and return it without
-        closing it.
+        """Stop sending requests to an engine, wait until none is in flight, and return it without closing it.
 
         Requests that the engine has not answered within `grace_s` seconds are cancelled there and started again on
         other engines. Raises KeyError if there is no engine of this name.
@@ -210,7 +209,7 @@ class Router:
     # ---------------------------------------------------------------- requests
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Generate completions with one of the engines; when that engine dies or breaks, another one repeats the whole
+        """Generate completions with one of the engines. When that engine dies or breaks, another one repeats the whole
         request.
 
         Raises NoEngineAvailable when no engine is available for `timeout_s` seconds, and whatever a healthy engine
@@ -395,8 +394,7 @@ class _Routed:
 
 
 class _Moved(Exception):
-    """Signals that `Router.remove` cancelled a request on its engine, so that the request must be sent to another
-    engine."""
+    """Signals that `Router.remove` cancelled a request on its engine, so that another engine must take it."""
 
 
 async def _attempt(

@@ -60,8 +60,8 @@ def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.
 
 
 def draw(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token per row by inverse transform sampling, int64 `[B]`: the first token whose cumulative probability
-    exceeds `uniform`.
+    """Draw one token per row by inverse transform sampling, int64 `[B]`. It is the first token whose cumulative
+    probability exceeds `uniform`.
 
     uniform: random numbers in [0, 1), float64 `[B]`. A token of probability 0 is never drawn. A row with NaN log-probs
     gets an arbitrary valid token, whose log-prob is NaN.

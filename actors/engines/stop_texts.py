@@ -35,8 +35,7 @@ class StopTexts:
         return np.array([any(text in tail for text in self._texts) for tail in tails], dtype=bool)
 
     def first_end(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens up to and including the one that completes the first stop text; None when there
-        is no stop text."""
+        """Return the number of tokens up to the one that completes the first stop text; None without a stop text."""
         row = np.asarray(tokens)
         for length in range(1, len(row) + 1):
             if self.ended([row[:length]])[0]:

@@ -35,9 +35,9 @@ class VerifiersEnvironment:
     """Plays tasks of a verifiers environment by number. One child process plays all episodes of a rollout actor."""
 
     def __init__(self, env: Mapping[str, Any], python: str | None = None, path: Sequence[str] = ()) -> None:
-        """env: configuration of the environment as verifiers takes it, such as `{taskset: {id: my-taskset}, agent:
-        {runtime: {type: subprocess}}}`. python: path of a Python that has verifiers; None is that of the run. path:
-        folders that are put in front of the child's import path.
+        """Set the environment up as verifiers takes it. env: its configuration, such as `{taskset: {id: my-taskset},
+        agent: {runtime: {type: subprocess}}}`. python: path of a Python that has verifiers; None is that of the run.
+        path: folders that are put in front of the child's import path.
 
         Raises ValueError if `env` names no taskset or `python` is no file.
         """

@@ -34,8 +34,8 @@ def available_memory(root: Path = CGROUP) -> int:
 
 
 def _file_pages(root: Path) -> int:
-    """Return the number of bytes of cached file pages of the container that have not been used lately
-    (`inactive_file`); 0 when that cannot be read."""
+    """Return the bytes of the container's cached file pages that were not used lately (`inactive_file`). Returns 0 when
+    that cannot be read."""
     try:
         lines = (root / "memory.stat").read_text().splitlines()
     except OSError:

@@ -94,8 +94,8 @@ def assumed_machine() -> AssumedMachine | None:
 
 
 def gpu_sizes() -> tuple[int, ...]:
-    """Return the total memory in bytes of each GPU of this host, as NVML or `nvidia-smi` tells it, or of an assumed
-    one; () without GPUs."""
+    """Return the total memory in bytes of each GPU of this host; () without GPUs. NVML or `nvidia-smi` gives it, or an
+    assumed GPU."""
     assumed = assumed_machine()
     if assumed is not None:
         return (assumed.gpu_bytes,) * assumed.gpus

@@ -14,8 +14,8 @@ HEAP_BYTES = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep up to KEPT_BYTES of freed memory, instead of giving them back to the operating system and
-    asking for them again. Returns whether this process has an allocator that can be told so, which is glibc's.
+    """Let the allocator keep up to KEPT_BYTES of freed memory instead of returning it to the operating system. Returns
+    whether this process has an allocator that can be told so, which is glibc's.
 
     A step on a CPU frees its tensors and needs as many in the next microbatch or token. With glibc's own limits the
     system took their pages away each time and cleared others for them, thousands a step.
@@ -28,8 +28,8 @@ def keep_freed_memory() -> bool:
 
 
 def settle() -> None:
-    """Take all objects that exist now, most of which are imported modules, out of the garbage collector's sight, once
-    it has removed the garbage among them. Otherwise each full collection looks at all of them, which stops the process
-    for a tenth of a second."""
+    """Take all objects that exist now, most of them imported modules, out of the garbage collector's sight. It first
+    removes the garbage among them. Otherwise each full collection looks at all of them, which stops the process for a
+    tenth of a second."""
     gc.collect()
     gc.freeze()

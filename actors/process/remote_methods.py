@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_thread_of(group: str) -> Callable[[F], F]:
-    """Return a decorator that makes the actor run a method in the threads of its Ray concurrency group `group` instead
-    of its main thread."""
+    """Return a decorator that runs a method of the actor in the threads of its Ray concurrency group `group`. The main
+    thread is then free."""
 
     def mark(method: F) -> F:
         method.__dict__["concurrency_group"] = group
@@ -65,8 +65,8 @@ def decode_result(method: Callable[..., Any], reply: bytes) -> Any:
 
 
 def invoke(target: object, method: str, message: bytes, actors: Sequence[Any] = ()) -> Any:
-    """Run the method named `method` of `target` with the arguments in `message`, followed by the Ray handles `actors`,
-    and return its result, which may be awaitable."""
+    """Run a method of `target` and return its result, which may be awaitable. `message` has its name `method` and its
+    arguments, which the Ray handles `actors` follow."""
     arguments = decode_arguments(getattr(type(target), method), message, len(actors))
     return getattr(target, method)(*arguments, *actors)
 

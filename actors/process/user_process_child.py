@@ -26,8 +26,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Have Linux kill this process when the thread of process `parent` that started it ends, which runs the event loop,
-    also while a function hangs. Elsewhere the process ends when its input is closed and no function runs."""
+    """Make Linux kill this process when the thread of process `parent` that started it ends. That thread runs the event
+    loop. The kill works also while a function hangs. Elsewhere the process ends when its input is closed and no
+    function runs."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -22,8 +22,9 @@ may use CPU time of this process."""
 
 
 class TooManyHang(RuntimeError):
-    """Raised instead of starting a call of a user's function when too many earlier calls hang, that is, still run after
-    they timed out or were cancelled. The message names the function that was not started, and the time limit."""
+    """Raised instead of starting a call of a user's function when too many earlier calls hang. A call hangs if it still
+    runs after it timed out or was cancelled. The message names the function that was not started, and the time
+    limit."""
 
 
 class UserThreads:
@@ -91,7 +92,7 @@ class _Call(Generic[T]):
         result: asyncio.Future[T],
         returned: Callable[[], None],
     ) -> None:
-        """returned: callback that the thread calls if the function returns only after the call timed out or was
+        """Watch a call. returned: callback for a function that returns only after its call timed out or was
         cancelled."""
         self._function = function
         self._loop = loop

@@ -12,8 +12,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete `\boxed{...}` (or `\fbox{...}`) in `text`, with balanced braces and
-    without surrounding white space. Returns None if there is none."""
+    r"""Return the content of the last complete `\boxed{...}` (or `\fbox{...}`) in `text`. Braces in it are balanced,
+    and white space around it is removed. Returns None if there is none."""
     for box in reversed(list(_BOX.finditer(text))):
         depth, index = 1, box.end()
         while index < len(text):
@@ -42,8 +42,8 @@ def expected_answer(prompt: Prompt) -> str:
 
 
 class Boxed:
-    r"""Reward of 1.0 when the content of the response's last `\boxed{...}` is the expected answer, apart from white
-    space, else 0.0."""
+    r"""Reward of 1.0 when the response's last `\boxed{...}` holds the expected answer, else 0.0. White space is
+    ignored."""
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
         """Return the reward. An expected answer that is itself boxed is compared by its content. Raises ValueError when

@@ -59,8 +59,8 @@ class ApartValues:
 
 
 def is_apart(config: RewardFunctionConfig, function: Any) -> bool:
-    """Return whether a reward function is computed apart: a coroutine function, one that scores whole groups, or one
-    that runs in processes of its own."""
+    """Return whether a reward function is computed apart from the others. That is a coroutine function, one that scores
+    whole groups, or one that runs in processes of its own."""
     return config.per == "group" or config.runs == "process" or is_coroutine_function(function)
 
 

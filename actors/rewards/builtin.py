@@ -19,7 +19,7 @@ def exact_match(prompt: Prompt, response: str, finish_reason: str) -> float:
 
 
 def per_position(prompt: Prompt, response: str, finish_reason: str) -> float:
-    """Return the share, 0.0 to 1.0, of character positions at which the response and the answer agree, both stripped of
+    """Return the share, 0.0 to 1.0, of character positions at which response and answer agree. Both are stripped of
     surrounding white space.
 
     The number of agreeing positions is divided by the length of the longer text, so missing and extra characters count
@@ -31,8 +31,8 @@ def per_position(prompt: Prompt, response: str, finish_reason: str) -> float:
 
 
 class Format:
-    """Reward of 1.0 when the whole stripped response matches a pattern and the model ended the response itself
-    (finish_reason `stop`), else 0.0."""
+    """Reward of 1.0 when the whole stripped response matches a pattern, else 0.0. The model must have ended the
+    response itself (finish_reason `stop`)."""
 
     def __init__(self, pattern: str) -> None:
         """pattern: a regular expression, in which `.` also matches newlines. Raises ValueError if the expression is
@@ -53,9 +53,9 @@ class Overlong:
     """
 
     def __init__(self, max_length: int, cache: int) -> None:
-        """max_length: largest number of tokens that the policy may generate, including the stop token; it corresponds
-        to `rollout.max_new_tokens` (20480 in the paper). cache: number of tokens below `max_length` over which the
-        reward falls (4096 in the paper). Raises ValueError unless 1 <= cache <= max_length."""
+        """Set the lengths. max_length: largest number of tokens that the policy may generate, including the stop token;
+        it corresponds to `rollout.max_new_tokens` (20480 in the paper). cache: number of tokens below `max_length` over
+        which the reward falls (4096 in the paper). Raises ValueError unless 1 <= cache <= max_length."""
         for name, value in (("max_length", max_length), ("cache", cache)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"reward overlong: {name} {value!r}, expected a whole number of tokens, 1 or more")

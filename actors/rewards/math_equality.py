@@ -16,13 +16,13 @@ _SPARE_S = 1.0
 
 
 class MathVerify:
-    r"""Reward of 1.0 when the answer in the response equals the expected answer by value, such as 0.5 and \frac{1}{2},
-    else 0.0. The comparison is that of the package math-verify."""
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. The
+    comparison is that of the package math-verify."""
 
     def __init__(self, extract: Literal["boxed", "any"] = "boxed", timeout_s: float = 5.0) -> None:
-        r"""extract: `boxed` looks at the content of the last `\boxed{...}` only; `any` also accepts other formulas and
-        numbers, the last one if there are several, as math-verify finds them. timeout_s: time limit in seconds of a
-        comparison. Raises ValueError for other values."""
+        r"""Choose where the answer is looked for. extract: `boxed` looks at the content of the last `\boxed{...}` only;
+        `any` also accepts other formulas and numbers, the last one if there are several, as math-verify finds them.
+        timeout_s: time limit in seconds of a comparison. Raises ValueError for other values."""
         if extract not in ("boxed", "any"):
             raise ValueError(f"reward math_verify: extract {extract!r}, expected 'boxed' or 'any'")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:

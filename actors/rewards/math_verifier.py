@@ -23,8 +23,8 @@ holds even when the parent is gone and a computation in C never returns to the i
 
 
 class MathVerifier:
-    r"""Reward of 1.0 when the answer in the response equals the expected answer by value, such as 0.5 and \frac{1}{2},
-    else 0.0. Its methods must be called in the main thread."""
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. Its
+    methods must be called in the main thread."""
 
     def __init__(self, extract: Literal["boxed", "any"], timeout_s: float) -> None:
         """Import math-verify. extract, timeout_s: see `MathVerify`."""
@@ -53,8 +53,8 @@ class MathVerifier:
                 return 0.0
 
     def answer_of(self, response: str) -> str | None:
-        """Return the answer that a response votes for in a majority vote: a number as a decimal, so that equal numbers
-        give equal texts, all else as math-verify writes it. None if there is no answer."""
+        """Return the answer that a response votes for in a majority vote. A number becomes a decimal, so that equal
+        numbers give equal texts; all else is as math-verify writes it. None if there is no answer."""
         text = self._answer_text(response)
         if text is None:
             return None

@@ -17,8 +17,7 @@ from .arguments import EPISODE, TOKENS, wanted_by
 
 
 class TokenReward(Protocol):
-    """Reward function that depends on the length of the response in tokens, which it gets as the keyword argument
-    `response_tokens`."""
+    """Reward function that also takes the response's length in tokens, as the keyword argument `response_tokens`."""
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, response_tokens: int) -> float: ...
 

@@ -128,7 +128,7 @@ class RolloutActor(EngineHost):
         return self._worker
 
     def _target(self, method: str) -> object:
-        """Return the object on which `call` runs `method`: the worker for its own methods, else this actor or its
+        """Return the object that has `method` for `call`: the worker for its own methods, else this actor or its
         engine."""
         of_worker = hasattr(RolloutWorker, method) and not hasattr(self, method)
         return self.worker if of_worker else super()._target(method)
@@ -207,8 +207,8 @@ class RolloutActor(EngineHost):
         )
 
     def data_notes(self) -> tuple[str, ...]:
-        """Return sentences for the user about the prompt sources that `build` opened, such as which split was chosen
-        and how many prompts were left out."""
+        """Return sentences for the user about the prompt sources that `build` opened. They say which split was chosen,
+        for example, and how many prompts were left out."""
         return self._data_notes
 
     # ---------------------------------------------------------------- engines that are actors of their own
@@ -251,8 +251,8 @@ class RolloutActor(EngineHost):
             await (await self._router.remove(name, grace_s)).close()
 
     async def suspend_engine(self, name: str, cut: bool) -> Suspension:
-        """Stop sending requests to an engine until `readmit_engine`, and wait until none of its requests is in flight;
-        see `Router.suspend`."""
+        """Stop sending requests to an engine until `readmit_engine`, and wait for those in flight. See
+        `Router.suspend`."""
         return await self._router.suspend(name, cut=cut)
 
     async def readmit_engine(self, name: str, handle: Any) -> None:
@@ -271,8 +271,8 @@ class RolloutActor(EngineHost):
         return engine
 
     async def progress(self) -> int:
-        """Return a number that changes whenever the engine or the worker makes progress, so that the driver can tell a
-        slow actor from one that hangs. Raises EngineDied if the engine is known to have died."""
+        """Return a number that changes whenever the engine or the worker makes progress. It tells a slow actor from one
+        that hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress + self.worker.progress
 
     # ---------------------------------------------------------------- the end

@@ -163,8 +163,8 @@ class DataConfig(Section):
         return tuple(part.source for part in self.mixture) if self.train == MIXTURE else (self.train,)
 
     def parts(self, *, validation: bool) -> list[DataConfig]:
-        """Return the section for each source of the training prompts, or of the validation prompts if `validation` is
-        True: the section itself, or with a mixture one for each of its sources."""
+        """Return the section for each source of the training prompts, or with `validation` of the validation prompts.
+        It is the section itself, or with a mixture one for each of its sources."""
         if self.source(validation=validation) != MIXTURE:
             return [self]
         return [

@@ -45,14 +45,14 @@ class FigureScheme:
         return self.key(f"avg@{n}") if self.correct is not None else EXACT_MATCH
 
     def best_key(self, name: str, count: int) -> str:
-        """Return the key of the best-of-K variant of the reward metric `name` (`reward` or `reward/NAME`), with K =
+        """Return the key of the best-of-K variant of the reward metric `name` (`reward` or `reward/NAME`). K is
         `count`."""
         return self.key(f"best@{count}" if name == "reward" else f"{name}/best@{count}")
 
 
 def figure_names(rewards: Sequence[str], n: int) -> list[str]:
-    """Return the keys of all validation metrics that measure the quality of a policy: means and best-of-K values of
-    rewards and exact match, and the majority vote.
+    """Return the keys of all validation metrics that measure the quality of a policy. They are means and best-of-K
+    values of rewards and exact match, and the majority vote.
 
     rewards: names of the reward functions. n: number of samples of each prompt.
     """
@@ -70,8 +70,8 @@ def find_figure(name: str, known: Collection[str]) -> str | None:
 
 
 def best_counts(n: int) -> list[int]:
-    """Return the values of K for which best-of-K metrics are computed when a prompt has `n` samples: the powers of two
-    from 2 to `n`, and `n` itself. There are none when `n` is 1."""
+    """Return the values of K for the best-of-K metrics of a prompt with `n` samples: powers of two up to `n`, and `n`.
+    There are none when `n` is 1."""
     return sorted({2**power for power in range(1, n.bit_length()) if 2**power <= n} | ({n} if n > 1 else set()))
 
 
@@ -155,8 +155,9 @@ class FigureSums:
 
     @property
     def sums(self) -> dict[str, float]:
-        """Sum of each metric, by metric key: over prompts if it is of K samples (best, pass, majority), otherwise over
-        samples. It does not depend on the order in which prompts were added, which is the one in which they end."""
+        """Sum of each metric, by metric key. It runs over prompts for a metric of K samples (best, pass, majority),
+        otherwise over samples. It does not depend on the order in which prompts were added, which is the one in which
+        they end."""
         return {key: math.fsum(totals) for key, totals in self._totals.items()}
 
     def add(self, key: str, total: float, count: int) -> None:

@@ -118,8 +118,7 @@ class GroupJournal:
         return sorted(self._latest)
 
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
-        """Call `refresh`, and return the groups of the prompts at `positions`, leaving out prompts without a group in
-        the journal.
+        """Call `refresh`, and return the groups of those prompts at `positions` that have one in the journal.
 
         Raises DamagedJournal if a record is damaged. In a replay, a prompt without a group raises ValueError, which
         names the prompt's position.
@@ -149,8 +148,8 @@ class GroupJournal:
             return None
 
     def trim(self, first: int, outstanding: Collection[int]) -> None:
-        """Remove segment files, of any writer, that are no longer needed: those whose positions in the prompt stream
-        are all below `first` and not in `outstanding`.
+        """Remove segment files, of any writer, that are no longer needed. Their positions in the prompt stream are all
+        below `first` and not in `outstanding`.
 
         The segment file that this process is writing is closed first, so that it can be removed too, now or later.
         Files that other processes are writing are kept. Idempotent; does nothing unless the purpose is `resume`. Raises
@@ -245,8 +244,7 @@ def _sizes(folder: Path) -> dict[Path, int]:
 
 
 def _remove_unless_written(path: Path, end: int) -> None:
-    """Remove a segment file (a file of the journal), unless a process is writing to it or it has records after byte
-    `end`.
+    """Remove a segment file of the journal, unless a process is writing to it or it has records after byte `end`.
 
     Does nothing if the file no longer exists.
     """

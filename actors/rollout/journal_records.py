@@ -70,8 +70,8 @@ class RecordHead:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """Part of a record's body that precedes the encoded columns of the rows: the rows' metadata, the group's counts and
-    sums, and the layout of the columns."""
+    """Part of a record's body that precedes the encoded columns of the rows. It has the rows' metadata, the group's
+    counts and sums, and the layout of the columns."""
 
     keys: list[str]
     versions: np.ndarray
@@ -92,8 +92,8 @@ def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
 
 
 def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], int]:
-    """Return the byte offset and the header of every complete record from byte `start` on, and the byte at which the
-    last of these records ends.
+    """Return the offset and header of every complete record from byte `start` on, and the end of the last one. All
+    offsets are in bytes.
 
     An incomplete record at the end of the file is left out, because its writer was killed while writing it or is still
     writing it. Bodies are not read. Raises DamagedJournal if a header is damaged, and FileNotFoundError if there is no

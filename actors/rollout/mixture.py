@@ -56,8 +56,8 @@ class MixedSource:
         return [self.row(index).text for index in range(start, stop)]
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each place of a block the index of its stream, and how many earlier places of the block have that
-        stream: two int64 `[BLOCK]`."""
+        """Return, for each place of a block, its stream's index and how many earlier places have that stream. Both are
+        int64 `[BLOCK]`."""
         parts = np.repeat(np.arange(len(self._counts)), self._counts)
         parts = np.random.default_rng([self._seed, block]).permutation(parts)
         before = np.zeros(BLOCK, dtype=np.int64)

@@ -54,8 +54,8 @@ def checked_scores(columns: Sequence[ColumnConfig], samples: Sequence[Sample], s
 
 
 def sample_number(column: ColumnConfig, sample: Sample) -> float:
-    """Return the number that a sample has for a `per_sample` column: that which the environment set, else that of its
-    prompt, else the default. Raises ValueError if it has none. For a `per_token` column it is the default, or 0."""
+    """Return a sample's number for a `per_sample` column: the environment's, else the prompt's, else the default.
+    Raises ValueError if it has none. For a `per_token` column it is the default, or 0."""
     if column.kind == "per_token":
         return column.default or 0.0
     for place in (sample.columns, sample.prompt.fields):

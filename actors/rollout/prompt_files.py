@@ -63,16 +63,16 @@ def load_rows(config: DataConfig, *, validation: bool = False) -> PromptRows:
 
 
 def subset_of(config: DataConfig, *, validation: bool) -> str | None:
-    """Return the name of the dataset configuration (subset) that training reads, or that validation reads if
-    `validation` is True; None if no name is configured."""
+    """Return the name of the dataset configuration (subset) that training reads; None if none is configured. With
+    `validation`, it is that of the validation prompts."""
     if not validation or (config.validation_subset is None and config.source(validation=True) == config.train):
         return config.subset
     return config.validation_subset
 
 
 def validation_note(config: DataConfig, rows: PromptRows, name: str = "validation") -> str | None:
-    """Return a sentence that tells the user which prompts the evaluation `name` reads, if the split was chosen
-    automatically or if the prompts are also trained on; else None."""
+    """Return a sentence on the prompts that the evaluation `name` reads, if the user should know; else None. The user
+    should if the split was chosen automatically, or if the prompts are also trained on."""
     same = config.source(validation=True) == config.train
     if rows.split is not None and config.validation_split is None:
         return f"{name} reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
@@ -121,8 +121,8 @@ def _load_split(config: DataConfig, source: str, path: Path, validation: bool) -
 
 
 def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) -> str:
-    """Return the name of the split that validation reads: the configured one; else `validation` or `test`; else, for a
-    dataset that training does not read, its only split or the one named by `data.split`.
+    """Return the name of the split that validation reads. It is the configured one; else `validation` or `test`; else,
+    for a dataset that training does not read, its only split or the one named by `data.split`.
 
     Raises ValueError if training reads the dataset and neither `validation` nor `test` is left for validation.
     """

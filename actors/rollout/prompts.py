@@ -138,8 +138,7 @@ class TableSource:
             ) from error
 
     def _check_template_arguments(self) -> None:
-        """Raise ValueError if `data.chat_template_kwargs` has an argument that the chat template does not read, because
-        the template would ignore it."""
+        """Raise ValueError if `data.chat_template_kwargs` has an argument that the chat template would ignore."""
         given = self._config.chat_template_kwargs
         template = str(getattr(self._tokenizer, "chat_template", None) or "")
         for name in given:
@@ -172,8 +171,8 @@ class TableSource:
 
 
 class PromptStream:
-    """Endless sequence of the prompts of a source, in an order determined by a seed, so that every actor finds the same
-    prompt at a given position.
+    """Endless sequence of the prompts of a source, in an order determined by a seed. Every actor finds the same prompt
+    at a given position.
 
     A finite source is read in epochs, each with its own random order if `shuffle` is True. The order of an endless
     source is kept.
@@ -248,8 +247,7 @@ def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
 
 
 def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
-    """Tokenise the source's prompts (the first 1000 of an endless one), and return the length in tokens of the longest
-    prompt.
+    """Tokenise the source's prompts, the first 1000 of an endless one, and return the longest length in tokens.
 
     Raises ValueError if prompts have more than `max_tokens` tokens. The message names the first of them with their
     lengths, and says how many there are.

@@ -76,8 +76,7 @@ class RolloutReport:
         return self.rows - self.failed
 
     def component_means(self) -> dict[str, float]:
-        """Return, for each reward function by name, the mean of its unweighted values over the rows that did not
-        fail."""
+        """Return, for each reward function by name, the mean of its unweighted values over rows that did not fail."""
         return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
 
 

@@ -78,8 +78,9 @@ def rollout_rows(
     max_rows: int = 1,
     columns: Sequence[ColumnConfig] = (),
 ) -> tuple[Batch, dict[str, np.ndarray]]:
-    """Convert samples and their scores to N rows with the fields of `written_fields`, and to tags, the metadata of the
-    rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is trained on.
+    """Convert samples and their scores to N rows with the fields of `written_fields`, and to tags. Tags are the
+    metadata of the rows (tag name -> float32 `[N]`). Failed rows are masked, which means that none of their tokens is
+    trained on.
 
     max_rows: number of rows of each sample, so that N is `max_rows` times the number of samples. A sample that has
     fewer gets masked rows of one token each, whose tag `valid` is 0. Above 1, the tag EPISODE has the sample's index in
@@ -137,8 +138,8 @@ def rollout_rows(
 
 
 def sample_keys(sample: Sample, max_rows: int) -> list[str]:
-    """Return the keys of the rows of a sample: `{prompt_uid}.{sample}` of the first, and `{prompt_uid}.{sample}+{row}`
-    of the others. What stands before the dot names the group in the data plane."""
+    """Return the keys of a sample's rows: first `{prompt_uid}.{sample}`, then `{prompt_uid}.{sample}+{row}`. What
+    stands before the dot names the group in the data plane."""
     key = row_key(sample.prompt.uid, sample.index)
     return [key, *(f"{key}+{number}" for number in range(1, max_rows))]
 
@@ -182,8 +183,8 @@ def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
 
 
 def kv_staleness(versions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return, for each row, by how many versions the oldest keys and values that one of its tokens may have been
-    generated from were older than the weights that generated it, int64 `[N]`.
+    """Return the staleness of each row's keys and values, int64 `[N]`. It is the number of versions by which the oldest
+    keys and values that one of its tokens may have been generated from were older than the weights that generated it.
 
     A request computes all its keys and values itself, from its first token on, so the largest distance within a request
     is that from its first token to its last. Requests of one row, such as the turns of an episode, are told apart by

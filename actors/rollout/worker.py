@@ -121,8 +121,8 @@ class RolloutWorker:
         fresh: bool = False,
         traced: bool = False,
     ) -> RolloutReport:
-        """Generate and score `params.n` samples for each prompt at `positions` of the prompt stream, and write them as
-        rows to the data plane's partition `partition`.
+        """Generate and score `params.n` samples for each prompt at `positions`, and write them to `partition`.
+        Positions are those of the prompt stream; each sample is one or more rows of the data plane's partition.
 
         Each finished group (all rows of one prompt) is written as a whole, and its rows have the keys
         `{prompt_uid}.{sample}`. Groups that are in the journal are written unchanged, unless `fresh` is True: then all
@@ -194,8 +194,8 @@ class RolloutWorker:
     async def evaluate(
         self, name: str, part: int, parts: int, params: SamplingParams, in_flight: int
     ) -> EvaluationReport:
-        """Generate and score `params.n` samples for each prompt in one of `parts` equal parts of the evaluation `name`,
-        and return the sums of its metrics. Nothing is written to the data plane.
+        """Generate and score `params.n` samples for each prompt of one part of the evaluation `name`. There are `parts`
+        equal parts. Returns the sums of its metrics. Nothing is written to the data plane.
 
         part: index of the part. in_flight: largest number of prompts whose samples are generated at the same time; 0
         means no limit. Raises KeyError if the worker has no evaluation of that name.
@@ -221,8 +221,8 @@ class RolloutWorker:
         return tally.report()
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
-        """Remove from the journal the groups that a checkpoint covers: those of all positions below `first`, except the
-        positions in `outstanding` (see `GroupJournal.trim`). Does nothing without a journal."""
+        """Remove from the journal the groups that a checkpoint covers. Those are the groups of all positions below
+        `first`, except the positions in `outstanding` (see `GroupJournal.trim`). Does nothing without a journal."""
         if self._journal is not None:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
@@ -254,8 +254,7 @@ class RolloutWorker:
         return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
 
     async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
-        """Score finished groups (position of the prompt -> samples), record them in the journal, and write them to the
-        data plane."""
+        """Score finished groups (prompt position -> samples), and write them to the journal and the data plane."""
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples, self._rubric, self._reward_timeout_s)
@@ -367,8 +366,7 @@ class RolloutWorker:
 
 
 def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
-    """Return trace spans for the generation of one `rollout` call: one for all of it, one until its first group was
-    finished, and one for its tail.
+    """Return trace spans for the generation of one `rollout` call: the whole, until its first group, and its tail.
 
     The tail is the time in which the last quarter of the groups was finished. wall: Unix time in seconds at which the
     call started. ends: seconds from then until each group was finished, ascending. positions: positions of the prompts
@@ -521,8 +519,7 @@ async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[as
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that are still running and wait until they have ended, so that none outlives the call it belongs
-    to."""
+    """Cancel the running tasks and wait until they have ended, so that none outlives the call it belongs to."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -59,7 +59,7 @@ class TrainActor:
         return self._worker
 
     def call(self, method: str, message: bytes) -> bytes:
-        """Run a method of the actor, or else of its worker, with the encoded arguments in `message`, and return the
+        """Run a method of the actor, or else of its worker, with the encoded arguments in `message`. Returns the
         encoded result.
 
         It is the only method that the driver calls through Ray, see `actors/process/remote_methods.py`.
@@ -80,8 +80,7 @@ class TrainActor:
         return 0 if self._clock is None else time.clock_gettime_ns(self._clock)
 
     def open_rendezvous(self) -> MeetingPoint:
-        """Open the server through which the ranks find each other, on this host and a free port, and return where it
-        listens.
+        """Open the server through which the ranks find each other, on a free port, and return where it listens.
 
         Only rank 0 calls this. Raises OSError when listening fails.
         """

@@ -132,13 +132,13 @@ class ReplicaLinks:
         return self.rank == self.leader
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank for error messages, `rank {n}: {name}`, where `name` is what that rank passed to
-        its own ReplicaLinks. It must be this rank or one that shares a group with it."""
+        """Return the name of a rank for error messages, `rank {n}: {name}`. `name` is what that rank passed to its own
+        ReplicaLinks. It must be this rank or one that shares a group with it."""
         return f"rank {rank}: {self._names[rank]}"
 
     def remote(self) -> list[Part]:
-        """Return the replica's parts (groups of ranks that need identical data) that include ranks other than the
-        leader. Only the leader calls this."""
+        """Return the replica's parts (groups of ranks that need identical data) with ranks other than the leader. Only
+        the leader calls this."""
         return [part for part in self.parts if len(part.ranks) > 1]
 
     # ------------------------------------------------------------ collectives on the host
@@ -211,8 +211,8 @@ class ReplicaLinks:
     # ------------------------------------------------------------ collectives on the device
 
     def share(self, part: Part, buffer: torch.Tensor) -> None:
-        """Broadcast `buffer`, a GPU tensor, from the leader to the ranks of `part` with NCCL, in the order of the
-        current CUDA stream. Errors surface as NCCL reports them."""
+        """Broadcast `buffer`, a GPU tensor, from the leader to the ranks of `part`, in the order of the CUDA stream.
+        NCCL does it, on the current stream. Errors surface as NCCL reports them."""
         dist.broadcast(buffer, self.leader, group=self._device_groups[part])
 
     def close(self) -> None:

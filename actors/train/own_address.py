@@ -14,8 +14,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def own_address(*, one_host: bool) -> str:
-    """Return the IP address of this host at which the run's processes reach this process: loopback if all of them are
-    on one host, else Ray's address of this host. The calling process must then be one of Ray's."""
+    """Return the IP address at which the run's processes reach this process. It is loopback if all of them are on one
+    host, else Ray's address of this host. The calling process must then be one of Ray's."""
     if one_host:
         return LOOPBACK
     import ray
@@ -24,8 +24,8 @@ def own_address(*, one_host: bool) -> str:
 
 
 def bind_process_groups(address: str) -> None:
-    """Have the gloo and NCCL groups that this process makes from now on connect over the network interface that has the
-    IP address `address`.
+    """Bind the gloo and NCCL groups that this process makes from now on to the network interface of `address`. The
+    address is an IP address of this host.
 
     Left alone, gloo takes whatever address the host's name stands for (loopback on many machines, which other hosts do
     not reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME come first. A

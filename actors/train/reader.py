@@ -47,8 +47,8 @@ def shares_reads(topology: Topology, policy: FetchPolicy) -> bool:
 
 
 def holds_receipt(topology: Topology, policy: FetchPolicy, rank: int) -> bool:
-    """Return whether `rank` needs the receipt of its replica's rows (their keys and locations), which it does if it
-    reads rows or writes columns back."""
+    """Return whether `rank` needs the receipt of its replica's rows (their keys and locations). It does if it reads
+    rows or writes columns back."""
     dp = topology.place(rank).dp
     return not shares_reads(topology, policy) or rank in (topology.leader(dp), topology.writer(dp))
 
@@ -87,8 +87,8 @@ class ReaderMetrics:
 
 
 class ReplicaReader:
-    """Reads one rank's rows, step by step: `begin`, then one `stream` per pass over the step's rows, one at a time, all
-    from one thread."""
+    """Reads one rank's rows, step by step. A step is `begin`, then one `stream` per pass over the step's rows, one at a
+    time, all from one thread."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class ReplicaReader:
         self._wait_s = 0.0
 
     def begin(self, shard: TrainShard) -> KVBatchMeta | None:
-        """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt (the keys and
-        locations of its rows) if it has one.
+        """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt if it has one.
+        The receipt has the keys and locations of its rows.
 
         Raises ValueError if the shard contradicts its own receipt, or has none although this rank reads. Raises
         ReplicaError once the reader is broken.
@@ -190,8 +190,8 @@ class ReplicaReader:
                 self._fail(role, f"rank {view.rank} gave a pass up after {taken} of {count} microbatches", ended)
 
     def _fail(self, role: Role, reason: str, ended: bool) -> None:
-        """Handle a pass that ended early: mark a reader that shares its reads as broken, and tell the ranks that wait,
-        unless the prefetch thread still runs."""
+        """Handle a pass that ended early. A reader that shares its reads is marked as broken, and ranks that wait get
+        an error, unless the prefetch thread still runs."""
         if ended and not self._broken:
             role.give_up(reason)
         self._broken = self._broken or reason

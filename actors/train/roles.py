@@ -79,8 +79,7 @@ class Role(Protocol):
 
 
 class RankView:
-    """Cuts full rows to the slice that one rank needs, moves them to the rank's device, and times the work of its
-    role."""
+    """Cuts full rows to the slice that one rank needs, moves them to its device, and times the work of its role."""
 
     def __init__(
         self, topology: Topology, rank: int, schema: Schema, device: torch.device, routes: RouteSpec | None = None
@@ -111,9 +110,9 @@ class RankView:
                 self.spans.append(Span(name, start, taken_s))
 
     def slice(self, batch: Batch, lengths: np.ndarray, place: Place) -> Batch:
-        """Return the slice of full rows that the rank at mesh coordinates `place` computes: of all tokens those of its
-        context-parallel rank, and of the routes those of its pipeline stage. lengths: number of tokens of each row
-        before slicing, int64 `[N]`."""
+        """Return the slice of full rows that the rank at mesh coordinates `place` computes. It has the tokens of its
+        context-parallel rank, and the routes of its pipeline stage. lengths: number of tokens of each row before
+        slicing, int64 `[N]`."""
         topology = self.topology
         batch = stage_batch(batch, topology, place, self.routes)
         return batch if topology.cp == 1 else slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
@@ -140,8 +139,8 @@ class RankView:
         return read_buffer(header, self.schema, self.sent_lengths(lengths), buffer.to(self.device, non_blocking=True))
 
     def place_on_device(self, batch: Batch, lengths: np.ndarray) -> Batch:
-        """Move `batch`, which this rank read itself, to the rank's device: with one copy to a GPU, without a copy on
-        the CPU. lengths: number of tokens of each row before slicing, int64 `[N]`."""
+        """Move `batch`, which this rank read itself, to the rank's device. A GPU takes one copy, a CPU none. lengths:
+        number of tokens of each row before slicing, int64 `[N]`."""
         if self.device.type == "cpu":
             return batch
         header = describe(batch, None)
@@ -178,8 +177,7 @@ class Independent:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A load (a group of microbatches sent together) that is encoded and ready to be broadcast to one part of the
-    replica."""
+    """A load (a group of microbatches sent together), encoded and ready for one part of the replica."""
 
     part: Part
     """Ranks that receive the load."""
@@ -193,8 +191,7 @@ class Parcel:
 
 
 class Leader:
-    """The role of a replica's leader: it reads each column once, and sends each part of the replica the columns that it
-    lacks."""
+    """The role of a replica's leader: it reads each column once, and sends each part the columns that it lacks."""
 
     def __init__(self, view: RankView, rows: StepRows, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view
@@ -235,8 +232,8 @@ class Leader:
         return parcels
 
     def _parcel(self, part: Part, load: range, batch: Batch, facts: RowFacts) -> Parcel:
-        """Encode the columns of `batch` that the ranks of `part` need and did not receive in an earlier pass over the
-        step's rows."""
+        """Encode the columns of `batch` that the ranks of `part` need and have not received in this step. An earlier
+        pass over the step's rows may have sent some."""
         view, sent = self._view, self._sent.get((part, load.start))
         names = [name for name in view.fields(part.place, batch) if not sent or name not in sent]
         self._sent[part, load.start] = {*(sent or ()), *names}
@@ -316,8 +313,8 @@ class Sibling:
         return deliver
 
     def _receive(self, load: range, wanted: Sequence[str], stop: threading.Event) -> Callable[[], None]:
-        """Receive a load (group of microbatches) from the leader, and return the function that moves it to the device
-        and caches its columns."""
+        """Receive a load (group of microbatches) from the leader. Returns the function that moves it to the device and
+        caches its columns."""
         view, links = self._view, self._links
         what, started = f"broadcast of microbatch {_text(load)}", time.monotonic()
         with view.span(f"receive {_text(load)}"):
@@ -345,8 +342,7 @@ class Sibling:
         return lambda: self._land(load, header, prologue.buffer_bytes, buffer)
 
     def _check(self, prologue: Prologue, index: int) -> None:
-        """Raise PlanMismatch when a load belongs to another plan, or starts at another microbatch, than this rank
-        expects."""
+        """Raise PlanMismatch when a load has another plan or first microbatch than this rank expects."""
         me, leader = self._links.name(self._links.rank), self._links.name(self._links.leader)
         if prologue.digest != self._digest:
             raise PlanMismatch(f"{me}: holds plan {self._digest}, but plan {prologue.digest} is sent by {leader}")

@@ -62,8 +62,8 @@ class ShardPlan:
         return self.sizes.shape[1]
 
     def shard(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (positions in the receipt of the rows of `rank`, int64 `[n]`; number of rows of each of its
-        microbatches, int64 `[M]`)."""
+        """Return the positions of the rows of `rank`, int64 `[n]`, and the rows per microbatch, int64 `[M]`. Positions
+        are those in the receipt."""
         ends = np.cumsum(self.sizes.sum(axis=1))
         start = 0 if rank == 0 else int(ends[rank - 1])
         return self.rows[start : int(ends[rank])], self.sizes[rank]
@@ -162,8 +162,8 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
 
 
 def _fill(tokens: np.ndarray, budget: int) -> list[int]:
-    """Fill microbatches with rows in order, each until its padded size (number of rows x longest row) would exceed
-    `budget` tokens. Returns the index of the first row of each microbatch."""
+    """Fill microbatches with rows in order, each until it would exceed `budget` tokens. Counted is its padded size, the
+    number of rows times the longest row. Returns the index of the first row of each microbatch."""
     starts, end = [0], 0
     while True:
         reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])
@@ -211,8 +211,8 @@ def _equal_sums(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
 
 
 def _fit(tokens: np.ndarray, num_bins: int, budget: int) -> np.ndarray | None:
-    """Assign rows to `num_bins` microbatches of at most `budget` tokens each, in snake order by length or else
-    greedily. Returns the microbatch of each row, or None when neither way fits."""
+    """Assign rows to `num_bins` microbatches of at most `budget` tokens, in snake order by length or else greedily.
+    Returns the microbatch of each row, or None when neither way fits."""
     if num_bins == 1:
         return np.zeros(len(tokens), dtype=np.int64)
     order = np.argsort(-tokens, kind="stable")

@@ -16,8 +16,8 @@ token ids as targets."""
 
 
 def stage_layers(topology: Topology, place: Place, routes: RouteSpec) -> range:
-    """Return which of the layers with experts the pipeline stage at `place` holds, as a range of indices into
-    `routes.layers`. Each stage holds the same number of decoder layers."""
+    """Return which layers with experts the pipeline stage at `place` holds, as a range of indices into `routes.layers`.
+    Each stage holds the same number of decoder layers."""
     per_stage = routes.hidden_layers // topology.pp
     first, end = place.pp * per_stage, (place.pp + 1) * per_stage
     own = [index for index, layer in enumerate(routes.layers) if first <= layer < end]
@@ -43,8 +43,8 @@ def stage_fields(
 
 
 def stage_schema(schema: Schema, topology: Topology, place: Place, routes: RouteSpec | None) -> Schema:
-    """Return the schema of the columns that the stage at `place` receives: `schema`, with routes of its own layers
-    alone. routes: shape of the routes of all layers; None without router replay."""
+    """Return the schema that the stage at `place` receives: `schema`, with routes of its own layers alone. routes:
+    shape of the routes of all layers; None without router replay."""
     if routes is None or topology.pp == 1 or ROUTES not in schema:
         return schema
     trailing = (len(stage_layers(topology, place, routes)), routes.top_k)
@@ -52,7 +52,7 @@ def stage_schema(schema: Schema, topology: Topology, place: Place, routes: Route
 
 
 def stage_batch(batch: Batch, topology: Topology, place: Place, routes: RouteSpec | None) -> Batch:
-    """Return `batch` with the routes of the layers that the stage at `place` holds, in new memory; all other columns
+    """Return `batch` with the routes of the layers that the stage at `place` holds, in new memory. All other columns
     are shared. routes: shape of the routes of all layers; None without router replay."""
     if routes is None or topology.pp == 1 or ROUTES not in batch:
         return batch

@@ -72,7 +72,7 @@ class TrainShard:
     no row of the step is written."""
 
     def of_samples(self, meta: KVBatchMeta | None) -> TrainShard:
-        """Return the shard of the rows whose samples are written, one to a microbatch; a rank with fewer rows than
+        """Return the shard of the rows whose samples are written, one to a microbatch. A rank with fewer rows than
         others has empty ones. meta: receipt of this shard, None on a rank without one."""
         return replace(
             self,
@@ -110,8 +110,8 @@ class ColumnCache:
 
 
 class StepRows:
-    """Reads a step's rows from the store, before any slicing for context parallelism, and caches the columns that it
-    has read. Only one thread may use it at a time."""
+    """Reads a step's rows from the store and caches their columns, before slicing for context parallelism. Only one
+    thread may use it at a time."""
 
     def __init__(self, client: DataPlaneClient, shard: TrainShard, meta: KVBatchMeta) -> None:
         self._client = client
@@ -129,8 +129,7 @@ class StepRows:
         return RowFacts(self._meta.lengths[rows], advantages, self._meta.groups[rows], *counts)
 
     def missing(self, index: int, fields: Sequence[str]) -> list[str]:
-        """Return those of `fields` that this process has neither read nor written in this step for microbatch
-        `index`."""
+        """Return the `fields` that this process has neither read nor written in this step for microbatch `index`."""
         return self._cache.missing(index, fields)
 
     def columns(self, index: int, fields: Sequence[str]) -> Batch:
@@ -152,8 +151,8 @@ class StepRows:
         self._cache.add(index, Batch(self._meta.schema.subset([field]), len(self._ranges[index]), {field: column}))
 
     def _look_up(self, fields: list[str]) -> None:
-        """Add to the receipt (the rows' keys and locations) the columns that other ranks have written since it was
-        made, so that these columns can be read."""
+        """Add to the receipt the columns that other ranks have written since it was made. The receipt has the rows'
+        keys and locations; the columns can then be read."""
         if fields:
             found = self._client.lookup(self._meta.partition, self._meta.keys, fields)
             self._meta = self._meta.merge_fields(found)

@@ -49,8 +49,8 @@ class Topology:
 
     @property
     def pad_multiple(self) -> int:
-        """Multiple to which the tokens of a microbatch row are rounded up: tp, times 2 * cp for zig-zag context
-        parallelism if cp is over 1."""
+        """Multiple to which a microbatch row's tokens are rounded up: tp, times 2 * cp if cp is over 1. Zig-zag context
+        parallelism needs the latter."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     def place(self, rank: int) -> Place:

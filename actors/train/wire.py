@@ -241,8 +241,8 @@ def encode_error(error: BaseException) -> bytes:
 
 
 def raise_error(data: bytes, leader: str, op: str, elapsed_s: float) -> NoReturn:
-    """Raise the error that `encode_error` encoded, with the same class and message (ReplicaError for errors sent as
-    text) and a note that names the leader."""
+    """Raise the error that `encode_error` encoded, with a note that names the leader. It has the same class and
+    message; errors sent as text are a ReplicaError."""
     try:
         if data[:1] == b"d":
             requests.body_of(data[1:], op, elapsed_s)

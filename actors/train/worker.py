@@ -49,8 +49,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Report of one train rank to the driver on a pass over a shard or on the optimizer step: metrics and measurements,
-    no rows."""
+    """Report of one train rank on a pass over a shard or on the optimizer step: metrics and measurements, no rows."""
 
     metrics: dict[str, float]
     """Metrics of the train step over all ranks. Only rank 0 reports them, after the optimizer step; otherwise empty."""
@@ -229,8 +228,7 @@ class TrainWorker:
         return self._report({})
 
     def accumulate(self) -> WorkerReport:
-        """Add the gradients of the shard's rows, microbatch by microbatch, to the open train step, or to a new one if
-        none is open.
+        """Add the gradients of the shard's rows, microbatch by microbatch, to the open train step or a new one.
 
         The call is collective. A step may have any number of shards, each begun and then accumulated; the gradient does
         not depend on how rows are divided among them. On an error the step is aborted. Raises RuntimeError between
@@ -290,7 +288,7 @@ class TrainWorker:
 
     @in_thread_of("weights")
     def open_cached(self, version: int, receivers: Sequence[ReceiverGroup]) -> WeightUpdate:
-        """Open a weight update that sends an earlier version again, and return its announcement; `send_cached` then
+        """Open a weight update that sends an earlier version again, and return its announcement. `send_cached` then
         sends the weights. Only rank 0 is called."""
         return self._publishes().open(version, self._specs, receivers, cached=True)
 
@@ -310,7 +308,7 @@ class TrainWorker:
         return None
 
     def cache_weights(self, version: int) -> None:
-        """Gather the weights into rank 0's host memory as `version`, without sending them; `open_cached` can then send
+        """Gather the weights into rank 0's host memory as `version`, without sending them. `open_cached` can then send
         them later. The call is collective. Raises ValueError on rank 0 if the run keeps no versions there."""
         weights = self._backend.weights()
         if self._publisher is not None:
@@ -332,8 +330,8 @@ class TrainWorker:
 
     @in_thread_of("abort")
     def sent(self) -> int:
-        """Return a progress counter: the number of weights gathered plus the number of cached buckets sent since the
-        start; 0 on ranks that publish nothing.
+        """Return a progress counter: weights gathered plus cached buckets sent since the start. It is 0 on ranks that
+        publish nothing.
 
         `TrainActor.progress` is no substitute: it is the CPU time of the main thread, and cached weights are sent by
         another thread.
@@ -366,7 +364,7 @@ class TrainWorker:
         self._backend.export_model(path)
 
     def offload(self) -> OffloadReport:
-        """Give the device's memory back: the backend's tensors go to host memory, and the process groups are destroyed,
+        """Give the device's memory back. The backend's tensors go to host memory, and the process groups are destroyed,
         because idle NCCL communicators hold memory.
 
         Versions of the weights in the publisher's host cache can still be sent (`send_cached`). Calls that need the
@@ -429,8 +427,8 @@ class TrainWorker:
         return rank == topology.writer(topology.place(rank).dp)
 
     def _write_samples(self, work: _Work) -> None:
-        """Before the first pass over a shard, compute log-probs of its rows that are picked for people to read, and
-        append a line for each to samples.jsonl. In each replica, the writer rank does so. Collective. The store gets no
+        """Compute log-probs of the rows that people will read, and append a line for each to samples.jsonl. This is
+        done before the first pass over a shard. In each replica, the writer rank does so. Collective. The store gets no
         column, so training is the same as without."""
         if work.sampled or not work.shard.sample_passes:
             return

@@ -80,14 +80,15 @@ class WeightInbox:
 
     @property
     def staging(self) -> Staging:
-        """Staging mode: with `full`, a new version is received into a second copy of the weights; with `none`, straight
-        into the weights of the paused engine. A configured `auto` stays `auto` until the first update has arrived."""
+        """Staging mode of new versions, `full` or `none`. With `full`, a version is received into a second copy of the
+        weights; with `none`, straight into the weights of the paused engine. A configured `auto` stays `auto` until the
+        first update has arrived."""
         return self._chosen or self._config.sync.staging
 
     @property
     def staged(self) -> StagedWeights | None:
-        """Version that `prepare` has received and verified; None if there is none, or if the version is received only
-        during the commit."""
+        """Version that `prepare` has received and verified; None if there is none. It is also None for a version that
+        is received only during the commit."""
         return self._staged
 
     @property
@@ -144,8 +145,8 @@ class WeightInbox:
                     self._arriving = None
 
     def read_ahead(self) -> None:
-        """Start receiving the version that `prepare` has joined without staging, as far as the buffers have room,
-        before `arriving` is called.
+        """Start receiving the version that `prepare` has joined without staging, before `arriving` is called. It is
+        received as far as the buffers have room.
 
         Call it in the thread that called `prepare`. Errors are raised later, by `arriving`.
         """

@@ -178,8 +178,8 @@ class WeightPublisher:
             return stream.report(0.0)
 
     def digests(self, version: int) -> ParameterDigests:
-        """Return the digests of the weights of `version` that `sync.verify` wants compared, computed when the weights
-        were gathered. Any thread may call it. Raises ValueError unless `version` is one of the last that were
+        """Return the digests of the weights of `version` that `sync.verify` wants compared. They were computed when the
+        weights were gathered. Any thread may call it. Raises ValueError unless `version` is one of the last that were
         gathered."""
         digests = self._digests
         if version not in digests:
@@ -230,7 +230,7 @@ class WeightPublisher:
             self._digests = {kept.version: kept for kept in [*earlier[1 - NUM_VERSIONS :], digests]}
 
     def _has_whole(self, version: int) -> bool:
-        """Return whether the sender still offers a full copy of `version`, which a receiver can read without having any
+        """Return whether the sender still offers a full copy of `version`. A receiver can read it without having any
         earlier version."""
         finished = self._finished
         return self._sender.lasting and finished is not None and finished.version == version and finished.base is None

@@ -67,7 +67,7 @@ class Publication:
 
 
 class BucketStream:
-    """Sends the weights of one open update: call `feed` for each tensor or `copy` for each bucket, then `finish` and
+    """Sends the weights of one open update. Call `feed` for each tensor or `copy` for each bucket, then `finish` and
     `report`."""
 
     def __init__(
@@ -179,8 +179,8 @@ class BucketStream:
             self._out = None
 
     def _begin(self, bucket: int) -> torch.Tensor:
-        """Return the memory to fill for a bucket: the sender's buffer, or, in a delta update or after the sender has
-        failed, the bucket's place in the cache (`_draft`)."""
+        """Return the memory to fill for a bucket: the sender's buffer, or the bucket's place in the cache (`_draft`).
+        It is the latter in a delta update, or after the sender has failed."""
         out = self._buffer(bucket, self._opened.plan.sizes[bucket]) if self._base is None else None
         if out is None:
             assert self._draft is not None
@@ -255,8 +255,7 @@ class BucketStream:
 
 
 def _shortest(entries: Sequence[BucketEntry], new: torch.Tensor, base: torch.Tensor) -> tuple[Encoding, torch.Tensor]:
-    """Return the shortest encoding of bucket `new` for a receiver that has the bucket `base`, and the payload in that
-    encoding."""
+    """Return the shortest encoding of bucket `new` for a receiver that has the bucket `base`, and its payload."""
     if torch.equal(new, base):
         return "same", new[:0]
     element_bytes = min((DTYPES[entry.dtype].itemsize for entry in entries if entry.nbytes), default=1)

@@ -120,8 +120,8 @@ class Decoding:
         return self._window
 
     def _note_routes(self, window: _Window) -> None:
-        """Keep the routes of a forward pass: of all prompts in the first, and of each row's last token in the others,
-        whose earlier tokens were computed anew if there are any."""
+        """Keep the routes of a forward pass. The first pass has those of all prompts. Later ones have those of each
+        row's last token, whose earlier tokens were recomputed if there are any."""
         if self._recorder is None:
             return
         if not self._routes:
@@ -133,8 +133,8 @@ class Decoding:
         self._routes.append(routes)
 
     def _prefilled(self) -> _Window:
-        """Compute keys and values from the start: of each prompt once for all its rows before the first token, and of
-        each running row's prompt and tokens after it."""
+        """Compute all keys and values from the start. Before the first token that is each prompt, once for all its
+        rows; later it is the prompt and the tokens of each running row."""
         rows, prompts = self._rows, [request.prompt_ids for request in self._requests]
         owners = np.repeat(np.arange(len(prompts)), [len(request.keys) for request in self._requests])
         if not self._step:
@@ -162,8 +162,7 @@ class Decoding:
         ]
 
     def _row_routes(self, request: int, row: int, num_tokens: int) -> np.ndarray | None:
-        """Return the routes of one row of a request, from the token on that the request asks for; None for a row
-        without tokens."""
+        """Return the routes of one row, from the token on that the request asks for; None without tokens."""
         if not num_tokens:
             return None
         prompts, *steps = self._routes
@@ -213,8 +212,8 @@ class _Rows:
         """Rows with a log-prob that is not finite: row index -> policy version of the first such token."""
 
     def record(self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Store the tokens and log-probs that were sampled for `rows` in one step, and mark the rows that ended with a
-        stop token or stop text."""
+        """Store the tokens and log-probs of one step for `rows`, and mark the rows that ended. A row ends with a stop
+        token or stop text."""
         active = self.running[rows]
         written = rows[active]
         self.tokens[written, step] = tokens[active]

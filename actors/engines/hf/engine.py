@@ -126,8 +126,8 @@ class HfEngine:
 
     @property
     def progress(self) -> int:
-        """Sum of three counts, which changes whenever the engine makes progress: tokens returned, decoding steps of the
-        current batch, and weight buckets received."""
+        """Sum of three counts, which changes whenever the engine makes progress. They count tokens returned, decoding
+        steps of the current batch, and weight buckets received."""
         decoding = None if self._batch is None else self._batch.decoding
         return self.stats.tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
 
@@ -335,16 +335,16 @@ class HfEngine:
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
     def _serve_on(self) -> None:
-        """Start a task that decodes the waiting requests, unless one is running already or the engine is frozen (paused
-        in mode `keep`), asleep, broken or closed."""
+        """Start a task that decodes the waiting requests, unless one is running already. A frozen engine (paused in
+        mode `keep`) starts none, nor does one that is asleep, broken or closed."""
         if (self._batch is None and not self._queue) or self._frozen or not self._usable:
             return
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Decode batch after batch until no request is left, or until the engine is frozen (paused in mode `keep`),
-        asleep, broken or closed."""
+        """Decode batch after batch until no request is left. A freeze (a pause in mode `keep`), sleep, a fault or
+        `close` ends it earlier."""
         await asyncio.sleep(0)  # calls made in the same loop turn join the first batch
         while (self._batch is not None or self._queue) and not self._frozen and self._usable:
             async with self._exclusive:
@@ -392,8 +392,8 @@ class HfEngine:
         return StopTexts(self._tokenizer, texts)
 
     def _take(self) -> list[Pending]:
-        """Take the oldest request from the queue, together with others that have the same sampling parameters, up to
-        max_batch rows. Returns the requests in queue order."""
+        """Take the oldest request from the queue, with others that share its sampling parameters, up to max_batch rows.
+        Returns the requests in queue order."""
         first = self._queue[0].batch_key
         taken: list[Pending] = []
         left: deque[Pending] = deque()

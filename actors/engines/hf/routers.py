@@ -42,8 +42,8 @@ class RouteRecorder:
         self._chosen[index] = output[-1]
 
     def take(self, rows: int) -> np.ndarray:
-        """Return the routes of the last forward pass over `rows` rows of equal width, `[rows, width, layers, k]` in the
-        dtype of the spec, and forget them.
+        """Return the routes of the last forward pass over `rows` rows of equal width, and forget them. They have the
+        shape `[rows, width, layers, k]` and the dtype of the spec.
 
         The routes of padding are those that the routers chose for it. Raises RuntimeError if a router was not called.
         """

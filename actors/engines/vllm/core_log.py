@@ -84,9 +84,9 @@ class CoreLog:
         self._start = 0
 
     def exception(self) -> str:
-        """Return the line in which one of vLLM's processes names the exception that it raised: that of the last
-        exception that does not point to another one. If there is none, return the line that says that a worker died,
-        or "" if there is none of these either."""
+        """Return the line in which one of vLLM's processes names the exception that it raised. It is that of the last
+        exception that does not point to another one. If there is none, return the line that says that a worker died, or
+        "" if there is none of these either."""
         lines = self._lines()
         raised = [line for line in lines if _RAISED.match(line) and not any(words in line for words in _ELSEWHERE)]
         found = raised or [line for line in lines if _WORKER_DIED in line]

@@ -138,8 +138,8 @@ class VllmEngine:
 
     @property
     def progress(self) -> int:
-        """Counter that grows with each token generated, also for requests that are still running, and with each bucket
-        of weights received. Raises EngineDied if a process of vLLM has died."""
+        """Counter that grows with each token generated and each bucket of weights received. Tokens of requests that
+        still run count too. Raises EngineDied if a process of vLLM has died."""
         self._expect_alive("progress")
         return self._process.versions.num_tokens + self._updates.num_received
 
@@ -150,8 +150,8 @@ class VllmEngine:
 
     @property
     def load_way(self) -> str:
-        """How the last commit loaded the weights: `in place` (written straight into the live parameters), or another
-        way and its reason, as in `LoadReport.way`."""
+        """How the last commit loaded the weights: `in place`, or another way and its reason. `in place` writes straight
+        into the live parameters; see `LoadReport.way`."""
         return self._updates.way
 
     @property
@@ -174,8 +174,8 @@ class VllmEngine:
         return self._process.pids
 
     def tokens_of_newest(self) -> list[tuple[int, int]]:
-        """For each running sample, return the weight version of its last token, and how many tokens at the end of the
-        sample that version generated in a row; (-1, 0) for a sample without tokens. For tests and benchmarks."""
+        """Return each running sample's last weight version, and how many of its last tokens that version generated. A
+        sample without tokens has (-1, 0). For tests and benchmarks."""
         return self._process.versions.newest()
 
     async def call_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
@@ -274,8 +274,8 @@ class VllmEngine:
             self._anew.discard(sample_id)
 
     async def _submit_anew(self) -> None:
-        """Withdraw the samples without tokens from vLLM, which is frozen, and submit them once more, so that they read
-        no keys and values of older weights.
+        """Withdraw the samples without tokens from vLLM, which is frozen, and submit them once more. They then read no
+        keys and values of older weights.
 
         Their prompts may have been computed with those weights, for themselves or for another sample of the same
         prompt. The versions of their tokens would not show it.
@@ -363,8 +363,7 @@ class VllmEngine:
         return len(running), 0
 
     async def _thaw(self) -> None:
-        """Continue generating, unless a caller has paused the engine, it is asleep, or it has no complete version of
-        the weights."""
+        """Continue generating, unless the engine is paused, asleep, or without a complete version of the weights."""
         if self._flowing.is_set() or self._held or self._asleep or self._partial or self._dropped:
             return
         if self._frozen:
@@ -459,8 +458,8 @@ class VllmEngine:
                 raise await self._break(digests.version, error) from error
 
     async def _break(self, version: int, error: Exception) -> Exception:
-        """Keep the engine stopped after a failed load, which leaves a mix of two versions, or when weights differ from
-        the trainer's. Returns the error to raise.
+        """Keep the engine stopped because its weights are wrong. A failed load leaves a mix of two versions; a
+        comparison finds weights that differ from the trainer's. Returns the error to raise.
 
         vLLM stays frozen with the requests in flight, which continue once a complete version has been loaded.
         """
@@ -483,8 +482,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- memory and the end
 
     async def sleep(self, level: int = 1) -> None:
-        """Wait until requests in flight have ended (requests of a paused engine are aborted), then release device
-        memory.
+        """Wait until requests in flight have ended, then release device memory. A paused engine aborts its requests.
 
         level: 1 keeps a copy of the weights in host memory, 2 drops them, so that requests are refused until a version
         is committed. On a CPU no memory is released. Idempotent. Raises ValueError for another level.
@@ -552,8 +550,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- life and death
 
     def _watch_process(self) -> None:
-        """Start watching vLLM's processes, so that requests that wait for the engine fail if one of the processes
-        dies."""
+        """Start watching vLLM's processes, so that waiting requests fail when one of the processes dies."""
         if self._death is None:
             self._death = asyncio.create_task(self._tell_death())
 

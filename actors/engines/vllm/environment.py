@@ -40,8 +40,8 @@ def log_level() -> Iterator[None]:
 
 @contextmanager
 def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
-    """Context manager that sets the environment variables that vLLM's processes inherit, and restores this process's
-    own when the block ends.
+    """Context manager that sets the environment variables that vLLM's processes inherit. It restores this process's own
+    when the block ends.
 
     vLLM itself writes LD_PRELOAD and more into the environment, which every later child process would inherit. The
     states of the random generators of Python, NumPy and torch are restored, too; of the latter two if they have been

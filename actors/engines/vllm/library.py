@@ -113,8 +113,8 @@ def scheduler_class(config: Any) -> type:
 
 @contextmanager
 def engine_process(standby: EngineStandby | None) -> Iterator[None]:
-    """Context manager in which vLLM starts its engine process in `standby`; with None it starts a new process, as it
-    does if the standby cannot take it (see `EngineStandby.run`).
+    """Context manager in which vLLM starts its engine process in `standby`. With None, or if the standby cannot take it
+    (see `EngineStandby.run`), vLLM starts a new process.
 
     Neither vLLM 0.26 nor 0.30 lets its user choose the process. Delete this function when vLLM does, or when it imports
     itself in less time.
@@ -199,16 +199,15 @@ def keep_recorded_routes() -> None:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob of one token of each row of `logits` (`[N, V]`), float32 `[N]`, computed by the kernel that
-    vLLM's second model runner computes its own with. tokens: int64 `[N]`. Needs a GPU."""
+    """Return the log-prob of one token of each row of `logits` (`[N, V]`), float32 `[N]`. The kernel is that with which
+    vLLM's second model runner computes its own. tokens: int64 `[N]`. Needs a GPU."""
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs  # needs Triton, which few CPU machines have
 
     return compute_token_logprobs(logits, tokens[:, None])[:, 0]
 
 
 def _lowering(request_memory: Any) -> Any:
-    """Return vLLM's function `request_memory`, changed so that it lowers `gpu_memory_utilization` to FREE_SHARE of what
-    is free."""
+    """Return vLLM's `request_memory`, changed to lower `gpu_memory_utilization` to FREE_SHARE of what is free."""
 
     def request(snapshot: Any, cache_config: Any) -> int:
         free = FREE_SHARE * snapshot.free_memory / snapshot.total_memory
@@ -220,8 +219,8 @@ def _lowering(request_memory: Any) -> Any:
 
 
 def check_attention(config: Any) -> None:
-    """Raise ValueError when vLLM runs on a CPU and has no attention kernel for the model there, because vLLM would die
-    at the first request."""
+    """Raise ValueError when vLLM runs on a CPU and has no attention kernel for the model there. vLLM would die at the
+    first request."""
     head_size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if on_cpu() and not config.model_config.use_mla and head_size not in sizes:
         raise ValueError(
@@ -230,8 +229,7 @@ def check_attention(config: Any) -> None:
 
 
 def keep_prefills_whole(config: Any) -> None:
-    """Configure vLLM on a CPU so that each prompt, and each running request that is recomputed, is processed in one
-    model step.
+    """Configure vLLM on a CPU so that each prompt, and each recomputed request, is processed in one model step.
 
     In vLLM 0.26 to 0.32 on CPUs, a step that ends within a prompt rewinds the random generator of a seeded request by
     an offset, which CPU generators do not support, and the engine process dies. Delete this function when vLLM no
@@ -293,8 +291,7 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
 
 
 def plain_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return, by name, the parameters of modules whose weights no kernel repacks, because they have no quantisation
-    method."""
+    """Return, by name, the parameters that no kernel repacks, because their modules have no quantisation method."""
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, module in model.named_modules()
@@ -311,8 +308,8 @@ def _is_plain(method: Any) -> bool:
 
 
 def _changed_layout(module: torch.nn.Module) -> str:
-    """Describe a parameter of the module itself, not of its children, that has changed in layout since the loader made
-    it; "" if none has."""
+    """Describe a parameter whose layout has changed since the loader made it; "" if none has. Parameters of the
+    module's children do not count."""
     made: dict[str, Any] = get_layerwise_info(module).restore_metadata[0]
     live = dict(module.named_parameters(recurse=False))
     for name in live.keys() | made.keys():

@@ -44,8 +44,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A message from a worker to the engine: at first a greeting, then a `state`, a `report` or a `verified` for
-    each order.
+    """A message from a worker to the engine: first a greeting, then one of its orders' answers. The answers are
+    `state`, `report` and `verified`.
 
     A message with an order's number but without any of these says that the load has begun. A message with
     `received` only reports progress.

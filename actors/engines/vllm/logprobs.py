@@ -75,8 +75,8 @@ class SampledLogprobs:
         self._steps.clear()
 
     def take(self, ids: Sequence[str], lengths: Sequence[int]) -> np.ndarray:
-        """Return the log-probs of the first `lengths` tokens of each request, one request after the other, float32
-        `[sum of lengths]`, and forget the requests.
+        """Return the log-probs of the first `lengths` tokens of each request, and forget the requests. They stand one
+        request after the other, float32 `[sum of lengths]`.
 
         ids: those with which the requests were submitted. An unknown request has no tokens. Raises ValueError if a
         request has fewer tokens.
@@ -172,8 +172,7 @@ def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
 
 
 def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:
-    """Tap vLLM's second model runner, whose sampler returns logits, and which knows the places of tokens on the GPU
-    only."""
+    """Tap vLLM's second model runner, whose sampler returns logits and which knows token positions on the GPU only."""
     sampler, states = runner.sampler, runner.req_states
     whole, inner = runner.sample, sampler.sample
     batches: list[Any] = []

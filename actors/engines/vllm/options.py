@@ -59,8 +59,8 @@ SIMILAR = 0.6
 
 
 def option_problems(options: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each of the `options` that vLLM's engine does not have, that has a value of another type
-    than vLLM expects, or that Headrace sets itself. Raises ImportError if vLLM is not installed."""
+    """Return one sentence for each of the `options` that cannot be passed to vLLM. Its engine does not have the option
+    or expects another type, or Headrace sets it itself. Raises ImportError if vLLM is not installed."""
     from .library import AsyncEngineArgs
 
     known = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs)}
@@ -88,8 +88,8 @@ def _own_key(name: str) -> str:
 
 
 def _misfit(annotation: Any, value: Any) -> str:
-    """Return what is wrong with `value` for an argument with vLLM's `annotation`, as the end of a sentence; "" if
-    nothing is, or if the annotation cannot be checked, which vLLM then does itself at the engine's start."""
+    """Return what is wrong with `value` for an argument with vLLM's `annotation`, as the end of a sentence. Returns ""
+    if nothing is, or if the annotation cannot be checked; vLLM then checks it at the engine's start."""
     if members := _members(annotation):
         return "" if value is None or value in members else f"expected one of {', '.join(members)}"
     try:

@@ -174,7 +174,7 @@ class VllmProcess:
         await self._bounded("mark", self.versions.mark(version))
 
     async def forget_keys_and_values(self) -> None:
-        """Drop the contents of the KV cache: cached prefixes are forgotten, and frozen requests recompute their keys
+        """Drop the contents of the KV cache. Cached prefixes are forgotten, and frozen requests recompute their keys
         and values.
 
         Call it only while generation is paused, or when no request is running. Raises RuntimeError if vLLM refuses.

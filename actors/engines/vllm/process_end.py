@@ -21,8 +21,8 @@ def lives(process: psutil.Process) -> bool:
 
 
 def exit_code(started: BaseProcess, process: psutil.Process) -> int | None:
-    """Return the exit code of a child process, negative for a signal; None if the process runs or its exit code is not
-    known.
+    """Return the exit code of a child process, negative for a signal. Returns None if the process runs or its exit code
+    is unknown.
 
     A thread of vLLM waits for the same child. While that thread takes the exit code from the operating system and has
     not stored it yet, `started.exitcode` is None although the child has ended. This function then waits for the code,

@@ -121,8 +121,8 @@ def completion(
 
 
 def reported_routes(output: Any, num_prompt: int, spec: RouteSpec, request_id: str) -> np.ndarray | None:
-    """Return the routes that vLLM reported for one sample, `[num_prompt + T - 1, layers, k]`; None for a sample without
-    tokens.
+    """Return the routes that vLLM reported for one sample; None for a sample without tokens. The shape is `[num_prompt
+    + T - 1, layers, k]`.
 
     num_prompt: number of prompt tokens whose routes were asked for. vLLM reports all decoder layers, with zeros for
     those without experts, which are left out. Routes that vLLM did not report are missing at the end. Raises ValueError
@@ -149,8 +149,8 @@ class BusyClock:
         self._since = 0.0
 
     def change(self, running: int = 0, *, paused: bool | None = None) -> None:
-        """Record that `running` more requests run (fewer if negative), or that the engine was paused (`paused=True`) or
-        resumed (`paused=False`)."""
+        """Record that `running` more requests run (fewer if negative), or that the engine was paused or resumed.
+        `paused` is True or False for the latter two."""
         now = time.perf_counter()
         if self._running and not self._paused:
             self._stats.busy_s += now - self._since
@@ -160,8 +160,8 @@ class BusyClock:
 
 
 def _model_stop_ids(model: str) -> list[int]:
-    """Return the ids of the model's end tokens, read as `from_pretrained` does: from the generation config if there is
-    one, else from the model's config."""
+    """Return the ids of the model's end tokens, read as `from_pretrained` does. They stand in the generation config if
+    there is one, else in the model's config."""
     try:
         config = GenerationConfig.from_pretrained(model)
     except OSError:

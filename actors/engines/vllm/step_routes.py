@@ -28,8 +28,8 @@ ROOM = 64
 
 
 def joining_scheduler(**settings: Any) -> Any:
-    """Return vLLM's own scheduler for these settings, whose outputs have joined routes and which lists blocks of
-    prompts alone. It runs in the engine process."""
+    """Return vLLM's own scheduler, extended to join the routes in its outputs and to list blocks of prompts alone. It
+    runs in the engine process."""
     from . import library  # imports vLLM, which what looks at outputs alone does not need
 
     base: Any = library.scheduler_class(settings["vllm_config"])

@@ -180,8 +180,8 @@ class WeightUpdates:
 
 
 def _failure(states: list[PrepareState], update: WeightUpdate, waited_s: float) -> Exception:
-    """Return the error for workers that failed to prepare a version: ValueError when the version does not fit the
-    model, else WeightTransferError."""
+    """Return the error for workers that failed to prepare a version. It is a ValueError when the version does not fit
+    the model, else a WeightTransferError."""
     failed = [(worker, state) for worker, state in enumerate(states) if state.phase == "failed"]
     for _, state in failed:
         if state.kind == "value":

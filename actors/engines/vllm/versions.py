@@ -72,8 +72,8 @@ class TokenVersions:
         return versions[:num_tokens]
 
     def newest(self) -> list[tuple[int, int]]:
-        """For each running sample, return the weight version of its last token, and how many tokens at the end of the
-        sample that version generated in a row; (-1, 0) for a sample without tokens."""
+        """Return each running sample's last weight version, and how many of its last tokens that version generated. A
+        sample without tokens has (-1, 0)."""
         return [(spans[-1][0], spans[-1][1]) if spans else (-1, 0) for spans in self._spans.values()]
 
     async def mark(self, version: int) -> None:

@@ -61,8 +61,8 @@ class StagedVersion(library.WeightTransferUpdateInfo):
 
 
 class StagedWeightEngine(library.WeightTransferEngine):
-    """vLLM weight-transfer engine that loads weight versions from this worker's WeightInbox: versions staged there
-    before, or, with `staging: none`, versions that arrive during the load."""
+    """vLLM weight-transfer engine that loads weight versions from this worker's WeightInbox. The versions were staged
+    there before or, with `staging: none`, arrive during the load."""
 
     init_info_cls = InboxInfo
     update_info_cls = StagedVersion

@@ -257,7 +257,7 @@ def _said(request: CallRequest) -> Said:
 
 
 def _norm(message: Mapping[str, Any]) -> Said:
-    """Return what must be equal in two messages for them to count as the same: clients send answers back with other
+    """Return what must be equal in two messages for them to count as the same. Clients send answers back with other
     spacing, another order of keys, or without their reasoning."""
     calls = tuple(
         (call.get("id"), call["function"].get("name"), _canonical(call["function"].get("arguments")))

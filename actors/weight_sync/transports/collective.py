@@ -148,7 +148,7 @@ class CollectiveSender(Sender):
         return self._tracker
 
     def _start(self, update: SenderUpdate) -> None:
-        """Wait until all receivers have joined, and form a process group with them, or keep the last group if its
+        """Wait until all receivers have joined, and form a process group with them. The last group is kept if its
         members are the same. Does nothing after the first call in an update."""
         if self._started:
             return

@@ -112,8 +112,7 @@ class CollectiveReceiver(Receiver):
 
 
 class CollectiveStream(Stream):
-    """Stream whose payloads are received into two buffers in turn, or into the memory that was offered to
-    `receive_into`."""
+    """Stream whose payloads are received into two buffers in turn, or into memory offered to `receive_into`."""
 
     def __init__(
         self,
@@ -258,8 +257,8 @@ class CollectiveStream(Stream):
             raise self.deadline.error(f"the sender is lost: {error}") from error
 
     def give_up(self, error: WeightTransferError) -> None:
-        """Report `error` to the sender, and still receive the remaining buckets, because broadcasts to other receivers
-        may pass through this process."""
+        """Report `error` to the sender, and still receive the remaining buckets. Broadcasts to other receivers may pass
+        through this process."""
         with contextlib.suppress(WeightTransferError):
             self._tell(Note("failed", str(error)))
             while True:

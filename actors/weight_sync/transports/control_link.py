@@ -175,8 +175,8 @@ class LinkListener:
 
 
 def readable(thing: socket.socket, wait_s: float) -> bool:
-    """Wait at most `wait_s` seconds until there is something to read or the connection has ended, and return whether
-    that happened. Raises ConnectionError if another thread has closed the socket."""
+    """Wait at most `wait_s` seconds for something to read or the connection's end, and return whether it came. Raises
+    ConnectionError if another thread has closed the socket."""
     poll = select.poll()
     try:
         poll.register(thing, select.POLLIN)

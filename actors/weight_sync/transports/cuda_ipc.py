@@ -34,8 +34,8 @@ from .shared_status import Lease, SharedStatus, lease_holders
 
 
 class EventCallbacks:
-    """Runs callbacks in order in one background thread, each as soon as a CUDA stream has finished the work that was
-    queued before the callback."""
+    """Runs callbacks in order in one background thread, each once the work of a CUDA stream has finished. That work is
+    what was queued before the callback."""
 
     def __init__(self, device: torch.device, name: str) -> None:
         """Prepare callbacks for the CUDA streams of `device`. name: name of the background thread, which starts with
@@ -47,8 +47,8 @@ class EventCallbacks:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> None:
-        """Run `call` in the background thread once `stream` (by default the current CUDA stream) has finished the work
-        queued so far. `call` must not block."""
+        """Run `call` in the background thread once `stream` has finished the work queued so far. None is the current
+        CUDA stream. `call` must not block."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -207,8 +207,7 @@ class CudaIpcSender(IpcSenderBase):
 
 
 class CudaIpcStream(IpcStreamBase):
-    """Stream whose payloads are views of the sender's GPU buffers, or copies in memory that was offered to
-    `receive_into`.
+    """Stream whose payloads are views of the sender's GPU buffers, or copies in memory offered to `receive_into`.
 
     When the sender's buffers are on another GPU, payloads are always copied to this one.
     """
@@ -271,8 +270,7 @@ class CudaIpcStream(IpcStreamBase):
             self._used[number] = _mark(current)
 
     def _target(self, frame: BucketFrame, number: int) -> torch.Tensor | None:
-        """Return the memory that the payload is to be copied to; None when it is read directly from the sender's
-        buffer."""
+        """Return the memory to copy the payload to; None when it is read from the sender's buffer."""
         if not frame.nbytes:
             return None
         if self._destination is not None and frame.encoding == "whole":

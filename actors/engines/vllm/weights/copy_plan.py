@@ -70,8 +70,8 @@ class CopyPlan:
         return sum(map(len, self.copies.values()))
 
     def loads(self, names: Collection[str]) -> bool:
-        """Return whether the plan can load the weights `names`: they are the ones that were recorded, and every
-        parameter is still at the same place in memory."""
+        """Return whether the plan can load the weights `names`. They must be those that were recorded, with every
+        parameter still at the same place in memory."""
         return len(names) == len(self.specs) and all(map(self.specs.__contains__, names)) and self.places.stand()
 
     def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> bool:
@@ -100,8 +100,8 @@ class CopyPlan:
         return {name: copy.target for name, copy in whole.items() if copy.part is None and copy.target.is_contiguous()}
 
     def read(self, weight: ParameterDigest) -> list[torch.Tensor]:
-        """Return the weight as the parameters hold it: each whole copy of it, or the parts put together again, which
-        takes memory of the weight's size. Returns nothing if this worker does not have all of its elements."""
+        """Return the weight as the parameters hold it: each whole copy, or its parts joined. Joining takes memory of
+        the weight's size. Returns nothing if this worker does not have all of its elements."""
         dtype, shape = self.specs.get(weight.name, (None, ()))
         copies = self.copies.get(weight.name, ())
         if not copies or shape != weight.shape or str(dtype) != f"torch.{weight.dtype}":
@@ -117,7 +117,7 @@ class CopyPlan:
 
 
 class PlanRecorder:
-    """Watches a model's loaders and makes a copy plan of what they do: put `watching` around each load, then call
+    """Watches a model's loaders and makes a copy plan of what they do. Put `watching` around each load, then call
     `plan`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -131,8 +131,7 @@ class PlanRecorder:
 
     @contextmanager
     def watching(self, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Context manager for a block in which the model's loaders load `weights`; it records the copies that they
-        make."""
+        """Context manager for a block in which the model's loaders load `weights`; it records their copies."""
         for name, tensor in weights:
             if name in self._specs:
                 self._hinder(f"{name} was loaded twice")
@@ -260,9 +259,9 @@ class _Areas:
         return self._tensors[name]
 
     def find(self, view: torch.Tensor) -> tuple[str, int] | None:
-        """Return the name of the tensor that contains all of `view`, and the position of the view's first element in
-        it. None when there is no such tensor, or when the view has another dtype or device or is not aligned with its
-        elements."""
+        """Return the name of the tensor that contains all of `view`, and the position of the view in it. The position
+        is that of its first element. None when there is no such tensor, or when the view has another dtype or device or
+        is not aligned with its elements."""
         at = bisect.bisect_right(self._starts, view.data_ptr()) - 1
         if at < 0 or not view.numel():
             return None

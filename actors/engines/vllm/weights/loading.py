@@ -96,8 +96,7 @@ class ModelLoader:
             self._load(weights)
 
     def finish(self) -> None:
-        """Close the session: have the kernels repack the weights where needed, keep the recorded copies as a plan, and
-        wait until the device has finished."""
+        """Close the session: repack weights where needed, keep the recorded copies as a plan, and await the device."""
         self._looked = None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
@@ -119,15 +118,15 @@ class ModelLoader:
 
     @property
     def places(self) -> Mapping[str, torch.Tensor]:
-        """Memory within the live parameters, by weight name, to which the session's weights may be written before
-        `load`; empty when the recorded copies do not fit the session.
+        """Memory within the live parameters, by weight name, into which weights can be written before `load`. Empty
+        when the recorded copies do not fit the session.
 
         It is the same mapping as long as the parameters stay where they are.
         """
         return _NOWHERE if self._looked is None else self._targets
 
     def served(self) -> Callable[[ParameterDigest], Sequence[torch.Tensor]]:
-        """Return a function that reads a weight, as it was sent, back from the live parameters; it returns no tensor
+        """Return a function that reads a weight, as it was sent, back from the live parameters. It returns no tensor
         for a weight that cannot be read back exactly.
 
         With recorded copies, these are the weights of which this worker has all elements: with tensor parallelism,

@@ -109,8 +109,8 @@ class WeightNames:
                     yield from _checkpoint_views(alias, tensor, self._style)
 
     def _matching_style(self, meta: Any, model_type: str) -> str:
-        """Return the naming style for experts that yields the model's checkpoint names: a key of `_EXPERT_STYLES`, or
-        "" if names need no conversion. Raises ValueError if no style does."""
+        """Return the naming style for experts that yields the model's checkpoint names. It is a key of
+        `_EXPERT_STYLES`, or "" if names need no conversion. Raises ValueError if no style does."""
         whole = {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
         saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(meta, dict(whole)).items()}
         difference: set[str] = set()
