@@ -1,0 +1,101 @@
+"""Numbers that pages quote from the code are those of the code.
+
+QUOTES has, for each page, sentences with the constants that they quote. A sentence that was reworded is reworded here,
+too, and one that is gone is removed.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.actors.train.step_rows import GROWTH, MOST_AT_ONCE
+from headrace.actors.weight_sync.cache import NUM_VERSIONS
+from headrace.codecs.checksums import CHECKSUM_ROWS
+from headrace.codecs.tokens.routes import MOST_BYTE_EXPERTS
+from headrace.codecs.weights.parameter_digests import NUM_SAMPLED
+from headrace.dataplane.client.block_io import BLOCK_ROWS, LEAST_BYTES, MOST_BYTES
+from headrace.dataplane.client.credit import MAX_BYTES
+from headrace.dataplane.config import DataPlaneConfig
+from headrace.dataplane.directory.directory import SPARE_PART
+from headrace.dataplane.rpc.links import GRACE_S
+from headrace.dataplane.security.handshake import HELLO_BYTES, KEY_BYTES
+from headrace.dataplane.security.strangers import HANDSHAKE_TIMEOUT_S, MAX_STRANGERS, MOST_STRANGERS
+from headrace.dataplane.stores.shared_memory import SPARE_BYTES
+from headrace.dataplane.stores.shared_memory import SPARE_PART as SHM_SPARE_PART
+from headrace.dataplane.traffic import MIN_CALLS, MIN_ERRORS, MIN_SPREAD, STEPS_PER_OCTAVE
+from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
+from headrace.trainers.grpo.controllers import MOST_SKIPPED
+from headrace.trainers.observe.trust import SOUND_RATIO
+from headrace.trainers.run.checks.prompts import READ_PROMPTS
+from headrace.trainers.run.checks.trust_probe import TOKENS
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PARTS = {4: "quarter", 8: "eighth"}
+WORDS = {2: "two"}
+
+TOKEN_BYTES = ROLLOUT_TOKEN_BYTES + 3 * LOGPROB_BYTES
+"""Bytes of a token with the log-probs of both sides and the advantage, which are as long as a log-prob."""
+PLANE = DataPlaneConfig()
+READS = [GROWTH**power for power in range(3)]
+
+QUOTES: dict[str, list[str]] = {
+    "reference/security.md": [
+        f"a random key of {KEY_BYTES} bytes",
+        f"Above {MAX_STRANGERS} unproven connections per service",
+        f"never more than {MOST_STRANGERS}.",
+        f"at most {HANDSHAKE_TIMEOUT_S:g} seconds and costs a descriptor and {HELLO_BYTES} bytes",
+    ],
+    "reference/config.md": [
+        f"one checksum per {CHECKSUM_ROWS} rows of a field",
+        f"Unset: {BLOCK_ROWS} rows, but more where a block would be smaller than {LEAST_BYTES >> 10} "
+        f"KiB, and fewer where a field of a block would be larger than {MOST_BYTES >> 20} MiB",
+    ],
+    "reference/metrics.md": [
+        f"({STEPS_PER_OCTAVE} buckets per octave",
+        f"fewer than {MIN_CALLS} calls that moved bytes",
+        f"of one size (to {MIN_SPREAD:.1%}".replace("%", " %"),
+        f"less than {MIN_ERRORS:g} standard errors",
+        f"After {MOST_SKIPPED} such steps in a row the run ends",
+        f"A run whose first step is above {SOUND_RATIO}",
+    ],
+    "reference/command-line.md": [
+        f"a train backend on {TOKENS} tokens of a model",
+        f"differ by more than a factor of {SOUND_RATIO}",
+        f"(of the first {READ_PROMPTS:,} of a source)",
+    ],
+    "data-plane/index.md": [
+        f"when it is over {MAX_BYTES >> 20} MiB",
+        f"from the last {PARTS[SPARE_PART]} of the capacity",
+        f"{TOKEN_BYTES} bytes per token with both log-prob columns and advantages",
+        f"at most an {PARTS[SHM_SPARE_PART]} of that and {SPARE_BYTES >> 20} MiB more",
+        f"for `timeout_s` + {GRACE_S:g} s",
+        f"capacity_mib: {PLANE.store.capacity_mib}}} #",
+        f"timeout_s: {PLANE.timeout_s:g} #",
+        f"lease_s: {PLANE.lease_s:g} #",
+        f"reserve_s: {PLANE.reserve_s:g} #",
+        f"(null: {BLOCK_ROWS}, fewer if a field has {MOST_BYTES >> 20} MiB)",
+    ],
+    "internals/weights.md": [
+        f"or of {NUM_SAMPLED} that differ by version",
+        f"keeps {WORDS[NUM_VERSIONS]} versions in the trainer's host memory",
+    ],
+    "internals/router-replay.md": [
+        f"models of more than {MOST_BYTE_EXPERTS} experts",
+        f"takes {TOKEN_BYTES} bytes per token",
+        f"runs {TOKENS} tokens through",
+        f"(a factor of at most {SOUND_RATIO})",
+        f"is above {SOUND_RATIO} in that step",
+    ],
+    "internals/train-step.md": [
+        f"read {', '.join(map(str, READS))}, then {MOST_AT_ONCE} at a time",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", QUOTES)
+def test_a_page_quotes_the_numbers_of_the_code(page: str) -> None:
+    text = re.sub(r"\s+", " ", (DOCS / page).read_text(encoding="utf-8"))
+    assert [quote for quote in QUOTES[page] if quote not in text] == []
