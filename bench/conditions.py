@@ -23,8 +23,8 @@ GIT_TIMEOUT_S = 10.0
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """Return the conditions of a measurement as plain data: cores, memory, versions, commit, date, load and garbage
-    collector, and the items of `more`."""
+    """Return the conditions of a measurement as plain data. They are cores, memory, versions, commit, date, load and
+    garbage collector, and the items of `more`."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),

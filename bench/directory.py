@@ -46,8 +46,9 @@ _PARTITION, _TASK = "train", "train"
 def run_directory(
     out: Path, *, num_rows: int, tell: Callable[[str], None], in_process: bool = False
 ) -> dict[str, float]:
-    """Measure the directory's operations twice: called directly in this process on `num_rows` rows, and as small remote
-    calls to a directory actor. Writes results.jsonl and summary.json, and returns the summary.
+    """Measure the directory's operations twice: called directly in this process, and as small remote calls. The former
+    has `num_rows` rows; the latter go to a directory actor. Writes results.jsonl and summary.json, and returns the
+    summary.
 
     in_process: for tests; the remote calls go to a thread of this process instead of an actor, without Ray.
     """
@@ -198,8 +199,8 @@ def _key(row: int) -> str:
 
 
 def _put_rows(start: int, count: int) -> PutRows:
-    """Return the `PutRows` (metadata without row content) of one put of `count` rows from row `start` on, in blocks of
-    BLOCK_ROWS rows."""
+    """Return the `PutRows` of one put of `count` rows from row `start` on, in blocks of BLOCK_ROWS rows. It is metadata
+    without row content."""
     layouts = []
     for at in range(0, count, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, count - at)

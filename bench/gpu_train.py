@@ -103,8 +103,8 @@ def micro_batch(rows: Rows, picked: Sequence[int], prompt_share: float = 0.5) ->
 
 
 def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, float]:
-    """Compute the reference in float32 on the CPU, with the loss written out: masked log-probs of each row, loss, and
-    gradient norm."""
+    """Compute the reference in float32 on the CPU: masked log-probs of each row, loss, and gradient norm. The loss is
+    written out."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     columns, total, tokens = [], torch.zeros(()), 0
     for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
@@ -129,9 +129,8 @@ def config(folder: str, topology: Topology, **changes: Any) -> BackendConfig:
 
 
 def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any) -> dict[str, Any]:
-    """Compute the log-probs of all rows and one train step on this mesh, then the same step again from a checkpoint
-    saved before it. Returns the log-probs, loss, gradient norm, and the relative difference of the repeated gradient
-    norm."""
+    """Compute all log-probs and one train step on this mesh, then the same step from a checkpoint before it. Returns
+    the log-probs, loss, gradient norm, and the relative difference of the repeated gradient norm."""
     gc.collect()  # the last model, which is part of cycles, would count as this one's memory
     backend = build_backend(config(folder, topology, **changes), rank, topology.world)
     columns = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)

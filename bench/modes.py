@@ -242,9 +242,9 @@ def simulated_steps(config: Config, case: Case, options: StepOptions, overheads:
 
 
 def summarise(measured: Sequence[ModeResult], simulated: Sequence[ModeResult]) -> dict[str, float]:
-    """Return the summary by key: `step.{case}.{seconds | median_seconds | trainer_idle_share | staleness_mean |
-    staleness_max}`, `step.{case}_vs_sync` for cases with sync's times, and `step.async_streaming_vs_async`, both in the
-    order of prompts. Ratios above 1 mean faster.
+    """Return the summary by key, of all steps in the order of prompts. Keys are `step.{case}.{seconds | median_seconds
+    | trainer_idle_share | staleness_mean | staleness_max}`, `step.{case}_vs_sync` for cases with sync's times, and
+    `step.async_streaming_vs_async`. Ratios above 1 mean faster.
 
     The same keys exist with the prefix `simulated.`. `simulated.step.{case}.relative_difference` is the measured
     seconds divided by the simulated ones, minus 1.

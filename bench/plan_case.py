@@ -27,8 +27,7 @@ QUADRATIC_COST = 2 * 4096 * 32
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """The input of one measured plan: the numbers of rows and ranks, the distribution of lengths, and the cost to
-    balance."""
+    """The input of one measured plan: numbers of rows and ranks, distribution of lengths, and cost to balance."""
 
     rows: int
     dp: int

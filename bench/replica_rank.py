@@ -58,7 +58,7 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """Measurements on one rank of one of the compared ways to read a batch: each rank for itself, or one rank that
+    """Measurements on one rank of one way to read a batch. The ways are each rank for itself, and one rank that
     broadcasts to the others."""
 
     spans: tuple[tuple[float, float], ...]
@@ -147,8 +147,7 @@ def _reader_way(reader: ReplicaReader, shard: TrainShard) -> _Way:
 
 
 class PaddedBroadcast:
-    """Implements the way `padded`: the leader reads its whole shard, pads every column to the longest row, and
-    broadcasts it."""
+    """Implements the way `padded`: the leader pads every column of its shard to the longest row and broadcasts it."""
 
     def __init__(self, client: DataPlaneClient, task: RankTask, device: torch.device) -> None:
         assert task.shard.meta is not None

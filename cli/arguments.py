@@ -57,8 +57,8 @@ def results_folder(arguments: argparse.Namespace, what: str, *, new: bool = Fals
 
 
 def import_from_here() -> None:
-    """Add the working folder to the import path, so that rewards, tools and samplers defined there can be imported in
-    this process as in the run's actors."""
+    """Add the working folder to the import path. Rewards, tools and samplers defined there can then be imported in this
+    process as in the run's actors."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)

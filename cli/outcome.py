@@ -32,8 +32,8 @@ def mistake(sentences: Sequence[str]) -> int:
 
 
 def failure(error: Exception) -> int:
-    """Print a panel that says what failed, and below it where the traceback was saved, on a line of its own so that the
-    path can be copied. Print the traceback itself if it was not saved in a run folder."""
+    """Print a panel that says what failed, and below it where the traceback was saved. The path stands on a line of its
+    own so that it can be copied. Print the traceback itself if it was not saved in a run folder."""
     notes = getattr(error, "__notes__", [])
     if not notes:
         traceback.print_exception(error)
@@ -50,8 +50,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def stop_on_sigterm() -> None:
-    """Make SIGTERM raise an exception in the main thread, as Ctrl-C does, so that the run ends its processes and
-    removes its files."""
+    """Make SIGTERM raise an exception in the main thread, as Ctrl-C does. The run then ends its processes and removes
+    its files."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
 

@@ -54,9 +54,9 @@ tokens."""
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Names and sizes that locate each field in a block: the block's fields, and the number of bytes of each of its
-    parts (byte arrays). Kept small, because every receipt (the keys and locations of rows, without their content)
-    carries the layouts of its blocks."""
+    """Names and sizes that locate each field in a block. They are the block's fields, and the number of bytes of each
+    of its parts (byte arrays). Kept small, because every receipt (the keys and locations of rows, without their
+    content) carries the layouts of its blocks."""
 
     fields: tuple[str, ...]
     """Names of the block's fields, in the order in which their byte arrays (parts) are stored."""
@@ -74,8 +74,7 @@ class BlockLayout:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of each part within the block: parts follow one another, each at the next multiple of ALIGN
-        bytes."""
+        """Byte offset of each part within the block: parts follow one another at multiples of ALIGN bytes."""
         return _end_to_end(self.part_bytes)[0]
 
     @property
@@ -147,8 +146,8 @@ class EncodedBlock:
         return self.pieces
 
     def stream(self) -> tuple[list[int], Iterator[np.ndarray]]:
-        """Return the block in pieces, of which the header is the last: the offset of each piece within the block, and
-        an iterator over their bytes.
+        """Return the block in pieces, of which the header is the last. They are the offset of each piece within the
+        block, and an iterator over their bytes.
 
         The checksums of a piece are computed when the next piece is taken. The cache still has it then if it was copied
         in between.
@@ -185,8 +184,8 @@ def part_bytes(block: BlockPieces) -> tuple[int, ...]:
 
 
 def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the bytes of a part's pieces as one array (uint8 1-D): the piece itself if there is only one, else new
-    memory."""
+    """Return the bytes of a part's pieces as one array (uint8 1-D). It is the piece itself if there is only one, else
+    new memory."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
@@ -313,8 +312,8 @@ class _Encoder:
             self._bounds = np.arange(len(column) + 1, dtype=np.int64) * field.item_bytes
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return the values part of rows `start:stop`, their index part (None for kinds without one), and the byte
-        offset in the values part at which each row ends."""
+        """Return the values part of rows `start:stop`, their index part, and the byte offset at which each row ends.
+        The index part is None for kinds without one; offsets are those in the values part."""
         first = int(self._bounds[start])
         values = self._values[first : int(self._bounds[stop])]
         ends = self._bounds[start + 1 : stop + 1] - first
@@ -503,7 +502,7 @@ class _BlockSums:
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:
-    """Return (schema of the fields, number of rows, int32 lengths `[N]` or None) from a header (part 0) that was
-    written with seed 0. Raises ValueError for other bytes."""
+    """Return (schema of the fields, number of rows, int32 lengths `[N]` or None) from a header. It is part 0, and must
+    have been written with seed 0. Raises ValueError for other bytes."""
     found = decode_header(header)
     return found.schema, found.num_rows, found.lengths

@@ -74,8 +74,7 @@ class RunningSums:
 
 
 class FieldSums:
-    """Checks the row blocks of one field of a block that is being read, each when the first of its bytes has been
-    copied."""
+    """Checks the row blocks of one field of a block that is being read, each once its first byte was copied."""
 
     def __init__(
         self, field: str, block: int, num_rows: int, values: np.ndarray, ends: Sequence[int], sums: Sequence[int]

@@ -185,9 +185,9 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
 
 
 def _common_dtype(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> torch.dtype | None:
-    """Return the dtype of the rows if all of them are strided tensors of the same dtype and the given shape, and their
-    dtype is the field's or can be converted to it. Returns None otherwise. Optimised for speed, because there may be
-    thousands of rows."""
+    """Return the dtype of the rows if all are plain tensors that fit the field, else None. Plain rows are strided, of
+    one dtype and of the given shape, and their dtype is the field's or one that converts to it. Optimised for speed,
+    because there may be thousands of rows."""
     dtype = rows[0].dtype
     plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(dtype, len(shape), torch.strided)}
     if not plain or (field.trailing and not all([row.shape[1:] == field.trailing for row in rows])):

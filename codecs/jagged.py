@@ -101,8 +101,8 @@ def _nearest(name: Any, schema: Schema) -> str:
 
 
 def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | None) -> Jagged:
-    """Return `column` with the lengths array of the batch's first PER_TOKEN field, so that all PER_TOKEN columns share
-    one lengths array. Raises ValueError when the lengths differ."""
+    """Return `column` with the lengths array of the batch's first PER_TOKEN field, which all then share. Raises
+    ValueError when the lengths differ."""
     if not isinstance(first, Jagged):
         return column
     if not np.array_equal(first.lengths, column.lengths):

@@ -141,7 +141,7 @@ def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
 
 
 class Schema(Mapping[str, Field]):
-    """Immutable, ordered mapping from field name to Field, which describes the rows of a partition (a named set of
+    """Immutable, ordered mapping from field name to Field. It describes the rows of a partition (a named set of
     rows)."""
 
     __slots__ = ("_fields",)

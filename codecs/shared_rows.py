@@ -54,8 +54,8 @@ def shared_fields(batch: Batch) -> tuple[str, ...]:
 
 
 def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields: Sequence[str]) -> SharedRows | None:
-    """Return the groups among rows `start:stop` of `batch` whose rows begin with the same tokens in all of `fields`;
-    None if there are none.
+    """Return the groups among rows `start:stop` of `batch` whose rows begin with the same tokens; None without any. The
+    tokens must be the same in all of `fields`.
 
     groups: number of each row's group, `[N]` for all rows of the batch. Only rows that follow one another form a group
     here.
@@ -85,8 +85,8 @@ def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields:
 def _runs(
     columns: Sequence[tuple[int, np.ndarray]], begins: np.ndarray, lengths: np.ndarray, start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Divide the rows `start:stop` of one group into runs that begin alike: (first row, number of rows, number of
-    leading tokens in common). A row that begins with another token, such as one without routes, begins a run.
+    """Divide the rows `start:stop` of one group into runs that begin alike. A run is (first row, number of rows, number
+    of leading tokens in common). A row that begins with another token, such as one without routes, begins a run.
 
     columns: bytes of a token, and bytes (uint8 1-D), of each column. begins, lengths: first token and number of tokens
     of each row of the batch.
@@ -146,8 +146,8 @@ def stored_ends(shared: SharedRows, lengths: np.ndarray) -> np.ndarray:
 def stored_pieces(
     block: np.ndarray, row: np.ndarray, start: np.ndarray, lengths: np.ndarray, shared: Mapping[int, SharedRows | None]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where the pieces of the wanted rows are stored: block, first token in the values part, and number of
-    tokens of each piece, int64 `[P]`, in the order of the rows. Pieces that follow one another are one.
+    """Return where the pieces of the wanted rows are stored, int64 `[P]`, in the order of the rows. They are block,
+    first token in the values part, and number of tokens of each piece. Pieces that follow one another are one.
 
     block, row, start: block of each wanted row, its position there, and the position of its first token counted as if
     all rows were stored whole, `[N]`. lengths: number of tokens of each wanted row, `[N]`. shared: for each block, its

@@ -63,8 +63,8 @@ class ByteRanges:
 
 
 class StoreHost(Protocol):
-    """Part of a store that runs once per run, in the process of the directory (the data plane's metadata service), and
-    allocates and frees blocks (groups of rows stored together).
+    """Part of a store that allocates and frees blocks (groups of rows stored together), once per run. It runs in the
+    process of the directory (the data plane's metadata service).
 
     A host that implements `FreesMany` is called from one thread. Any other host must be thread-safe, and its calls must
     not wait for another process.
@@ -91,14 +91,13 @@ class StoreHost(Protocol):
         ...
 
     def unfreed_bytes(self) -> int:
-        """Return the number of bytes of freed blocks that the store still holds, because one of its processes has not
-        answered or a writer still uses them. The store frees them later by itself, so a put that waits for room must
-        check again."""
+        """Return the bytes of freed blocks that the store still holds. One of its processes has not answered yet, or a
+        writer still uses them. The store frees them later by itself, so a put that waits for room must check again."""
         ...
 
     def shortage(self) -> str:
-        """Return the reason why `allocate` has no room, for the error of a put that waited for room until its time
-        limit; "" for a store that always has room."""
+        """Return the reason why `allocate` has no room; "" for a store that always has room. It stands in the error of
+        a put that waited for room until its time limit."""
         ...
 
     def processes(self) -> dict[str, int]:
@@ -124,8 +123,7 @@ class Cuts(Protocol):
         ...
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
-        """Cut the range that was allocated for `block_id` into blocks with ids `block_id`, `block_id` + 1, ..., and
-        free the rest.
+        """Cut the range allocated for `block_id` into blocks `block_id`, `block_id` + 1, ..., and free the rest.
 
         The blocks lie end to end. sizes: number of bytes of each block, multiples of `codecs.memory.ALIGN`. Returns the
         blocks' locations. Raises CapacityExceeded when the store cannot hold so many blocks.
@@ -135,8 +133,7 @@ class Cuts(Protocol):
 
 @runtime_checkable
 class FreesMany(Protocol):
-    """Protocol of a store host that needs a round trip to another process to free blocks, and therefore frees many
-    blocks in one call."""
+    """Protocol of a store host that frees many blocks in one call, since freeing takes a round trip."""
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Free the given blocks, each a pair (block id, location), as `free` does."""
@@ -145,8 +142,7 @@ class FreesMany(Protocol):
 
 @runtime_checkable
 class PutsMany(Protocol):
-    """Protocol of a store that needs a round trip to another process to write, and therefore writes all blocks of a put
-    in one call."""
+    """Protocol of a store that writes all blocks of a put in one call, since writing takes a round trip."""
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Write several blocks as `BlockStore.put` does, and return their locations.
@@ -171,8 +167,8 @@ class Serving(Protocol):
 
 @runtime_checkable
 class ReadsRanges(Protocol):
-    """Protocol of a store that can read any ranges of bytes of blocks, so that a reader of some rows moves only the
-    bytes of these rows."""
+    """Protocol of a store that can read any ranges of bytes of blocks. A reader of some rows then moves only the bytes
+    of these rows."""
 
     def lends(self, blocks: Sequence[BlockRef]) -> bool:
         """Return whether `get` returns views of these blocks without moving their bytes."""

@@ -135,8 +135,8 @@ def _is_plain(text: str) -> bool:
 
 
 def pack_tag(values: np.ndarray) -> bytes:
-    """Encode a tag's values `[N]`: integers compactly by `pack_ints`, texts (dtype object) by `pack_texts`, others as
-    their plain bytes."""
+    """Encode a tag's values `[N]` compactly. Integers go through `pack_ints`, texts (dtype object) through
+    `pack_texts`, others are their plain bytes."""
     if values.dtype.kind == "O":
         return pack_texts(values)
     return pack_ints(values) if values.dtype.kind in "iu" else values.tobytes()

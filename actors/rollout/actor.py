@@ -128,8 +128,8 @@ class RolloutActor(EngineHost):
         return self._worker
 
     def _target(self, method: str) -> object:
-        """Return the object that has `method` for `call`: the worker for its own methods, else this actor or its
-        engine."""
+        """Return the object on which `call` runs `method`. The worker has its own methods; this actor or its engine has
+        the others."""
         of_worker = hasattr(RolloutWorker, method) and not hasattr(self, method)
         return self.worker if of_worker else super()._target(method)
 

@@ -51,8 +51,7 @@ class BucketViews:
         return self._parts[bucket]
 
     def all(self, plan: BucketPlan, memory: torch.Tensor) -> Views:
-        """Return views of all weights in `memory`, a uint8 tensor in which bucket b starts at
-        `bucket_offsets(plan)[b]`."""
+        """Return views of all weights in `memory`, uint8, in which bucket b starts at `bucket_offsets(plan)[b]`."""
         self._turn_to(plan)
         made = self._kept(-1, memory)
         if not made:
@@ -106,8 +105,7 @@ class Landing:
 
 
 class BucketLandings:
-    """Makes the `Landing` of each bucket and caches it, for one bucket plan and one mapping of destinations at a
-    time."""
+    """Makes and caches the `Landing` of each bucket, for one bucket plan and one mapping of destinations at a time."""
 
     def __init__(self) -> None:
         self._plan: BucketPlan | None = None

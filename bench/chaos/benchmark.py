@@ -93,8 +93,8 @@ def run_chaos(options: ChaosOptions, tell: Callable[[str], None]) -> ChaosReport
 
 
 def missed_bars(report: ChaosReport) -> list[str]:
-    """Return one sentence for each minimum (number of faults, of steps, or of repetitions of a fault) that the
-    benchmark did not reach."""
+    """Return one sentence for each minimum that the benchmark did not reach. There are minima of faults, of steps, and
+    of repetitions of a fault."""
     missed = []
     if len(report.faults) < LEAST_FAULTS:
         missed.append(f"{len(report.faults)} faults struck, expected at least {LEAST_FAULTS}")

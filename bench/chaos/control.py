@@ -90,8 +90,7 @@ class Control:
 
 
 class NotesTail:
-    """Reads the notes of all processes step by step: each call of `new` returns those that were added since the last
-    one."""
+    """Reads the notes of all processes step by step: each `new` returns those added since the last one."""
 
     def __init__(self, control: Control) -> None:
         self._folder = control.folder / "notes"

@@ -9,8 +9,8 @@ from ...codecs.batch import Batch, Column, Jagged, Ragged
 
 
 def row_digests(batch: Batch) -> dict[str, list[str]]:
-    """Return for each field the digests of its values (xxh3 in hexadecimal), one for each row in the order of the
-    batch."""
+    """Return for each field the digests of its values, one per row in the batch's order. A digest is xxh3 in
+    hexadecimal."""
     return {name: _column_digests(batch[name]) for name in batch}
 
 

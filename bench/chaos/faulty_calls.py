@@ -57,8 +57,8 @@ class Faults:
         return order
 
     def delay(self, kind: str, path: str = "") -> None:
-        """Sleep for the order's `delay_s` if a slow-call fault of `kind` is active (with a `path`: and affects that
-        file)."""
+        """Sleep for the order's `delay_s` if a slow-call fault of `kind` is active. With a `path`, it must affect that
+        file."""
         order = self.strikes(kind, path)
         if order is not None:
             time.sleep(order.delay_s)
@@ -127,8 +127,8 @@ def _expect_room(faults: Faults, path: str) -> None:
 
 
 def install_file_faults(faults: Faults, folder: str) -> None:
-    """Patch the functions that open files, write to them and reserve memory, so that ordered faults affect the files
-    below `folder` (the run folder) and the memory in /dev/shm."""
+    """Patch the functions that open files, write to them and reserve memory, so that ordered faults affect them.
+    Affected are the files below `folder` (the run folder) and the memory in /dev/shm."""
     kind = type("FaultyFile", (_FaultyFile,), {"faults": faults})
     real_open, real_write, real_fallocate = builtins.open, os.write, os.posix_fallocate
 

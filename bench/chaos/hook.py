@@ -166,8 +166,7 @@ PATCHES: dict[str, Callable[[ModuleType, Faults], None]] = {
 
 
 class _Patcher(importlib.abc.MetaPathFinder):
-    """Import hook that finds the modules of PATCHES as Python does, and patches each one right after it has been
-    executed."""
+    """Import hook that finds the modules of PATCHES as Python does, and patches each right after its execution."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

@@ -188,8 +188,8 @@ class InjuredRun:
                     yield kind, actor.pid
 
     def unit_ports(self) -> tuple[int, ...]:
-        """Return the TCP ports on which the run's storage units (the processes that keep the rows of the stores
-        `simple` and `tcp`) listen."""
+        """Return the TCP ports on which the run's storage units listen. They are the processes that keep the rows of
+        the stores `simple` and `tcp`."""
         units = self.look().get("storage unit", [])
         return tuple(
             connection.laddr.port

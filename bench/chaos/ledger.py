@@ -184,8 +184,8 @@ class _Puts:
             self._done[place, key] = mine[-1] if mine else {}
 
     def compare(self, reads: Iterable[tuple[Place, Note]]) -> tuple[list[str], set[tuple[Place, str]]]:
-        """Return the keys of the rows that were read with other bytes than were put, and the rows of which all training
-        fields were read correctly.
+        """Return the keys of rows that were read with wrong bytes, and the rows that were read correctly. Wrong bytes
+        are others than were put; correct are rows of which all training fields were.
 
         If no put of a row was confirmed, because its writer was killed, the bytes of any attempt to put it count as
         correct.

@@ -46,8 +46,9 @@ class MemoryLog:
         self._sizes: dict[str, list[float]] = defaultdict(list)
 
     def sample(self, processes: dict[ProcessKind, list[psutil.Process]], shared: list[Path]) -> None:
-        """Take one sample: the bytes used in /dev/shm and, for each kind of process, the largest resident memory
-        without shared pages. Raylets (Ray's own processes), and processes younger than SETTLED_S, are left out."""
+        """Take one sample of the bytes in /dev/shm and of the largest resident memory of each kind of process. Shared
+        pages do not count as resident. Raylets (Ray's own processes), and processes younger than SETTLED_S, are left
+        out."""
         found: dict[str, float] = {}
         if shared:  # else the run is just being started
             found["/dev/shm"] = sum(_disk_bytes(path) for path in shared)

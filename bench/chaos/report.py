@@ -14,7 +14,7 @@ _TITLES = ("process", *FAULTS)
 
 
 def pairs_table(report: ChaosReport) -> Table:
-    """Return a table of how often each kind of fault struck each kind of process, with "-" where a fault makes no
+    """Return a table of how often each kind of fault struck each kind of process. A "-" marks a fault that makes no
     sense."""
     table = Table(title="times that each fault struck")
     for name in _TITLES:
@@ -27,8 +27,7 @@ def pairs_table(report: ChaosReport) -> Table:
 
 
 def rows_table(report: ChaosReport) -> Table:
-    """Return a table of each run's numbers of rows: put, trained on, lost, trained on or put twice, and with wrong
-    bytes."""
+    """Return a table of each run's rows: put, trained on, lost, trained on or put twice, and with wrong bytes."""
     table = Table(title="rows of the history that survived")
     for name in ("store", "steps", "undone", "put", "trained", "reads checked", "lost", "twice", "wrong bytes"):
         table.add_column(name, justify="left" if name == "store" else "right")
@@ -41,8 +40,7 @@ def rows_table(report: ChaosReport) -> Table:
 
 
 def lines(report: ChaosReport) -> list[str]:
-    """Return sentences about the outcomes of the faults, the recovery times, the growth of memory, and the reason of
-    each stop."""
+    """Return sentences about the outcomes of faults, recovery times, the growth of memory, and each stop's reason."""
     figures = summarise(report)
     said = [
         f"{len(report.faults)} faults struck: the run went on after {figures.get('outcome/goes on', 0):.0f}, went back "
@@ -75,8 +73,8 @@ def write_report(report: ChaosReport, out: Path, command: str) -> Path:
 
 
 def promises() -> list[str]:
-    """Return the lines of a Markdown table with the most severe outcome that is allowed after each fault in each kind
-    of process, or the reason why the fault is not tried there."""
+    """Return a Markdown table of the most severe outcome that is allowed after each fault in each kind of process. A
+    fault that is not tried in a kind of process has the reason instead."""
     known: dict[tuple[str, str], Outcome] = {(pair.process, pair.fault): pair.worst for pair in PAIRS}
     rows = ["| process | fault | the run |", "| --- | --- | --- |"]
     for process in PROCESSES:

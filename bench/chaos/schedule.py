@@ -47,8 +47,8 @@ def schedule(seed: int) -> dict[StoreKind, list[Injury]]:
 
 
 def more(store: StoreKind, seed: int, again: int) -> list[Injury]:
-    """Return further faults for a run that has suffered all faults of `schedule`: each pair that exists with the store
-    once, in a new random order.
+    """Return further faults for a run that has suffered all faults of `schedule`. Each pair that exists with the store
+    comes once, in a new random order.
 
     again: 1 for the first additional list, 2 for the second, and so on.
     """

@@ -101,8 +101,8 @@ class Surgeon:
         return sum("committed" in note for note in self._notes)
 
     def operate(self, injuries: Iterator[Injury], until_s: float) -> None:
-        """Start the run, inject faults until the time `until_s` (by `time.monotonic()`), and end it with an interrupt,
-        as a user would. Raises Hung if the run makes no progress."""
+        """Start the run, inject faults until the time `until_s`, and end it with an interrupt, as a user would. The
+        time is that of `time.monotonic()`. Raises Hung if the run makes no progress."""
         self._start(resume=False)
         self._wait_for_steps(11, FIRST_STEP_S)  # the checkpoint of step 5 is whole once that of step 10 begins
         for injury in injuries:
@@ -154,8 +154,8 @@ class Surgeon:
             target.resume()
 
     def _hurt_unit(self, target: psutil.Process, injury: Injury) -> None:
-        """Inject a fault into a storage unit from outside: make all other processes of the run cut their connections to
-        it, or suspend it for short times so that its calls are slow."""
+        """Inject a fault into a storage unit from outside. All other processes of the run cut their connections to it,
+        or it is suspended for short times so that its calls are slow."""
         if injury.pair.fault == "cut":
             for members in self.run.look().values():
                 for process in members:
@@ -219,8 +219,9 @@ class Surgeon:
                 )
 
     def _has_recovered(self, since_s: float) -> bool:
-        """Return whether the run has finished STEPS_AFTER steps since `since_s` (by `time.monotonic()`), killed
-        processes have been replaced, and Ray has noticed a killed raylet (or NOTICE_S have passed)."""
+        """Return whether the run has recovered from faults since `since_s` (by `time.monotonic()`). It has when it has
+        finished STEPS_AFTER steps, killed processes have been replaced, and Ray has noticed a killed raylet (or
+        NOTICE_S have passed)."""
         if sum("committed" in note and note["t"] > since_s for note in self._notes) < STEPS_AFTER:
             return False
         kinds = self.run.look()
@@ -235,8 +236,7 @@ class Surgeon:
         return True
 
     def _worst_allowed(self) -> Outcome:
-        """Return the most severe outcome that is allowed for any of the faults from which the run has not recovered
-        yet."""
+        """Return the most severe outcome that is allowed for the faults from which the run has not recovered yet."""
         allowed: list[Outcome] = [fault.worst for fault in self._open]
         return _worse(*allowed)
 

@@ -143,8 +143,8 @@ def chosen_layouts(options: GpuOptions, gpus: int) -> list[Layout]:
 
 
 def summarise(work: str, outcomes: Sequence[TrainOutcome], baselines: Sequence[TrlOutcome]) -> dict[str, float]:
-    """Return the flat summary: `gpu.{work}.{layout}.{figure}`, medians over the counted steps of all runs of a layout,
-    and `gpu.{work}.vs_trl`, our seconds of a step over TRL's, where below 1 means faster.
+    """Return the flat summary `gpu.{work}.{layout}.{figure}` and `gpu.{work}.vs_trl`. Figures are medians over the
+    counted steps of all runs of a layout. `vs_trl` is our seconds per step over TRL's; below 1 means faster.
 
     A figure that was not measured is left out. `{figure}` is one of FIGURES, `samples_per_s`, `start_s` (from the
     process's start to the first step), `idle_share.{gpu}`, and `share.{part}` and `share.between` of a step's seconds.

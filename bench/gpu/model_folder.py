@@ -80,7 +80,7 @@ def write_folder(folder: Path, task: FolderTask, device: str) -> None:
 
 
 def end_tokens(task: FolderTask) -> list[int]:
-    """Return the ids of the end tokens, ascending: `num_ends` - 1 of them at equal distances, and the tokenizer's own
+    """Return the ids of the end tokens, ascending. They are `num_ends` - 1 at equal distances, and the tokenizer's own
     end token, which is its last."""
     spacing = task.shape.tokens / task.num_ends
     return [*(int(spacing * number) for number in range(1, task.num_ends)), task.shape.tokens - 1]

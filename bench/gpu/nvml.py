@@ -39,8 +39,7 @@ class GpuSamples:
         return [number for number, at in enumerate(self.at) if since <= at <= until]
 
     def idle_shares(self, since: float, until: float) -> list[float]:
-        """Return the share of the time between two Unix times in which each GPU ran no kernel; empty if there is no
-        sample."""
+        """Return each GPU's share of the time between two Unix times without a kernel; empty without a sample."""
         picked = self.between(since, until)
         if not picked:
             return []
@@ -108,7 +107,7 @@ def open_nvml() -> Iterator[Any]:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """Return the numbers or UUIDs of the first `count` GPUs that this process may use, as they stand in
+    """Return the numbers or UUIDs of the first `count` GPUs that this process may use. They are as in
     CUDA_VISIBLE_DEVICES; without that variable, the numbers from 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     named = map(str, range(count)) if visible is None else (word.strip() for word in visible.split(","))

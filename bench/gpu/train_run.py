@@ -145,8 +145,9 @@ def read_outcome(task: TrainTask, started: float, samples: GpuSamples) -> TrainO
 
 
 def metrics_start(path: Path) -> float:
-    """Return the Unix time from which `time/elapsed_s` in a metrics.jsonl counts: that of the file's last change, less
-    the seconds in its last line. It is right to some milliseconds, because each line is written when it is made."""
+    """Return the Unix time from which `time/elapsed_s` in a metrics.jsonl counts. It is that of the file's last change,
+    less the seconds in its last line. It is right to some milliseconds, because each line is written when it is
+    made."""
     whole = path.read_bytes().rpartition(b"\n")[0]  # a run that was killed may leave an incomplete last line
     last = json.loads(whole.rpartition(b"\n")[2])
     return path.stat().st_mtime - last["time/elapsed_s"]
@@ -194,8 +195,8 @@ def steps_done(folder: Path) -> int:
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process if it still runs: by SIGTERM, at which a run ends its own processes, and by SIGKILL if it takes
-    longer than two minutes."""
+    """End a process if it still runs: by SIGTERM, and after two minutes by SIGKILL. At SIGTERM a run ends its own
+    processes."""
     if process.poll() is None:
         process.terminate()
         try:

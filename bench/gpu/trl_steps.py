@@ -65,9 +65,8 @@ def reward(prompts: list[str], completions: list[str], **_: object) -> list[floa
 
 
 def trl_config(task: dict[str, Any], folder: str) -> GRPOConfig:
-    """Return TRL's settings: no copy of the policy's log-probs before the step, no importance correction and no sleep,
-    which are its fastest. folder: where TRL may
-    write."""
+    """Return TRL's fastest settings: no copy of the policy's log-probs before the step, no correction, no sleep. The
+    correction is that of importance. folder: where TRL may write."""
     rows = task["prompts"] * task["group_size"]
     engine: dict[str, Any] = {}
     if task["vllm"]:

@@ -61,8 +61,9 @@ class TrainOptions:
 
 
 def run_train_steps(options: TrainOptions, report: Figures) -> None:
-    """Make the models, measure in processes of their own, and write results.jsonl and summary.json, also if
-    interrupted. Raises UserError when the options do not fit this machine, before anything is started."""
+    """Make the models, measure in processes of their own, and write the results, also if interrupted. They go to
+    results.jsonl and summary.json. Raises UserError when the options do not fit this machine, before anything is
+    started."""
     work, gpus = TRAIN_WORKS[options.work], torch.cuda.device_count()
     trainer = _trainer(options, gpus)
     shape = replace(SHAPES[work.size], layers=options.layers or work.layers)

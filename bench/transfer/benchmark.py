@@ -109,7 +109,7 @@ class TransferOptions:
         return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
 
     def second_specs(self) -> list[list[LoadSpec]]:
-        """Return the workloads on which the baseline `transferqueue_mooncake` is measured, in lists as `specs` does;
+        """Return the workloads on which the baseline `transferqueue_mooncake` is measured, in lists as `specs` does.
         `--quick` has time for only one."""
         specs = self.specs()
         return [group for group in specs if group[0].name == QUICK_SECOND] or specs[:1] if self.quick else specs

@@ -61,8 +61,7 @@ class Endpoint(Protocol):
         ...
 
     def get(self, token: Any, share: Share, fields: Sequence[str] | None) -> Any:
-        """Read the given fields of one reader's share of the rows, with the share's token; `fields` None reads all
-        fields."""
+        """Read the given fields of one reader's share of the rows, with its token; None reads all fields."""
         ...
 
     def fingerprint(self, got: Any) -> Digests:
@@ -97,8 +96,7 @@ class RowEndpoint(Endpoint, Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """Return the total counts so far of those among `directory_calls`, `bytes_got` and `wire_bytes_put` that the
-        endpoint keeps."""
+        """Return the total counts of `directory_calls`, `bytes_got` and `wire_bytes_put` that the endpoint keeps."""
         ...
 
 
@@ -143,11 +141,11 @@ class RowContender(Contender, Protocol):
         ...
 
     def merge(self, token: Any, written: Any) -> Any:
-        """Combine two tokens (the contender's handles for stored rows) of the same rows, the second of a later write of
-        more fields, into one that reads the fields of both."""
+        """Combine two tokens of the same rows into one that reads the fields of both. A token is the contender's handle
+        for stored rows; the second is of a later write of more fields."""
         ...
 
     def blocks(self, token: Any, fields: Sequence[str]) -> frozenset[int]:
-        """Return the ids of the blocks (units of storage that hold several rows) that a read of `fields` touches; empty
-        for a contender without blocks."""
+        """Return the ids of the blocks that a read of `fields` touches; empty for a contender without blocks. A block
+        is a unit of storage that holds several rows."""
         ...

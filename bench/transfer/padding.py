@@ -62,8 +62,8 @@ def pad_by_mask(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def unpad_by_mask(padded: Padded, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the valid tokens of right-padded tensors by name, as `from_padded` does, with one masked copy for each
-    tensor."""
+    """Return the valid tokens of right-padded tensors by name, as `from_padded` does. Each tensor takes one masked
+    copy."""
     width = next(iter(padded.values())).shape[1]
     valid = torch.arange(width) < lengths[:, None]
     return {name: tensor[valid] for name, tensor in padded.items()}

@@ -176,8 +176,8 @@ class BenchProcess:
         write: tuple[tuple[str, ...], Sequence[str]] | None,
         expected: Digests | None = None,
     ) -> tuple[Any, Span]:
-        """Run one stage of a step: read those of the columns `read` that no earlier stage of the step has read, and
-        then write `write`, which is (fields, keys).
+        """Run one stage of a step: read the columns `read`, then write `write`, which is (fields, keys). Columns that
+        an earlier stage of the step has read are not read again.
 
         Returns a token for reading what was written (None without `write`), and the start and end of the whole stage.
         """
@@ -219,8 +219,7 @@ class BenchProcess:
         return {field: self._digests[opened.spec][field][share.rows] for field in names}
 
     def counters(self, label: str) -> dict[str, int]:
-        """Return the total counts so far (calls and bytes) of this process's endpoint for `label`; {} if it keeps
-        none."""
+        """Return the total counts (calls and bytes) of this process's endpoint for `label`; {} if it keeps none."""
         endpoint = self._open[label].endpoint
         return endpoint.counters() if isinstance(endpoint, RowEndpoint) else {}
 

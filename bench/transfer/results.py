@@ -179,7 +179,7 @@ class RouteSizes:
 
 
 def route_summary(results: Iterable[Result], summary: Mapping[str, float], sizes: RouteSizes) -> dict[str, float]:
-    """Return the summary's figures of the workload `moe` beyond its ratios of times: what stores write for each token,
+    """Return the figures of the workload `moe` beyond its ratios of times. They say what stores write for each token,
     by how much that exceeds the formula, and how much larger padded int32 would be.
 
     summary: the ratios of times, of which `put` to `tcp` against raw TCP gets the name `vs_raw_tcp`, too.
@@ -214,8 +214,8 @@ def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[st
 
 
 def _checksum_cost(results: Sequence[Result], store: str) -> float | None:
-    """Return the time of put and get with checksums divided by the time without, the median over the turns of both;
-    None if they were not measured in turns."""
+    """Return the time of put and get with checksums divided by the time without; None if not measured in turns. It is
+    the median over the turns of both."""
     totals = {}
     for name in (store + CHECKSUMMED, store):
         both = [r.seconds for r in results if r.contender == name and r.op in IN_TURNS.values() and r.seconds]

@@ -94,8 +94,8 @@ class Pattern:
 def measure(
     seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None]
 ) -> list[Result]:
-    """Measure every contender on every workload: first a warm-up with every read verified, then rounds in which each
-    contender has one turn."""
+    """Measure every contender on every workload, in rounds in which each contender has one turn. A warm-up with every
+    read verified comes first."""
     cases = open_cases(seats, specs)
     for case in cases:
         tell(f"{case.label}: warm-up and verification")
@@ -111,8 +111,8 @@ def measure(
 
 
 def measure_in_turns(pool: ProcessPool, pair: Sequence[Contender], spec: LoadSpec, turns: int) -> list[Result]:
-    """Measure put and get of two contenders alternately, so that the ratio of their times does not depend on when each
-    was measured. Returns results of the operations IN_TURNS, whose seconds of one index belong to one turn."""
+    """Measure put and get of two contenders alternately. The ratio of their times then does not depend on when each was
+    measured. Returns results of the operations IN_TURNS, whose seconds of one index belong to one turn."""
     ops: frozenset[Op] = frozenset(("put", "get"))
     cases = open_cases([(pool, contender) for contender in pair], [spec])
     for case in cases:
@@ -176,8 +176,7 @@ def _join(case: Case) -> None:
 
 
 def _warm_up(case: Case, pattern: Pattern) -> None:
-    """Run once with every read verified, then once more to set the number of iterations of a turn from the time it
-    takes."""
+    """Run once with every read verified, then once more to set the number of iterations of a turn by its time."""
     _iterate(case, pattern.ops, pattern.readers, True)
     case.seconds = {}
     started = time.monotonic()

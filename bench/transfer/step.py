@@ -40,8 +40,8 @@ TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logpro
 
 
 def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
-    """Run a GRPO step through every contender in turn: once with every read verified, once to count bytes and calls,
-    and then `repeats` times to measure its duration. Each pool of processes needs DP + 1 consumers."""
+    """Run a GRPO step through every contender in turn: verified, counted, and then `repeats` times timed. The verified
+    run checks every read; the counted one counts bytes and calls. Each pool of processes needs DP + 1 consumers."""
     chosen = [(pool, contender) for pool, contender in seats if "step" in contender.ops]
     cases = open_cases(chosen, [LoadSpec("step", share)])
     counts: dict[str, StepResult] = {}
@@ -93,8 +93,7 @@ class _Step:
         self._blocks_needed = 0
 
     def run(self, *, verify: bool = False) -> None:
-        """Run one step and record its duration in the case, which is the measurement of one contender on one
-        workload."""
+        """Run one step and record its duration in the case, the measurement of one contender on one workload."""
         self._stages_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
@@ -123,8 +122,7 @@ class _Step:
         self.run(verify=True)
 
     def count(self) -> StepResult:
-        """Run one extra, untimed step, and return its bytes per token, its number of directory calls, and its ratio of
-        blocks read."""
+        """Run one extra, untimed step, and return its bytes per token, directory calls, and ratio of blocks read."""
         before = self._counters()
         self._counting = True
         self.run()

@@ -60,8 +60,8 @@ class Load:
         return self.batch.num_rows
 
     def formula_bytes(self) -> int:
-        """Return the number of bytes of the first put's values if the prompt part of token ids and routes is written
-        once for the rows of a group; 0 for a workload without routes."""
+        """Return the bytes of the first put's values with each group's prompt part written once; 0 without routes. The
+        prompt part is that of token ids and routes."""
         lengths = self.batch.lengths
         if self.spec.name != MOE or lengths is None:
             return 0
@@ -73,8 +73,8 @@ class Load:
         return [f"{run}p{row // self.group_size}.{row % self.group_size}" for row in range(self.num_rows)]
 
     def nbytes(self, fields: Iterable[str] | None = None) -> int:
-        """Return the number of bytes of the fields' values, counting objects with `object_bytes`; None means the first
-        put's fields."""
+        """Return the bytes of the fields' values, counting objects with `object_bytes`. None stands for the first put's
+        fields."""
         return sum(column_bytes(self.batch[name]) for name in (self.first if fields is None else fields))
 
     def tensordict(self, fields: Iterable[str] | None = None, rows: np.ndarray | None = None) -> TensorDict:
@@ -297,8 +297,8 @@ def _step(rng: np.random.Generator, share: float) -> Any:
 
 
 def _step_ends(rng: np.random.Generator, share: float) -> Any:
-    """Build the eight columns that a step has at its ends, 29 bytes per token: those of the workload `step`, the policy
-    version and the entropy of each token."""
+    """Build the eight columns that a step has at its ends, 29 bytes per token. They are those of the workload `step`,
+    the policy version and the entropy of each token."""
     values, fields, group_size = _step(rng, share)
     lengths = values["input_ids"].lengths
     tokens = int(lengths.sum())

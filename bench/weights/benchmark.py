@@ -85,8 +85,7 @@ class WeightCase:
     bucket_mib: int
 
     def bytes_needed(self, nbytes: int) -> int:
-        """Return the number of bytes of memory that all processes need for weights of `nbytes` bytes, staged copies
-        included."""
+        """Return the bytes of memory that all processes need for weights of `nbytes` bytes, staged copies included."""
         return nbytes * (4 + 2 * self.engines)
 
 

@@ -38,8 +38,8 @@ _LIMIT_REPEATS = 7
 
 
 def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
-    """Return all setups (an engine's settings and its measurements) that are possible with `gpus` GPUs, or only those
-    named in `only`."""
+    """Return all setups that are possible with `gpus` GPUs, or only those named in `only`. A setup is an engine's
+    settings and its measurements."""
     other_gpu = 1 if gpus > 1 else 0
 
     def cases(*sizes: int) -> tuple[Case, ...]:
@@ -153,8 +153,7 @@ async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -
 
 
 async def _measure_limits(session: Session, folder: Path) -> None:
-    """Measure how fast the hardware moves the same number of bytes without an engine, as the limit for weight
-    updates."""
+    """Measure how fast the hardware moves the same bytes without an engine, as the limit for weight updates."""
     nbytes, device = session.num_bytes, session.device
     place = "cuda:0" if device == "cuda" else "cpu"
     found = {"copy in one GPU": await session.call(0, "copies", nbytes, place, _LIMIT_REPEATS)}

@@ -249,8 +249,8 @@ class Trainer:
 
 
 def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name in vLLM and the value of every parameter that worker `rank` of `tp` must have, computed from the
-    Hugging Face weights."""
+    """Yield the vLLM name and the value of every parameter that worker `rank` of `tp` must have. They are computed from
+    the Hugging Face weights."""
 
     def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.chunk(tp, dim)[rank]

@@ -223,8 +223,7 @@ async def check_bytes(session: Session, engine: VllmEngine, trainer: int, *, exa
 
 
 async def _check_tokens(session: Session, case: Case, first: int, completions: list[list[Completion]]) -> None:
-    """Check that every token has a weight version, and that its log-prob is the one that the weights of this version
-    give.
+    """Check that every token has a weight version, and that its log-prob is that of this version's weights.
 
     first: version of the case's first update.
     """

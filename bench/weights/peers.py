@@ -77,7 +77,7 @@ class Peer:
         self._pipe.send((method, args))
 
     def answer(self) -> tuple[Any, tuple[float, float]]:
-        """Wait for the result of a started call, and return it with the call's start and end in CLOCK_MONOTONIC
+        """Wait for the result of a started call, and return it with the call's start and end. They are CLOCK_MONOTONIC
         seconds.
 
         Raises RuntimeError with the process's error, or when there is no answer within ANSWER_TIMEOUT_S.
@@ -193,8 +193,7 @@ class _Trainer(_Host):
         yield from self.weights.items()
 
     def copy(self, num_bytes: int) -> None:
-        """Copy `num_bytes` once into memory that is already in use ("warm"), with one thread on the CPU, or on the
-        GPU."""
+        """Copy `num_bytes` once into memory that is in use already ("warm"), with one CPU thread or on the GPU."""
         if self._flat is None or len(self._flat) != 2 * num_bytes:
             self._flat = torch.ones(2 * num_bytes, dtype=torch.uint8, device=self.task.placed)
         self._flat[num_bytes:].copy_(self._flat[:num_bytes])

@@ -42,8 +42,7 @@ class BuiltinSender:
         torch.cuda.synchronize()
 
     def handles(self) -> str:
-        """Return handles of all weights for vLLM's `ipc` backend, pickled and base64-encoded as that backend
-        requires."""
+        """Return handles of all weights for vLLM's `ipc` backend, pickled and base64-encoded as it requires."""
         place = str(torch.cuda.get_device_properties(next(iter(self._weights.values())).device).uuid)
         handles = [{place: reduce_tensor(one)[1]} for one in self._weights.values()]
         return base64.b64encode(pickle.dumps(handles)).decode()

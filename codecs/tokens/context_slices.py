@@ -18,8 +18,8 @@ from ..memory import fresh
 
 
 def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, stops) of the two chunks of each padded row that `rank` computes, int64 `[N, 2]`, not counting
-    the look-ahead token.
+    """Return (starts, stops) of the two chunks of each padded row that `rank` computes, int64 `[N, 2]`. The look-ahead
+    token is not counted.
 
     lengths: number of tokens of each row, int `[N]`. Starts and stops may lie beyond the end of the unpadded row.
     Raises ValueError when the padded rows cannot be cut into 2 * cp equal chunks, when cp is less than 2, or when
@@ -55,8 +55,8 @@ def piece_lengths(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) ->
 
 
 def slice_batch(batch: Batch, lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> Batch:
-    """Return `batch` with each row of its PER_TOKEN columns reduced to the two pieces sent to `rank`, joined, in new
-    memory.
+    """Return `batch` with each row of its PER_TOKEN columns reduced to the two pieces of `rank`. They are joined, in
+    new memory.
 
     batch: whole rows. lengths: their numbers of tokens, int `[N]`. Columns of other kinds are shared, not copied.
     Raises ValueError as `chunks` does, and when the batch's rows do not have these lengths.

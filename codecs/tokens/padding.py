@@ -27,8 +27,8 @@ class PaddedRows:
         self._width = width
 
     def pad(self, field: Field, values: torch.Tensor) -> torch.Tensor:
-        """Return a PER_TOKEN field's packed values `[T, *trailing]`, a contiguous tensor on the CPU, as a tensor `[N,
-        width, *trailing]` with the field's pad value after each row."""
+        """Return a PER_TOKEN field's packed values `[T, *trailing]` as a padded tensor `[N, width, *trailing]`. They
+        are contiguous on the CPU; the field's pad value stands after each row."""
         assert field.dtype is not None
         # The whole tensor is filled: copies into memory that is in the cache by then save what that costs.
         out = fresh(field.dtype, (len(self._lengths), self._width, *field.trailing)).fill_(field.pad_value)
@@ -48,8 +48,8 @@ class PaddedRows:
         return out
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return the valid tokens of a tensor `[N, width, *trailing]`, of any strides and on any device, as a
-        contiguous tensor `[T, *trailing]` on the CPU without grad."""
+        """Return the valid tokens of a tensor `[N, width, *trailing]` as a contiguous tensor `[T, *trailing]`. The
+        tensor may have any strides and be on any device; the result is on the CPU without grad."""
         tensor = padded.detach().cpu().resolve_neg()
         out = fresh(tensor.dtype, (int(self._lengths.sum()), *tensor.shape[2:]))
         if not out.numel():
@@ -77,9 +77,9 @@ def _tokens(memory: np.ndarray, item_bytes: int) -> np.ndarray:
 
 
 def _row_memory(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """Return the memory of a tensor `[N, width, *trailing]` as uint8 1-D, and the number of bytes from the beginning of
-    a row to that of the next. Copies the tensor only if its rows have gaps in them; gaps between the rows do not
-    matter, such as those of `tensor[:, :width]`."""
+    """Return the memory of a tensor `[N, width, *trailing]` as uint8 1-D, and its row stride in bytes. The stride runs
+    from the beginning of a row to that of the next. Copies the tensor only if its rows have gaps in them; gaps between
+    the rows do not matter, such as those of `tensor[:, :width]`."""
     if not tensor[0].is_contiguous():
         tensor = tensor.contiguous()
     step = tensor.stride(0)

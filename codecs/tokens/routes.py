@@ -25,8 +25,8 @@ MOST_BYTE_EXPERTS = 255
 
 
 def routes_dtype(num_experts: int) -> torch.dtype:
-    """Return the type of expert ids in memory, in the store and on the wire: uint8 for models of up to 255 experts per
-    layer, else int16. Raises ValueError for a number of experts that does not fit int16."""
+    """Return the dtype of expert ids in memory, in the store and on the wire. It is uint8 for models of up to 255
+    experts per layer, else int16. Raises ValueError for a number of experts that does not fit int16."""
     if not 1 <= num_experts <= 1 << 15:
         raise ValueError(f"num_experts: got {num_experts}, expected a number from 1 to {1 << 15}")
     return torch.uint8 if num_experts <= MOST_BYTE_EXPERTS else torch.int16
@@ -126,8 +126,8 @@ class RouteSpec:
 
 
 def select_moe_layers(routes: np.ndarray, spec: RouteSpec) -> np.ndarray:
-    """Return the routes that an engine reported as a new array `[tokens, layers, k]` of `spec`'s dtype, which has only
-    the layers with experts.
+    """Return the routes that an engine reported as a new array `[tokens, layers, k]` of `spec`'s dtype. It has only the
+    layers with experts.
 
     routes: integers `[tokens, hidden layers or layers with experts, k]`. Engines report layers without experts as
     zeros, which would look like duplicates, so nothing may be checked before this selection. The order of the k experts
@@ -163,8 +163,8 @@ class RoutesDamaged(ValueError):
 
 
 def check_routes(routes: np.ndarray, spec: RouteSpec, key: str) -> None:
-    """Raise RoutesDamaged, which names the row's `key`, the token and the layer, if a route is one that no router can
-    have chosen: an id out of range, the same expert twice in a layer, or a route that is missing only in part.
+    """Raise RoutesDamaged if a route is one that no router can have chosen. That is an id out of range, the same expert
+    twice in a layer, or a route that is missing only in part. The error names the row's `key`, the token and the layer.
 
     routes: `[tokens, layers, k]`. Also raises it for another shape or dtype.
     """

@@ -25,8 +25,7 @@ _POSITION_BYTES = (1, 2, 4)
 
 
 def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarray | None:
-    """Encode the differences that turn `base` into `new`, as uint8 `[n]`; return None if that is not shorter than
-    `new`.
+    """Encode the differences that turn `base` into `new`, as uint8 `[n]`; None if that is not shorter than `new`.
 
     new, base: uint8 1-D of one length, a multiple of `element_bytes` (1, 2, 4 or 8). Elements are compared as bits, so
     -0.0 differs from 0.0, and NaNs of the same bits are equal. Uses about 5 bytes of memory per element besides the

@@ -31,8 +31,7 @@ CHUNK_BYTES = 512 << 10
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """Location of a tensor in a bucket (a byte buffer), or of one piece of a tensor that is spread over several
-    buckets."""
+    """Location of a tensor in a bucket (a byte buffer), or of one piece of a tensor that spans several buckets."""
 
     name: str
     dtype: str
@@ -158,7 +157,7 @@ def write_piece(
 
 
 def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """Queue the copy of a tensor that lies entirely in one GPU bucket, and zero the padding behind it: a fast
+    """Queue the copy of a tensor that lies entirely in one GPU bucket, and zero the padding behind it. It is a fast
     `write_piece`.
 
     place: where the tensor goes, a view of the bucket `out` with the tensor's dtype and shape. The copy is a single
@@ -220,8 +219,8 @@ def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
 
 
 def checksum(payload: torch.Tensor) -> int:
-    """Return a 64-bit checksum of `payload` (uint8 `[n]`, contiguous), by which a receiver checks that it arrived
-    intact.
+    """Return a 64-bit checksum of `payload` (uint8 `[n]`, contiguous). A receiver checks with it that the payload
+    arrived intact.
 
     Sender and receiver must hold the payload on the same kind of device. On the CPU the checksum is xxh3_64 of the
     bytes; on a GPU it is `gpu_scatter.device_digest`, and this call waits for it. Raises ValueError for a tensor of

@@ -141,9 +141,9 @@ class Scatter:
         return as_signed(found)
 
     def _rows(self, segment: int) -> torch.Tensor:
-        """Build the kernel's table, int64 `[rows, 3]`: first word, number of words and destination address of each
-        segment of at most `segment` words. The segments cover all pieces and, with address 0 (no copy), the bytes
-        between pieces that are not padding."""
+        """Build the kernel's table, int64 `[rows, 3]`, with one row per segment of at most `segment` words. A row has
+        the segment's first word, number of words and destination address. The segments cover all pieces and, with
+        address 0 (no copy), the bytes between pieces that are not padding."""
         rows: list[np.ndarray] = []
         end = 0
 

@@ -67,8 +67,7 @@ def _scatter(
 def scatter(
     words: torch.Tensor, table: torch.Tensor, golden: int, mix: Sequence[tuple[int, int | None]]
 ) -> torch.Tensor:
-    """Copy the words that `table` names to their destinations, and return their contribution to the digest as int64
-    `[1]`.
+    """Copy the words that `table` names to their destinations, and return their digest part as int64 `[1]`.
 
     The contribution is the sum of `gpu_scatter.mixed` over the words, modulo 2**64. The work is queued on the current
     stream. words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple of 8), the number of words

@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 
 class AsyncDataPlaneClient:
-    """Client with the methods of `DataPlaneClient` as coroutines, with the same arguments, results, errors and time
-    limits.
+    """Client with the methods of `DataPlaneClient` as coroutines. Arguments, results, errors and time limits are the
+    same.
 
     Created by `connect_async`. Bytes are packed, moved and unpacked in the client's own threads, so that the event loop
     only waits; the wait for a free thread counts towards a call's time limit. Tasks of one event loop may share a
@@ -99,8 +99,8 @@ class AsyncDataPlaneClient:
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Write some fields of N rows and return a receipt (the rows' keys and locations), as `DataPlaneClient.put`
-        does."""
+        """Write some fields of N rows and return a receipt, as `DataPlaneClient.put` does. The receipt has the rows'
+        keys and locations."""
         return await self._move(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
@@ -151,7 +151,7 @@ class AsyncDataPlaneClient:
         arguments: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Wait for n rows that have all of `fields`, lease them to this caller for `task`, and return a receipt (their
+        """Wait for n rows that have all of `fields`, and lease them to this caller for `task`. Returns a receipt (their
         keys and locations), as `DataPlaneClient.claim` does."""
         return await self._run(
             "claim",
@@ -161,8 +161,8 @@ class AsyncDataPlaneClient:
         )
 
     async def renew(self, meta: KVBatchMeta, *, timeout_s: float | None = None) -> None:
-        """Extend the lease (a consumer's exclusive hold) on the rows of a receipt and go on renewing it, as
-        `DataPlaneClient.renew` does."""
+        """Extend the lease on the rows of a receipt and keep renewing it, as `DataPlaneClient.renew` does. A lease is a
+        consumer's exclusive hold."""
         await self._run("renew", self._operations.renew(meta, timeout_s))
 
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
@@ -204,8 +204,8 @@ class AsyncDataPlaneClient:
         whole_groups: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[str, ...]:
-        """Remove the rows that a claim with these arguments passes over as too old, and return their keys, as
-        `DataPlaneClient.clear_stale` does."""
+        """Remove the rows that a claim with these arguments passes over as too old, and return their keys.
+        `DataPlaneClient.clear_stale` is its twin."""
         return await self._run(
             "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
@@ -218,8 +218,8 @@ class AsyncDataPlaneClient:
     async def load(
         self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
     ) -> str:
-        """Register a partition that `save` wrote into a file, put its rows back and return its name, as
-        `DataPlaneClient.load` does."""
+        """Register a partition that `save` wrote into a file, put its rows back and return its name.
+        `DataPlaneClient.load` is its twin."""
         return await self._move("load", load(self._operations, path, partition, timeout_s))
 
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:

@@ -34,8 +34,8 @@ PROBE_S = 2.0
 
 
 def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, int]]:
-    """Divide rows into blocks of at most `block_rows` rows, splitting only groups (the rows of one prompt) that have
-    more rows than that.
+    """Divide rows into blocks of at most `block_rows` rows, splitting only groups that have more rows than that. A
+    group is the rows of one prompt.
 
     groups: name or number of each row's group, `[N]`. Returns (start, stop) of each block.
     """
@@ -55,8 +55,7 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
 def rows_a_block(
     num_rows: int, column_bytes: Sequence[int], block_rows: int | None, groups: np.ndarray | None = None
 ) -> int:
-    """Return the number of rows to put in a block: `block_rows` as configured, or if that is None, a number chosen by
-    size.
+    """Return the number of rows to put in a block: `block_rows` as configured, or if None, chosen by size.
 
     The chosen number is BLOCK_ROWS, raised until a block has LEAST_BYTES bytes, and lowered until no field has more
     than MOST_BYTES bytes, but never below the largest of `groups`, whose rows share tokens. column_bytes: number of
@@ -98,8 +97,8 @@ def write_blocks(
 
 
 def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
-    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields that the receipt `meta`
-    does not give access to."""
+    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields without access. Access is
+    what the receipt `meta` gives."""
     unknown = [name for name in fields if name not in meta.schema]
     if unknown or len(set(fields)) < len(fields):
         message = f"fields {list(fields)}: expected names of {list(meta.schema)}, each once"
@@ -183,8 +182,7 @@ def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> lis
 def _cleared_keys(
     store: BlockStore, meta: KVBatchMeta, sources: Sequence[RowSource], wants: Sequence[tuple[int, Want]]
 ) -> list[str]:
-    """Return the keys of the rows whose blocks the store no longer has, or all keys when the store cannot be asked
-    now."""
+    """Return the keys of the rows whose blocks the store has lost, or all keys when the store cannot be asked."""
     gone = set()
     for number, want in wants:
         try:
@@ -198,8 +196,7 @@ def _cleared_keys(
 
 
 def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:
-    """Return the store's error with the context that only the reader knows: operation, partition, keys and elapsed
-    seconds."""
+    """Return the store's error with the reader's context: operation, partition, keys and elapsed seconds."""
     context = error.fields() | {"op": "get", "partition": meta.partition, "keys": keys, "num_keys": len(keys)}
     context["elapsed_s"] = context["elapsed_s"] or time.monotonic() - started
     return type(error)(error.message, **context)

@@ -58,8 +58,8 @@ class DataPlaneClient:
         group_size: int = 1,
         redefine: bool = False,
     ) -> None:
-        """Declare a partition, which is a named set of rows: its fields, its consumers (tasks) and the number of rows
-        in a whole group (the rows of one prompt).
+        """Declare a partition (a named set of rows): its fields, its tasks (consumers), and the size of a whole group.
+        The size is the number of rows of one prompt.
 
         tasks: a TaskConfig says in what order the task's claims take rows; a name alone means lowest version first.
         Calling this again with equal arguments does nothing, from any process, also after fields were added. With other
@@ -108,8 +108,8 @@ class DataPlaneClient:
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Write some fields of N rows, and return a receipt (the rows' keys and locations) that gives access to just
-        these fields.
+        """Write some fields of N rows, and return a receipt that gives access to just these fields. The receipt has the
+        rows' keys and locations.
 
         keys: ids of the N rows; new keys create rows, known keys get further fields. fields: anything that
         `codecs.jagged.pack` takes. versions: policy version of each new row, or one for all of them (None means -1).
@@ -167,8 +167,8 @@ class DataPlaneClient:
         return self._run("lookup", self._operations.lookup(partition, keys, fields, wait, timeout_s))
 
     def rows(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> PartitionRows:
-        """Return a list of the partition's rows, in order of arrival, without their content: keys, versions, groups,
-        lengths, tags, and which fields are written.
+        """Return a list of the partition's rows, in order of arrival, without their content. It has keys, versions,
+        groups, lengths, tags, and which fields are written.
 
         keys: None lists all rows; otherwise the rows with these keys are listed, in that order. Idempotent. Raises
         KeysNotFound naming the keys that do not exist.
@@ -176,8 +176,8 @@ class DataPlaneClient:
         return self._run("rows", self._operations.rows(partition, keys, timeout_s))
 
     def get_keys(self, partition: str, keys: Keys, fields: Sequence[str], *, timeout_s: float | None = None) -> Batch:
-        """Read `fields` of the rows with these keys, in the order of the keys: a `lookup` followed by a `get`, with the
-        errors of both."""
+        """Read `fields` of the rows with these keys, in the order of the keys. It is a `lookup` followed by a `get`,
+        with the errors of both."""
         return self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
 
     def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
@@ -229,8 +229,8 @@ class DataPlaneClient:
         )
 
     def renew(self, meta: KVBatchMeta, *, timeout_s: float | None = None) -> None:
-        """Extend the lease (a consumer's exclusive hold) on the rows of a receipt by `lease_s` from now, and renew it
-        in the background until this client has released the rows.
+        """Extend the lease on the rows of a receipt by `lease_s` from now, and keep renewing it in the background. A
+        lease is a consumer's exclusive hold. Renewal ends when this client has released the rows.
 
         Meant for a receipt that another process claimed and handed to this one: from then on the lease lasts as long as
         either process runs. Idempotent. Raises LeaseLost naming rows whose lease has ended (by time, clear or release);
@@ -257,8 +257,8 @@ class DataPlaneClient:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Settle positions of the prompt stream whose prompts were never put and never will be, so that the samplers
-        `in_order` and `windowed` of `task` go on without them.
+        """Settle positions of the prompt stream whose prompts were never put and never will be. The samplers `in_order`
+        and `windowed` of `task` then continue without them.
 
         positions: int `[N]`, values of the rows' tag `position`. Wakes claims that waited for them. Rows that are put
         at such a position nevertheless can be claimed as usual. Idempotent. Raises ValueError for a negative position,
@@ -335,8 +335,8 @@ class DataPlaneClient:
     def load(
         self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
     ) -> str:
-        """Register a partition that `save` wrote into a file, put its rows and its tasks' progress back, and return its
-        name. partition: another name to give it; None takes the name under which it was saved.
+        """Register a partition that `save` wrote into a file, and return its name. Its rows and its tasks' progress are
+        put back. partition: another name to give it; None takes the name under which it was saved.
 
         Versions, groups, tags, order of arrival and what each task has finished are as they were. Groups have new
         numbers, and no row is leased. Rows become readable chunk by chunk. timeout_s bounds each call that this takes,
@@ -346,15 +346,14 @@ class DataPlaneClient:
         return self._move("load", load(self._operations, path, partition, timeout_s))
 
     def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
-        """Return the current numbers of rows and leases (of all partitions, or only of `partition`), and of bytes in
-        the store."""
+        """Return the current numbers of rows and leases, of all partitions or one, and of bytes in the store."""
         return self._run("status", self._operations.status(partition, timeout_s))
 
     def task_status(
         self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> TaskStatus:
-        """Return how many rows of a partition `task` has finished, holds and can claim, and how far it is in the prompt
-        stream. fields: a row counts as ready once these are written; None means all fields of the partition."""
+        """Return how many rows `task` has finished, holds and can claim, and its place in the prompt stream. fields: a
+        row counts as ready once these are written; None means all fields of the partition."""
         return self._run("task_status", self._operations.task_status(partition, task, fields, timeout_s))
 
     def close(self) -> None:

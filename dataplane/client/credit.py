@@ -60,8 +60,7 @@ class Credit:
                 self._spaces.append((space, time.monotonic() + self._lifetime_s))
 
     def next_request(self) -> tuple[int, int]:
-        """Return the space to request with the commit of the current put, for the puts after it, as (number of bytes,
-        number of blocks); (0, 0) requests nothing."""
+        """Return the (bytes, blocks) to request with the current commit for later puts; (0, 0) requests none."""
         with self._lock:
             largest = max((size for size, _ in self._recent), default=0)
             smallest = min((size for size, _ in self._recent), default=0)

@@ -170,8 +170,8 @@ class Operations:
         return encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id, groups=groups)
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
-        """Carry out a put: write its blocks into space that was granted ahead, or else into space that is reserved now,
-        and commit its rows."""
+        """Carry out a put: write its blocks and commit its rows. The space was granted ahead, or else is reserved
+        now."""
         space, given_back = self._credit.take(put.nbytes, len(blocks))
         if space is not None:
             written = yield from self._write(put, blocks, space, deadline, credit=True)
@@ -386,8 +386,8 @@ class Operations:
             raise ForeignReceipt(message, op=op, partition=meta.partition, keys=meta.keys)
 
     def _take_back(self, put: PutRows, space: requests.Space) -> Steps[bool]:
-        """Undo a put that failed or was interrupted: give back its space, and withdraw rows that the directory may have
-        committed.
+        """Undo a put that failed or was interrupted. Its space is given back, and rows that the directory may have
+        committed are withdrawn.
 
         Returns whether both were done. A put with replace=True is not withdrawn, because the previous values are gone.
         """

@@ -56,8 +56,8 @@ def save(
 
 
 def _chunks(meta: KVBatchMeta) -> Iterator[tuple[int, int]]:
-    """Divide the rows of a receipt (their keys and locations) into chunks of about CHUNK_BYTES, and yield (start, stop)
-    of each. Sizes of rows are estimated from those of their blocks."""
+    """Divide a receipt's rows into chunks of about CHUNK_BYTES, and yield (start, stop) of each. A receipt has rows'
+    keys and locations. Sizes of rows are estimated from those of their blocks."""
     sizes = np.array([ref.layout.nbytes / max(1, ref.layout.num_rows) for ref in meta.blocks])
     ends = np.cumsum(sum((sizes[source.block] for source in meta.sources), np.zeros(len(meta))))
     start = 0

@@ -153,8 +153,8 @@ class Committed:
     from earlier puts: tag name -> values."""
 
     def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
-        """Build the put's receipt (the keys and locations of its rows), with which only the fields of this put can be
-        read."""
+        """Build the put's receipt, with which only the fields of this put can be read. It has the rows' keys and
+        locations."""
         lengths = put.lengths if self.lengths is None else self.lengths
         versions = put.versions if self.versions is None else self.versions
         assert lengths is not None and versions is not None

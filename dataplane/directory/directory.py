@@ -121,18 +121,18 @@ class Directory:
         return part.schema
 
     def export(self, partition: str) -> tuple[PartitionState, PartitionRows, list[KVBatchMeta]]:
-        """Return what is needed to save a partition as it is now: its definition and its tasks' progress, its rows, and
-        for each set of fields a receipt (keys and locations) of the rows that have just these fields written. In the
-        list and in each receipt the rows are in order of arrival."""
+        """Return what is needed to save a partition as it is now. It is its definition and its tasks' progress, its
+        rows, and for each set of fields a receipt (keys and locations) of the rows that have just these fields written.
+        In the list and in each receipt the rows are in order of arrival."""
         part = self._partitions[partition]
         rows = part.rows.live()
         receipts = [self._receipt(part, having, fields) for fields, having in part.by_fields(rows) if fields]
         return part.state(), part.listing(rows), receipts
 
     def restore(self, name: str, state: PartitionState, rows: PartitionRows) -> None:
-        """Register a saved partition under a name, with its rows, of which no field is written yet, and its tasks'
-        progress. Raises ValueError if a partition of that name is registered, and the errors of `register`; nothing is
-        registered then."""
+        """Register a saved partition under a name, with its rows and its tasks' progress. No field of the rows is
+        written yet. Raises ValueError if a partition of that name is registered, and the errors of `register`; nothing
+        is registered then."""
         self._partitions.restore(name, state, rows)
 
     # -------------------------------------------------------------- put
@@ -181,8 +181,7 @@ class Directory:
 
     @property
     def allocated_credit_bytes(self) -> int:
-        """Number of bytes of credit (space granted in advance) that the store has allocated already and therefore
-        counts as used."""
+        """Bytes of credit (space granted in advance) that the store has allocated, which count as used."""
         return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
 
     def reservation(self, reservation_id: int) -> Reservation:
@@ -226,13 +225,13 @@ class Directory:
         return committed_of(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
     def abort(self, reservation_id: int) -> Reservation | None:
-        """Cancel a reservation or credit (a reservation made in advance), and return it, so that the store can take its
-        space back. Returns None if it no longer exists."""
+        """Cancel a reservation or credit, and return it so that the store can take its space back. Credit is a
+        reservation made in advance. Returns None if it no longer exists."""
         return self._blocks.cancel(reservation_id)
 
     def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:
-        """Undo a committed put: remove the values that it wrote to these blocks, as far as they still exist, and forget
-        rows that have no other values. Returns the blocks to which no row refers any more."""
+        """Undo a committed put: remove the values that it wrote, as far as they still exist. Rows that have no other
+        values are forgotten. Returns the blocks to which no row refers any more."""
         part = self._partitions[partition]
         rows = part.rows.find(keys)
         slots, leases = part.withdraw(distinct(rows[rows >= 0]), first_block_id, num_blocks)
@@ -260,16 +259,16 @@ class Directory:
         return self._receipt(part, *part.readable(keys, fields))
 
     def rows(self, partition: str, keys: Sequence[str] | None) -> PartitionRows:
-        """Return a list of the rows of `keys`, in that order, or of all rows of the partition in order of arrival if
-        `keys` is None. Raises KeysNotFound for unknown keys."""
+        """Return a list of the rows of `keys`, in that order, or of all rows in order of arrival if None. Raises
+        KeysNotFound for unknown keys."""
         part = self._partitions[partition]
         return part.listing(part.rows.live() if keys is None else part.find(keys, "rows"))
 
     def absent(
         self, partition: str, keys: Sequence[str], fields: Sequence[str] | None
     ) -> tuple[list[str], dict[str, list[str]]]:
-        """Return (the keys that do not exist, for each field the existing keys for which it is not written), with only
-        the fields for which there are such keys. Both are empty if `lookup` with these arguments would succeed.
+        """Return the keys that do not exist, and for each field the existing keys without it. Only fields for which
+        there are such keys are in the result. Both are empty if `lookup` with these arguments would succeed.
 
         `fields` None stands for any field that is written for every key; the result is then about rows alone. Raises
         SchemaMismatch for invalid fields.
@@ -398,9 +397,9 @@ class Directory:
         return len(rows), self._blocks.unlink(part.free(rows))
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
-        """Forget the ready rows that a claim like `claim` skips because their policy version is too old, except those
-        that are leased to any task. For a claim of whole groups this holds for groups: one is skipped if any of its
-        rows is too old, and kept if any is leased.
+        """Forget the ready rows that a claim like `claim` skips as too old, except those leased to any task. For a
+        claim of whole groups this holds for groups: one is skipped if any of its rows is too old, and kept if any is
+        leased.
 
         Returns the keys of the forgotten rows, and the blocks to which no row refers any more. Raises ValueError if the
         claim has no `min_version`.
@@ -442,8 +441,8 @@ class Directory:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
-        """Return the numbers of rows and leases of one partition, or of all partitions if `partition` is None, and the
-        numbers of blocks and bytes of the whole store."""
+        """Return the numbers of rows and leases of one partition or all, and of blocks and bytes in the whole store.
+        `partition` None selects all."""
         parts = list(self._partitions) if partition is None else [self._partitions[partition]]
         ready: dict[str, int] = {}
         for part in parts:

@@ -76,8 +76,8 @@ class HostCalls:
         return of
 
     async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
-        """Tell a store whose calls are round trips (`is_remote`) the sizes of a put's blocks, which are about to be
-        committed. Raises CapacityExceeded if the store has no room for one of them."""
+        """Report the sizes of a put's blocks to a store with round trips (`is_remote`). They are about to be committed.
+        Raises CapacityExceeded if the store has no room for one of them."""
         await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
 
     def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:
@@ -142,8 +142,7 @@ class HostCalls:
     # -------------------------------------------------------------- the host itself
 
     async def usage(self) -> tuple[int, int]:
-        """Return the number of bytes that the store holds, and the number of those that belong to blocks that have been
-        freed."""
+        """Return the bytes that the store holds, and how many of them belong to blocks that have been freed."""
 
         def ask() -> tuple[int, int]:
             unfreed_bytes = self._host.unfreed_bytes()  # first, as it may find that some are free by now

@@ -157,8 +157,8 @@ class Partition:
         return rows
 
     def readable(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return the row number of each key, int64 `[N]`, and the fields that are written for all of these rows: all of
-        `fields`, or all that there are if `fields` is None. Raises the errors of `Directory.lookup`."""
+        """Return the row number of each key, int64 `[N]`, and which of `fields` are written for all of these rows.
+        `fields` None stands for all that there are. Raises the errors of `Directory.lookup`."""
         if fields is not None:
             self.check_fields(fields)
         rows = self.find(keys, "lookup")
@@ -177,8 +177,8 @@ class Partition:
         return rows, tuple(fields)
 
     def absent(self, keys: Sequence[str], fields: Sequence[str] | None) -> tuple[list[str], dict[str, list[str]]]:
-        """Return the keys that do not exist, and for each field the existing keys for which it is not written, as
-        `Directory.absent` does."""
+        """Return the keys that do not exist, and for each field the existing keys without it. See
+        `Directory.absent`."""
         if fields is not None:
             self.check_fields(fields)
         rows = self.rows.find(keys)
@@ -289,8 +289,8 @@ class Partition:
         return rows
 
     def _check_tags(self, op: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
-        """Raise SchemaMismatch for a tag whose values have another type than before, and for positions in the prompt
-        stream that are not integers. op, keys: context for the error."""
+        """Raise SchemaMismatch for a tag whose type changes, and for positions that are no integers. Positions are
+        those in the prompt stream. op, keys: context for the error."""
         for name, values in tags.items():
             got, column = tag_type(values.dtype), self.rows.tags.get(name)
             if name == POSITION and values.dtype.kind not in "iu":
@@ -332,8 +332,8 @@ class Partition:
             raise self._mismatch(message, pick(put.keys, old[differ]))
 
     def _check_identity(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
-        """Raise SchemaMismatch if a put gives an existing row another group or (without `replace`) another version, or
-        if it makes a group larger than group_size."""
+        """Raise SchemaMismatch if a put contradicts an existing row or makes a group larger than group_size. A put
+        contradicts a row by another group or, without `replace`, another version."""
         if put.versions is not None and not put.replace:
             differ = old[self.rows.versions[rows[old]] != put.versions[old]]
             if len(differ):
@@ -453,8 +453,8 @@ class Partition:
         return slots, np.concatenate(leases)
 
     def withdraw(self, rows: np.ndarray, first_block_id: int, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Undo a put: mark the fields of `rows` (given without repeats) that are stored in its blocks as unwritten, and
-        forget the rows that have no other field.
+        """Undo a put: mark the fields of `rows` in its blocks as unwritten, and forget rows without another field.
+        `rows` has no repeats.
 
         Returns the slots (numbers that locate a value by block and row) of the undone values, and the ids of the leases
         that held forgotten rows; an id occurs once for each row.

@@ -20,8 +20,8 @@ _FEW_LATE = 1024
 
 
 class _Run:
-    """Queue entries `[N, 4]` (key, tie, item, ticket) in ascending order, where the ticket is the item's arrival
-    number. Only the entries from `head` to `tail` count."""
+    """Queue entries `[N, 4]` (key, tie, item, ticket) in ascending order; a ticket is the item's arrival number. Only
+    the entries from `head` to `tail` count."""
 
     def __init__(self) -> None:
         self.entries = np.empty((0, 4), dtype=np.int64)
@@ -135,8 +135,8 @@ class ReadyQueue:
         return main[:, _ITEM]
 
     def _entries(self, items: np.ndarray) -> np.ndarray:
-        """Create entries for newly queued items, int64 `[N, 4]`, with only the columns for item and ticket (arrival
-        number) filled in."""
+        """Create entries for newly queued items, int64 `[N, 4]`. Only the columns for item and ticket (arrival number)
+        are filled in."""
         new = np.empty((len(items), 4), dtype=np.int64)
         new[:, _ITEM] = items
         new[:, _TICKET] = np.arange(self._next_ticket, self._next_ticket + len(items))
@@ -166,7 +166,7 @@ _TOO_OLD, _TOO_NEW = 1, 2
 
 
 class ReadyView:
-    """The index of the rows, or whole groups, that one task can claim: all of `fields` are written, and the task has
+    """The index of the rows, or whole groups, that one task can claim. All of `fields` are written, and the task has
     neither leased nor finished them."""
 
     def __init__(
@@ -272,8 +272,8 @@ class ReadyView:
             self._enter(items)  # those that are outside the bounds still are set aside anew
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
-        """Update the view for rows (given without repeats) that were written, leased or released, or that are about to
-        be cleared and are already marked as unwritten.
+        """Update the view for rows that were written, leased or released, or that are about to be cleared. They come
+        without repeats; those to be cleared are already marked as unwritten.
 
         cursor: the task's state of every row (`TaskCursor.column`), 0 for a free row. requeue: whether the rows' policy
         versions may have changed, too.

@@ -176,8 +176,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Request to register a saved partition under a name, with its rows but without their fields, which puts must
-    follow to write."""
+    """Request to register a saved partition under a name, with its rows. Puts must follow to write their fields."""
 
     partition: str
     state: PartitionState
@@ -212,8 +211,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class RenewRows:
-    """Request to extend the lease of a receipt's rows, so that it expires `lease_s` seconds from now, provided that it
-    holds all of them."""
+    """Request to extend the lease of a receipt's rows to `lease_s` seconds from now, if it holds all of them."""
 
     partition: str
     lease_id: int
@@ -231,7 +229,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Request to settle positions of the prompt stream whose prompts will not be put, so that a task does not wait for
+    """Request to settle positions of the prompt stream whose prompts will not be put. A task then does not wait for
     them."""
 
     partition: str
@@ -284,8 +282,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Reply to the request `plane`, which has no arguments: what a client must know besides the directory's address and
-    the run's key."""
+    """Reply to the request `plane`: what a client must know besides the directory's address and the run's key. The
+    request has no arguments."""
 
     config: str
     """The data plane's configuration as JSON."""

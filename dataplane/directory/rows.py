@@ -161,8 +161,7 @@ class RowTable:
         self.tag_given[name][rows] = True
 
     def tags_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the tags (named numbers or texts) that every one of `rows` was given, as tag name -> values of these
-        rows."""
+        """Return the tags (named numbers or texts) that all `rows` were given, as tag name -> values."""
         return {
             name: self.tags[name][rows] for name, given in self.tag_given.items() if len(rows) and given[rows].all()
         }
@@ -174,8 +173,7 @@ class RowTable:
         return values
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
-        """Return each row's position in the prompt stream, int64 `[N]`, NO_POSITION for rows without the tag
-        POSITION."""
+        """Return each row's position in the prompt stream, int64 `[N]`; NO_POSITION without the tag POSITION."""
         given = self.tag_given.get(POSITION)
         if given is None:
             return np.full(len(rows), NO_POSITION)

@@ -92,8 +92,7 @@ class Candidates:
 
     @property
     def prompts(self) -> np.ndarray:
-        """Position of each item in the prompt stream, int64 `[N]`, from the tag POSITION of its first row; NO_POSITION
-        without that tag."""
+        """Position of each item in the prompt stream, int64 `[N]`, from its first row; NO_POSITION without the tag."""
         return self._rows.positions(self._members[:, 0])
 
     @property
@@ -113,8 +112,8 @@ class Candidates:
 
     @property
     def tags(self) -> Mapping[str, np.ndarray]:
-        """Tags (named numbers or texts of rows) that all rows of the items were given, as tag name -> array
-        `[N, rows per item]`, of dtype object for texts."""
+        """Tags that all rows of the items were given, as tag name -> array `[N, rows per item]`. Tags are named numbers
+        or texts; texts have dtype object."""
         return _Tags(self._rows, self._members)
 
     @property
@@ -123,9 +122,9 @@ class Candidates:
         return self._notes.of(self._members).min(axis=1)  # a row that was put in the place of a cleared one has none
 
     def note(self, positions: np.ndarray, numbers: np.ndarray) -> None:
-        """Note a number for each of the items at `positions` (int `[M]`), so that later claims of the task see it in
-        `notes`. A note stays, whatever becomes of this claim, until the task has finished the item or one of its rows
-        is cleared. numbers: int `[M]`."""
+        """Note a number for each item at `positions` (int `[M]`), so that later claims of the task see it in `notes`. A
+        note stays, whatever becomes of this claim, until the task has finished the item or one of its rows is cleared.
+        numbers: int `[M]`."""
         self._notes.set(self._members[positions], np.asarray(numbers)[:, None])
 
     @property
@@ -185,8 +184,8 @@ class Sampler(Protocol):
     refused with a ValueError."""
 
     def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
-        """Return the items to take, as integer positions in `candidates` without repeats, in the order in which the
-        claim is to return them.
+        """Return the items to take, as integer positions in `candidates` without repeats. The claim returns them in
+        this order.
 
         candidates: at least `request.least` items, all claimable now. If fewer positions than `request.least` are
         returned, the claim waits, and calls `select` again when rows become ready, are given back or are cleared. If
@@ -209,8 +208,8 @@ class FirstInOrder:
 
 
 class Windowed:
-    """Implements `in_order` and `windowed`, which follow the prompt stream, at most `window` prompts from the first
-    unsettled one on.
+    """Implements `in_order` and `windowed`, which follow the prompt stream. They give at most `window` prompts from the
+    first unsettled one on.
 
     `in_order` has a window of 1, so it takes a prompt only after all prompts before it. Both wait at a prompt that is
     not put. They go on once it is put, even if it is then cleared instead of claimed, or once it is skipped.

@@ -373,8 +373,7 @@ class DirectoryService:
         return self._dropped(partition, messages.encode(count), freed)
 
     def _dropped(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
-        """Free the blocks of a partition that was unregistered or replaced, and return `body` once they are gone from
-        the store."""
+        """Free the blocks of a partition that was unregistered or replaced, and return `body` once they are gone."""
         reply = self._cleared(partition, body, freed)  # claims that wait notice that it is gone
         self._ready.pop(partition)
         return reply

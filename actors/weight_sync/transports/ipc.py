@@ -50,8 +50,7 @@ class _Slot:
 
     @property
     def rank(self) -> int:
-        """Sort key for reusing slots, the lowest first: -1 when the slot holds no readable version, else the
-        version."""
+        """Sort key for reusing slots, lowest first: -1 when the slot holds no readable version, else the version."""
         return -1 if self.status is None or self.status.state == WITHDRAWN else self.status.version
 
 
@@ -134,8 +133,8 @@ class IpcSender(IpcSenderBase):
         return True
 
     def _replaced(self, slot: _Slot, status: SharedStatus, nbytes: int, deadline: Deadline) -> _Slot:
-        """Return a new slot in place of `slot`, which receivers still read; its memory is freed when the last of them
-        releases it or dies. Raises WeightTransferError when there is no room for both."""
+        """Return a new slot in place of `slot`, which receivers still read. The old memory is freed when the last of
+        them releases it or dies. Raises WeightTransferError when there is no room for both."""
         holders = ", ".join(lease_holders(status.path))
         try:
             fresh = self._new_slot(nbytes)

@@ -133,7 +133,7 @@ class WeightSender(Protocol):
 
     @property
     def lasting(self) -> bool:
-        """True if the last two finished versions stay readable, so that receivers may join late, or read a version
+        """True if the last two finished versions stay readable. Receivers can then join late, or read a version
         again."""
         ...
 
@@ -156,8 +156,8 @@ class WeightStream(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Yield the frame (header) and the payload, uint8 `[nbytes]`, of every bucket in order, and verify the
-        payloads' checksums.
+        """Yield the frame (header) and the payload of every bucket in order, and verify the payloads' checksums.
+        Payloads are uint8 `[nbytes]`.
 
         On the CPU a payload is verified before it is yielded. On a GPU all payloads are verified when the iteration
         ends, so that nothing waits for the GPU in between; use a payload only in work queued on the current CUDA

@@ -142,8 +142,7 @@ class Stream(ABC):
 
 
 def bucket_offsets(plan: BucketPlan) -> list[int]:
-    """Return the byte offset of each bucket, followed by the end of the last one, in memory that holds all buckets in
-    order.
+    """Return the byte offset of each bucket, and the end of the last one, in memory that holds all buckets in order.
 
     A tensor that continues in the next bucket is contiguous in this memory, because the bucket that it continues from
     is full and a multiple of ALIGN long.

@@ -163,8 +163,7 @@ class ReceiverTracker:
         return f"{what}: {'; '.join(told)}", [self._engines[rank] for rank in at_fault]
 
     def _behind(self) -> list[int]:
-        """Return the ranks of unfinished receivers that have not joined or, when all have joined, of those that are
-        furthest behind."""
+        """Return the ranks of unfinished receivers that have not joined, or if all have, of those furthest behind."""
         behind = [rank for rank in self._names if rank not in self.done | self.gave_up]
         if any(rank not in self.groups for rank in behind):
             return [rank for rank in behind if rank not in self.groups]

@@ -141,8 +141,7 @@ class SharedStatus:
 
 
 class Lease:
-    """A receiver's claim on an update's bytes: a file beside the status file that is locked while the receiver needs
-    them."""
+    """A receiver's claim on an update's bytes: a file beside the status file, locked while it needs them."""
 
     def __init__(self, status_file: Path, name: str) -> None:
         """Take the lease. The caller must check afterwards that the update had not already been withdrawn.
@@ -164,8 +163,8 @@ class Lease:
 
 
 def lease_holders(status_file: Path) -> list[str]:
-    """Return the receivers that hold a lease on the update of `status_file`, each as `{name} (pid {pid})`, and delete
-    the leases of dead processes."""
+    """Return the receivers with a lease on the update of `status_file`, each as `{name} (pid {pid})`. Leases of dead
+    processes are deleted."""
     names = []
     for path in sorted(status_file.parent.glob(f"lease-{status_file.name}.*")):
         try:

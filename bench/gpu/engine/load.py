@@ -77,8 +77,8 @@ class EngineBench:
 
 
 def check_options(options: EngineOptions, sections: Sequence[str]) -> None:
-    """Raise UserError if the options do not fit this machine, or an override is of none of the `sections` of the
-    configuration that the work reads."""
+    """Raise UserError for options that do not fit this machine, or an override of another section. The work reads only
+    the `sections` of the configuration."""
     if not torch.cuda.device_count() and not options.work.endswith("-tiny"):
         raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected {options.work}-tiny")
     for override in options.overrides:
@@ -175,8 +175,8 @@ async def time_in_turns(
 
 
 def ratio_figures(name: str, rates: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Return `name`, the median over the rounds of the ratio of a way's rate to that of the `base` in the same round,
-    with the smallest and the largest."""
+    """Return `name`, the median over rounds of a way's rate over the `base` rate in the same round. The smallest and
+    the largest ratio come with it."""
     ratios = [one / other for one, other in zip(rates, base, strict=True)]
     return {name: statistics.median(ratios), f"{name}_min": min(ratios), f"{name}_max": max(ratios)}
 

@@ -156,9 +156,10 @@ async def _timed(engine: Any, load: Load, way: Way, number: int) -> float:
 def summarise_engine(
     work: str, tokens: int, rates: Mapping[Way, Sequence[float]], differing: int | None
 ) -> dict[str, float]:
-    """Return the flat summary `gpu.{work}.{figure}`: `{way}.tokens_per_s`, medians; `{way}_vs_plain`, the median over
-    the rounds of the ratio to the same round's rate without log-probs, with the smallest and the largest; and the
-    number of log-probs that differ. Without a round, the rates are left out; differing: None if it is not known."""
+    """Return the flat summary `gpu.{work}.{figure}`. `{way}.tokens_per_s` are medians; `{way}_vs_plain` is the median
+    over the rounds of the ratio to the same round's rate without log-probs, with the smallest and the largest. The
+    number of log-probs that differ comes with them. Without a round, the rates are left out; differing: None if it is
+    not known."""
     found = rate_figures(rates)
     for way in WAYS[1:] if rates else ():
         found |= ratio_figures(f"{way}_vs_plain", rates[way], rates["plain"])

@@ -91,8 +91,7 @@ class RouteTally:
             self.used[np.arange(len(self.used))[None, :, None], found] = True
 
     def figures(self) -> dict[str, float]:
-        """Return the share of routes that are missing, the bytes of the route of a token, and the smallest number of
-        experts that a layer used."""
+        """Return the share of missing routes, the bytes of a token's route, and the fewest experts a layer used."""
         return {
             "missing_share": self.missing / max(self.wanted, 1),
             "bytes_per_token": self.nbytes / max(self.wanted, 1),
@@ -127,8 +126,9 @@ class Measured:
 
 
 def run_engine_routes(options: EngineOptions, report: Figures) -> None:
-    """Make the model, time both engines, compare with the trainer, and write results.jsonl and summary.json, also if
-    interrupted. Raises UserError when the options do not fit this machine, before anything is started."""
+    """Make the model, time both engines, compare with the trainer, and write the results, also if interrupted. They go
+    to results.jsonl and summary.json. Raises UserError when the options do not fit this machine, before anything is
+    started."""
     check_options(options, ("rollout", "trainer"))
     options.out.mkdir(parents=True, exist_ok=True)
     report.conditions = engine_conditions(options)
@@ -222,8 +222,8 @@ def first_samples(prompts: Iterable[Sequence[int]], answers: Iterable[Sequence[C
 
 
 def summarise_routes(rates: Mapping[Way, Sequence[float]], tokens: int) -> dict[str, float]:
-    """Return `{way}.tokens_per_s`, medians over the rounds; `vs_without`, the ratio of these medians; and
-    `vs_without_pairs`, the median of the ratios within the rounds, with the smallest and the largest."""
+    """Return `{way}.tokens_per_s`, `vs_without` and `vs_without_pairs`. They are medians over the rounds, the ratio of
+    these medians, and the median of the ratios within the rounds, with the smallest and the largest."""
     medians = {way: statistics.median(values) for way, values in rates.items()}
     return {
         **rate_figures(rates),
@@ -234,8 +234,8 @@ def summarise_routes(rates: Mapping[Way, Sequence[float]], tokens: int) -> dict[
 
 
 def trust_figures(trust: TrustReport) -> dict[str, float]:
-    """Return the mismatch of the log-probs of engine and trainer with replay and without, on the same rows, and the
-    share of choices in which their routers agree."""
+    """Return the log-prob mismatch of engine and trainer with replay and without, and how far routers agree. The rows
+    are the same; agreement is the share of choices in which the two routers agree."""
     found = {"native_agreement": statistics.fmean(trust.agreement.values())}
     for name in ("mismatch_kl", "mismatch_mean", "mismatch_max"):
         found |= {f"{name}_with_replay": trust.replayed[name], f"{name}_without_replay": trust.native[name]}

@@ -173,7 +173,7 @@ def _run_tenants(
 
 
 def _opened_nvml(stack: ExitStack, notes: list[str]) -> Any:
-    """Return the module `pynvml`, initialised until `stack` is closed, or None where it cannot be used; `notes` then
+    """Return the module `pynvml`, initialised until `stack` is closed, or None where it cannot be used. `notes` then
     says why."""
     try:
         return stack.enter_context(open_nvml())
@@ -183,8 +183,8 @@ def _opened_nvml(stack: ExitStack, notes: list[str]) -> Any:
 
 
 def _link() -> tuple[float, float] | None:
-    """Return the bytes per second of the host link in both directions, measured in a process of its own; None if that
-    fails."""
+    """Return the bytes per second of the host link in both directions; None if the measurement fails. It is made in a
+    process of its own."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         try:
@@ -201,8 +201,8 @@ def _measure_link() -> tuple[float, float]:
 
 
 def _judge(report: Figures, options: PoolOptions, found: _Measured, *, gpu: bool) -> None:
-    """Fill in the figures of the report from what the runs have logged, and complain of what is wrong; write the pool's
-    timeline."""
+    """Fill in the report's figures from what the runs have logged, note what is wrong, and write the timeline. The
+    timeline is the pool's."""
     work = POOL_WORKS[options.work]
     since, until = shared_window(found.both) if found.both else (0.0, 0.0)
     figures = {"weights_gib": found.weight_bytes / 2**30} | _walls(found, since, until)
@@ -233,8 +233,8 @@ def _judge(report: Figures, options: PoolOptions, found: _Measured, *, gpu: bool
 
 
 def _walls(found: _Measured, since: float, until: float) -> dict[str, float]:
-    """Return the seconds of a step of the tenant alone and of both, their ratio, and the share of the time in which
-    each GPU ran no kernel."""
+    """Return the seconds per step of the tenant alone and of both, their ratio, and each GPU's idle share. A GPU is
+    idle while it runs no kernel."""
     figures: dict[str, float] = {}
     ends = found.alone.ends
     alone = found.alone.step_s(ends[0], ends[-1]) if ends else None

@@ -37,8 +37,7 @@ class TenantFigures:
         return [index for index, end in enumerate(self.ends) if since <= end <= until]
 
     def step_s(self, since: float, until: float) -> float | None:
-        """Return the mean seconds from the end of a step to that of the next one, between two Unix times; None if fewer
-        than two steps ended there."""
+        """Return the mean seconds between the ends of steps between two Unix times; None for fewer than two steps."""
         inside = self.within(since, until)
         return (self.ends[inside[-1]] - self.ends[inside[0]]) / (len(inside) - 1) if len(inside) > 1 else None
 
@@ -75,8 +74,8 @@ def read_events(folder: Path) -> list[tuple[float, PoolEvent]]:
 
 
 def shared_window(tenants: Sequence[TenantFigures]) -> tuple[float, float]:
-    """Return the Unix times between which all tenants were at work: from the end of the first step of the last to begin
-    until the first has made its last step. Without a step, that time is empty."""
+    """Return the Unix times between which all tenants were at work. They run from the end of the first step of the last
+    to begin until the first has made its last step. Without a step, that time is empty."""
     if not all(tenant.ends for tenant in tenants):
         return 0.0, 0.0
     return max(tenant.ends[0] for tenant in tenants), min(tenant.ends[-1] for tenant in tenants)
@@ -118,8 +117,9 @@ def switch_figures(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def tenant_figures(tenants: Sequence[TenantFigures], since: float, until: float) -> dict[str, float]:
-    """Return the figures that tenants logged between two Unix times: medians of what switches moved, maxima of what
-    processes held, its growth from the first half of the time to the second, and sums of what happened to requests."""
+    """Return the figures that tenants logged between two Unix times. They are medians of what switches moved, maxima of
+    what processes held, its growth from the first half of the time to the second, and sums of what happened to
+    requests."""
     figures: dict[str, float] = {}
     moved = [f"{way}_{what}" for way in ("offload", "onload") for what in ("gib", "copy_s", "memory_s", "groups_s")]
     for name in (*moved, "train_wait_s"):
@@ -145,8 +145,9 @@ def growth(values: Sequence[float]) -> float:
 
 
 def against_link(figures: Mapping[str, float], weight_bytes: int, to_host: float, to_device: float) -> dict[str, float]:
-    """Return figures over those of a bare copy: of `offload` and `onload` the seconds of their copies and of the
-    device's memory as a multiple of that of the same bytes, and of `expand` the seconds beyond that of the weights.
+    """Return figures relative to those of a bare copy. Of `offload` and `onload` they are the seconds of their copies
+    and of the device's memory as a multiple of that of the same bytes, and of `expand` the seconds beyond that of the
+    weights.
 
     to_host, to_device: measured bytes per second of the host link.
     """

@@ -89,9 +89,9 @@ def _judge(report: Figures, log: KeptLog, folder: str, num_ranks: int) -> None:
 
 
 def summarise_switch(work: str, records: list[dict[str, Any]], ranks: list[SwitchFigures]) -> dict[str, float]:
-    """Return the flat summary, `gpu.{work}.{figure}`: medians of the engine's cycles without the first, and of the
-    trainer's slowest rank. `offload_vs_link` and `onload_vs_link` are its seconds over those of a copy of the same
-    bytes."""
+    """Return the flat summary, `gpu.{work}.{figure}`, from medians of cycles. They are those of the engine's cycles
+    without the first, and of the trainer's slowest rank. `offload_vs_link` and `onload_vs_link` are its seconds over
+    those of a copy of the same bytes."""
     cycles = [record for record in records if record["record"] == "colocated"][1:]
     found: dict[str, float] = {}
     if cycles:

@@ -204,8 +204,8 @@ def time_group(device: torch.device, repeats: int) -> tuple[float, float]:
 
 
 def link_bytes_per_s(device: torch.device, num_bytes: int = _LINK_BYTES, repeats: int = 5) -> tuple[float, float]:
-    """Return the bytes per second of a copy from the device to pinned host memory, and of one in the other direction:
-    medians, after one copy that is not counted."""
+    """Return the bytes per second of copies from the device to pinned host memory, and back. They are medians, after
+    one copy that is not counted."""
     there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     here = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     rates = []

@@ -15,8 +15,8 @@ from ..workloads import Load
 
 
 def parts_of(load: Load) -> list[np.ndarray]:
-    """Return the values of each field of the workload's first put as a 1-D uint8 array: the column's own memory, or
-    msgpack for a column of objects."""
+    """Return the values of each field of the workload's first put as a 1-D uint8 array. It is the column's own memory,
+    or msgpack for a column of objects."""
     parts = []
     for name in load.first:
         column = load.batch[name]

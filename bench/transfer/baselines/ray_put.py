@@ -57,5 +57,4 @@ class RayPutEndpoint:
         return row_digests({str(name): got[str(name)] for name in got.keys()})
 
     def close(self) -> None:
-        """No-op: the driver's references keep the objects in Ray's object store, so there is nothing to release
-        here."""
+        """No-op: the driver's references keep the objects in Ray's object store, and nothing is released here."""

@@ -36,7 +36,7 @@ class TransferQueueContender:
     ops: frozenset[Op] = ROW_OPS
 
     def __init__(self, name: str = "transferqueue", backend: dict[str, Any] | None = None) -> None:
-        """Start TransferQueue with `backend` as the section `backend` of its configuration; None selects SimpleStorage
+        """Start TransferQueue with `backend` as the section `backend` of its configuration. None selects SimpleStorage
         with one storage unit.
 
         Raises RuntimeError if Ray has too few free CPUs, and Ray's own error if the start takes longer than
