@@ -115,13 +115,12 @@ class FieldsNotReady(DataPlaneError):
 
 
 class RowsCleared(DataPlaneError):
-    """A receipt (the keys and locations of rows, without their content) was used after its rows were cleared or
-    replaced."""
+    """A receipt (keys and locations of rows, no content) was used after its rows were cleared or replaced."""
 
 
 class ForeignReceipt(DataPlaneError, ValueError):
-    """A receipt (the keys and locations of rows, without their content) was used with a data plane that did not issue
-    it, such as that of a later run."""
+    """A receipt was used with a data plane that did not issue it, such as that of a later run. A receipt has the keys
+    and locations of rows, not their content."""
 
 
 class LeaseLost(DataPlaneError):
@@ -129,8 +128,8 @@ class LeaseLost(DataPlaneError):
 
 
 class SamplerError(DataPlaneError):
-    """A task's sampler, which chooses the rows of a claim, raised an error or chose wrong rows: some that it was not
-    offered, or one twice. No row was leased."""
+    """A task's sampler, which chooses the rows of a claim, raised an error or chose wrong rows. Wrong are rows that it
+    was not offered, or one row twice. No row was leased."""
 
 
 class IntegrityError(DataPlaneError):

@@ -261,8 +261,8 @@ def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
 
 
 def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
-    """Raise ValueError when this host, in its present state, cannot provide the configured store, or when the store
-    would trust everybody on the network (see `check_trust`). Starts nothing.
+    """Raise ValueError when this host, as it is now, cannot provide the configured store, or must not. A store that
+    would trust everyone on the network must not be provided (see `check_trust`). Starts nothing.
 
     A dry run calls it on the host where the data plane would be opened.
     """

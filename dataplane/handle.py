@@ -33,8 +33,8 @@ class DataPlaneHandle:
     """Name, pid and host of the directory (the metadata service), for error messages."""
 
     def over_sockets(self) -> DataPlaneHandle:
-        """Return a handle whose clients reach storage units of the store `tcp` over sockets even on their own host, as
-        clients of other hosts do. Tests and benchmarks use it."""
+        """Return a handle whose clients reach units of the store `tcp` over sockets even on their own host. Clients of
+        other hosts always do. Tests and benchmarks use it."""
         store = dataclasses.replace(self.store, address={**self.store.address, "shares_memory": False})
         return dataclasses.replace(self, store=store)
 

@@ -91,8 +91,8 @@ class KVBatchMeta:
         return len(self.keys)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
-        """Return a receipt (keys and locations, without content) for the rows at `indices` (int `[M]`, repeats
-        allowed), in that order, with only the blocks they need.
+        """Return a receipt for the rows at `indices` (int `[M]`, repeats allowed), with only the blocks they need. It
+        has their keys and locations in that order, without content.
 
         Raises IndexError when an index is out of range, and ValueError for anything but one dimension of integers (for
         masks there is `where`).
@@ -181,7 +181,7 @@ class KVBatchMeta:
         )
 
     def merge_fields(self, other: KVBatchMeta) -> KVBatchMeta:
-        """Return a receipt for these rows that gives access to the fields of this receipt and of `other`, which must be
+        """Return a receipt for these rows that gives access to the fields of this receipt and of `other`. Both must be
         for the same rows.
 
         A field or tag that both receipts have is taken from `other`, the later write. Raises ValueError unless both
@@ -351,8 +351,8 @@ def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple
 
 
 def _joint_schema(op: str, metas: Sequence[KVBatchMeta]) -> Schema:
-    """Return the schema of the receipt that was issued last, which has the fields of the others and those that were
-    added to the partition since. Raises ValueError when the schemas differ in another way. op: name for the error."""
+    """Return the schema of the receipt that was issued last. It has the fields of the others and those that were added
+    to the partition since. Raises ValueError when the schemas differ in another way. op: name for the error."""
     newest = max((meta.schema for meta in metas), key=len)
     for meta in metas:
         if any(newest.get(name) != field for name, field in meta.schema.items()):

@@ -34,8 +34,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError when a key that takes a number is given `true` or `false`, which pydantic would read as 1
-        and 0."""
+        """Raise ValueError when a key that takes a number is given `true` or `false`. pydantic would read them as 1 and
+        0."""
         if isinstance(value, bool) and _takes_number(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError(f"got {str(value).lower()}, expected a number")
         return value

@@ -13,8 +13,7 @@ from ..codecs import messages
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneStatus:
-    """Snapshot of the data plane: numbers of rows and leases of one partition or of all, and of bytes of the whole
-    run."""
+    """Snapshot of the data plane: rows and leases of one partition or of all, and bytes of the whole run."""
 
     partitions: dict[str, int]
     """Number of rows of each partition, by name. Holds all partitions, or only the one that was asked for."""

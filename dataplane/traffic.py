@@ -309,8 +309,8 @@ class ClientStats:
         return self.total().bytes_got
 
     def snapshot(self) -> dict[str, float]:
-        """Return all counters by name: the totals, such as `calls` and `bytes_put`, and `calls/<op>` and `seconds/<op>`
-        for each operation."""
+        """Return all counters by name. They are the totals, such as `calls` and `bytes_put`, and `calls/<op>` and
+        `seconds/<op>` for each operation."""
         total = self.total()
         return {
             "calls": total.calls,

@@ -1,5 +1,5 @@
-"""Rules for all tests: a test that starts a process says so, tests that share fixtures share a worker, and each test
-process has one Ray cluster."""
+"""Rules for all tests: process markers, shared workers, and one Ray cluster per process. A test that starts a process
+says so, and tests that share fixtures share a worker."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def _end_server(folder: Path) -> None:
 
 
 def run(argv: Sequence[str], folder: Path, env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output (stdout and stderr) of a script or module with arguments, run in a forked process in
-    `folder`; it is killed, and TimeoutError raised, when it takes longer than `timeout_s` seconds."""
+    """Exit code and output (stdout and stderr) of a script or module, run in a forked process in `folder`. It is
+    killed, and TimeoutError raised, when it takes longer than `timeout_s` seconds."""
     start_server()
     with tempfile.TemporaryFile() as output:
         link = _request(list(argv), dict(env), str(folder), [output.fileno()] * 2)

@@ -1,5 +1,5 @@
-"""Processes that tests share or start cheaply: one Ray cluster, whose workers are forked, and multiprocessing's fork
-server with torch imported.
+"""Processes that tests share or start cheaply: one Ray cluster, and multiprocessing's fork server with torch. The
+cluster's workers are forked.
 
 Importing torch and the model classes takes 4 seconds of a core. Both fork servers do it once in each test process; a
 process that they fork starts within 50 ms.
@@ -35,8 +35,8 @@ FORKSERVER.set_forkserver_preload(_PRELOADED)
 
 
 def suspend(pid: int) -> None:
-    """Stop a process, and wait until each of its threads has stopped: on a busy machine others than the one that takes
-    the signal may go on for a while."""
+    """Stop a process, and wait until each of its threads has stopped. On a busy machine other threads than the one that
+    takes the signal can run on for a while."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     deadline = time.monotonic() + 10
@@ -46,8 +46,7 @@ def suspend(pid: int) -> None:
 
 
 def kill(pid: int) -> None:
-    """End a process without its having a say (SIGKILL), and wait until it has ended: a signal takes effect a moment
-    after it was sent."""
+    """End a process by SIGKILL, and wait until it has ended. A signal takes effect a moment after it was sent."""
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while not has_ended(pid):

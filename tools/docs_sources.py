@@ -92,8 +92,8 @@ def first_sentence(path: Path) -> str:
 
 
 def config_markdown() -> str:
-    """Return a Markdown page with every key of a run's YAML file: its type, default, meaning and effect, from the
-    sections' classes."""
+    """Return a Markdown page with every key of a run's YAML file. It has each key's type, default, meaning and effect,
+    from the sections' classes."""
     from headrace.trainers.config.reference import reference_markdown
     from headrace.trainers.simulation.config import SimulationConfig
 

@@ -27,8 +27,8 @@ it, the least recently used one is dropped, and rebuilt when it is needed again.
 
 
 class TaskCursor:
-    """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps
-    indexes of the rows that it may claim."""
+    """Records for each row whether one task (consumer) has finished it, leased it or may claim it. It keeps indexes of
+    the rows that the task may claim."""
 
     def __init__(
         self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable, samplers: Collection[str]
@@ -114,8 +114,8 @@ class TaskCursor:
         self._settle(rows)
 
     def set(self, rows: np.ndarray, value: int) -> None:
-        """Set the state of `rows` (given without repeats) to DONE, to 0 for free, or to a lease id, and update the
-        views."""
+        """Set the state of `rows` to DONE, to 0 for free, or to a lease id, and update the views. `rows` has no
+        repeats."""
         self._assign(rows, value)
         self.refresh(rows)
 
@@ -152,8 +152,7 @@ class TaskCursor:
         return before
 
     def notes_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number that the sampler has noted for each of `rows`, int64 `[N]`; an empty array if it has noted
-        none."""
+        """Return the number that the sampler has noted for each of `rows`, int64 `[N]`; empty without notes."""
         notes = self._notes.of(rows)
         return notes if notes.any() else notes[:0]
 
@@ -197,8 +196,8 @@ class TaskCursor:
         return TaskStatus(num_rows, num_ready, self.num_leased, self.num_done, not_ready, first, ahead)
 
     def waits_for(self, *, enough: bool) -> str:
-        """Return the text to append to a ClaimTimeout's message, which says what the sampler waits for, if it is the
-        sampler that waits. enough: whether as many rows are ready as the claim takes at least."""
+        """Return the end of a ClaimTimeout's message that says what the sampler waits for; "" if it does not wait.
+        enough: whether as many rows are ready as the claim takes at least."""
         if self.progress is not None:
             return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
         waits = enough and not isinstance(self.sampler, FirstInOrder)

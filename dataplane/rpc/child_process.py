@@ -71,8 +71,7 @@ class ChildProcess:
             self._process.wait()
 
     def forget(self) -> None:
-        """Close the pipes in a process that was forked from the parent, lest the child outlive the parent because of
-        it."""
+        """Close the pipes in a process that was forked from the parent, or the child would outlive the parent."""
         self._close_pipes()
 
     def _close_pipes(self) -> None:
@@ -121,8 +120,8 @@ os.register_at_fork(after_in_child=_forget_children)
 
 
 def serve_parent(start: Callable[[dict[str, Any]], tuple[Any, Callable[[], None]]]) -> None:
-    """Run a child process: read its setup, start what it is for, answer the parent, and close down when the parent
-    closes the child's standard input or ends.
+    """Run a child process: read its setup, start what it is for, answer the parent, and close down. It closes when the
+    parent closes its standard input or ends.
 
     start: function (setup) -> (answer as plain JSON, function that closes what was started). A ValueError or
     DataPlaneError that it raises is raised in the parent.

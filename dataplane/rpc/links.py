@@ -62,8 +62,8 @@ class Link(Protocol):
 
 
 def call_s(timeout_s: float) -> float:
-    """Return how many seconds a call waits for its answer: its time limit `timeout_s` plus GRACE_S, minus the part of
-    GRACE_S that is kept for undoing the call."""
+    """Return how many seconds a call waits for its answer. It is the time limit `timeout_s` plus GRACE_S, minus the
+    part of GRACE_S that is kept for undoing the call."""
     return timeout_s + GRACE_S - take_back_s()
 
 
@@ -73,20 +73,19 @@ def take_back_s() -> float:
 
 
 def undoing(undo: Undo | None, reply: bytes) -> tuple[str, bytes] | None:
-    """Return (op, payload) of the request that undoes what the directory did according to `reply`; None when there is
-    nothing to undo."""
+    """Return the (op, payload) that undoes what the directory did according to `reply`; None if nothing is to undo."""
     return undo(reply[1:]) if undo is not None and is_done(reply) else None
 
 
 def unknown_outcome(op: str) -> str:
-    """Return the text to append to the error when no answer to a request came: that it is not known whether the call
-    took effect. Returns "" for an operation without lasting effect."""
+    """Return the end of the error for a request without an answer: it is not known whether the call took effect.
+    Returns "" for an operation without lasting effect."""
     return "; it is not known whether the call took effect" if op in TAKE_EFFECT else ""
 
 
 def lasting_effect(op: str, undo: Undo | None, reply: bytes) -> str:
-    """Return the text to append to the error when the reply to an interrupted request came late: that the call took
-    effect, if it did and cannot be undone. Returns "" when it was cancelled or undone, or failed."""
+    """Return the end of the error for an interrupted request whose reply came late. It says that the call took effect,
+    if it did and cannot be undone. Returns "" when it was cancelled or undone, or failed."""
     return "; the call took effect" if undo is None and op in TAKE_EFFECT and is_done(reply) else ""
 
 
@@ -235,7 +234,7 @@ class _Call:
             self.taken_back.set_result("")
 
     def outcome(self) -> str:
-        """Return the text to append to the error of an abandoned call: what `lasting_effect` returns if its outcome is
+        """Return the end of the error for an abandoned call. It is what `lasting_effect` returns if the outcome is
         known, else what `unknown_outcome` returns."""
         return self.taken_back.result() if self.taken_back.done() else unknown_outcome(self._op)
 

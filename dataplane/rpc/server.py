@@ -61,8 +61,8 @@ class DirectoryServer:
         return DirectoryAddress(local, host, port)
 
     async def close(self) -> None:
-        """Stop listening, give requests in progress END_TIMEOUT_S seconds to be answered and clients as long to read
-        their answers, and close all connections. Idempotent."""
+        """Stop listening, let requests in progress end, and close all connections. Requests have END_TIMEOUT_S seconds
+        to be answered, and clients as long to read their answers. Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
@@ -231,7 +231,7 @@ def _cancelled_at_once(frames: Sequence[tuple[int, str, bytes]]) -> frozenset[in
 
 
 def _bug(op: str, error: Exception) -> bytes:
-    """Log an unexpected error, and return a reply that reports it, so that the caller does not wait for an answer that
-    never comes."""
+    """Log an unexpected error, and return a reply that reports it. Without a reply, the caller would wait for an answer
+    that never comes."""
     _logger.error("request %r failed", op, exc_info=error)
     return reply_error(DataPlaneError(f"the directory failed: {type(error).__name__}: {error}", op=op))

@@ -257,8 +257,8 @@ def _opened(address: DirectoryAddress, deadline: float) -> socket.socket:
 
 
 async def _connected_async(address: DirectoryAddress, key: bytes) -> socket.socket:
-    """Open a non-blocking connection to the directory without blocking the event loop, and carry out the handshake, as
-    `_connected` does. The caller limits the time."""
+    """Open a non-blocking connection to the directory, and carry out the handshake, as `_connected` does. The event
+    loop is not blocked. The caller limits the time."""
     loop = asyncio.get_running_loop()
     while True:
         connection = await _opened_async(loop, address)

@@ -13,8 +13,7 @@ USER_TIMEOUT_MS = 60_000
 
 
 def set_up(connection: socket.socket) -> None:
-    """Set a TCP socket's options, so that small frames are sent at once, and so that a dead host is noticed within
-    about a minute."""
+    """Set a TCP socket's options. Small frames are sent at once, and a dead host is noticed within about a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)

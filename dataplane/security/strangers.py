@@ -57,8 +57,8 @@ class Stranger:
         return self._handshake.needed_bytes - len(self._received)
 
     def hear(self, data: bytes) -> bytes:
-        """Carry the handshake on with the client's next bytes, at most `num_missing` ones, and return what is to be
-        sent to the client. Raises HandshakeError when the client is none of this run."""
+        """Continue the handshake with the client's next bytes, at most `num_missing`, and return what to send to it.
+        Raises HandshakeError when the client is none of this run."""
         self._received += data
         if self.num_missing:
             return b""
@@ -72,8 +72,8 @@ class Stranger:
         return b""
 
     def is_slow(self) -> bool:
-        """Return whether nothing has come from a client that connected just now, or that was answered SLOW_S seconds
-        ago. Bytes that have come but have not been read yet count."""
+        """Return whether a client has been silent since it connected just now, or was answered SLOW_S seconds ago.
+        Bytes that have come but have not been read yet count."""
         if self._challenged_s is not None and time.monotonic() < self._challenged_s + SLOW_S:
             return False
         poll = select.poll()
@@ -96,8 +96,8 @@ class Strangers:
         return next(iter(self._strangers), None)
 
     def add(self, stranger: Stranger) -> None:
-        """Add a stranger that has just connected, and close an old connection if there are too many: one whose client
-        is slow, or above MOST_STRANGERS the oldest one."""
+        """Add a stranger that has just connected, and close an old connection if there are too many. It is one whose
+        client is slow, or above MOST_STRANGERS the oldest one."""
         self._strangers[stranger] = None
         if len(self._strangers) <= MAX_STRANGERS:
             return

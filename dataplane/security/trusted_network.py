@@ -10,8 +10,8 @@ _ALLOW = "set dataplane.trusted_network=true if everybody on that network may do
 
 
 def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
-    """Raise ValueError when a store of the given kind opens ports beyond loopback that ask for no key, unless
-    `dataplane.trusted_network` is true. Starts nothing.
+    """Raise ValueError when a store of the given kind opens ports beyond loopback that ask for no key.
+    `dataplane.trusted_network=true` allows it. Starts nothing.
 
     kind: kind of the store that is used, not `auto`. one_host: whether all processes of the run are on one host.
     """

@@ -42,13 +42,11 @@ class CountingHost(ABC):
         self.free_many([(block_id, location)])
 
     def usage_bytes(self) -> int:
-        """Return the number of bytes of the blocks that are reserved or written, and of the freed blocks that
-        processes still hold."""
+        """Return the bytes of blocks that are reserved or written, and of freed blocks that processes still hold."""
         return sum(self._bytes.values()) + self._unfreed.nbytes
 
     def unfreed_bytes(self) -> int:
-        """Ask the processes again to drop freed blocks, and return the number of bytes of those that they still
-        hold."""
+        """Ask the processes again to drop freed blocks, and return the bytes of those that they still hold."""
         self._deliver()
         return self._unfreed.nbytes
 

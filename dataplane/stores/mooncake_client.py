@@ -122,8 +122,8 @@ class MooncakeClient:
     def get(
         self, keys: Sequence[str], spans: Sequence[Sequence[tuple[int, int, int]]], memory: np.ndarray, timeout_s: float
     ) -> None:
-        """Read spans of each object, `(source offset, nbytes, destination offset)`, into `memory`, a buffer of
-        `staging`.
+        """Read spans of each object into `memory`, a buffer of `staging`. A span is `(source offset, nbytes,
+        destination offset)`.
 
         Raises RowsCleared for an object that is not there, IntegrityError for one that is too short, and StoreLost when
         Mooncake fails or does not answer in time.
@@ -211,8 +211,8 @@ class MooncakeClient:
         self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer), lost=True)
 
     def _leave(self, error: StoreLost, *, lost: bool) -> None:
-        """Make all calls raise `error`, then end the library's client, which would otherwise go on calling a dead
-        Mooncake master for ever."""
+        """Make all calls raise `error`, then end the library's client. It would otherwise keep calling a dead Mooncake
+        master for ever."""
         with self._lock:
             if self._leaving is None:
                 self._threads.end(error)

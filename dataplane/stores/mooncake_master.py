@@ -95,8 +95,8 @@ class MooncakeMaster:
         self._log.close()
 
     def _start(self, name: str, host: str, port: int) -> tuple[subprocess.Popen[bytes], Any]:
-        """Start the Mooncake master from a thread that lives as long as the master does, because the kernel kills the
-        master when the thread that started it ends (PR_SET_PDEATHSIG). Returns the process and its log file."""
+        """Start the Mooncake master from a thread that lives as long as the master does. The kernel kills the master
+        when the thread that started it ends (PR_SET_PDEATHSIG). Returns the process and its log file."""
         log = tempfile.TemporaryFile()
         arguments = [name, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}", "--metrics_port=0"]
         command = [name, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments, *self._options]

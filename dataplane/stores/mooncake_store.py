@@ -114,20 +114,18 @@ class MooncakeHost:
         self._remove([block_id for block_id, _ in blocks if block_id in self._bytes])
 
     def usage_bytes(self) -> int:
-        """Return the number of bytes of the blocks that are reserved or written, and of the freed blocks that still
-        take space."""
+        """Return the bytes of blocks that are reserved or written, and of freed blocks that still take space."""
         return self._used_bytes + sum(self._unfinished.values())
 
     def unfreed_bytes(self) -> int:
-        """Ask the Mooncake master again to remove freed blocks, and return the number of bytes of those that still take
-        up space."""
+        """Ask the Mooncake master again to remove freed blocks, and return the bytes of those that still take space."""
         if self._unfinished:
             self._remove([])
         return sum(self._unfinished.values())
 
     def shortage(self) -> str:
-        """Return a text for an error message that says how many bytes of freed blocks the Mooncake master has not
-        removed yet; "" if there are none."""
+        """Return a text for an error message on freed blocks that the Mooncake master has not removed; "" if none. It
+        says how many bytes they have."""
         held = sum(self._unfinished.values())
         return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
 
@@ -244,8 +242,7 @@ class MooncakeStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Raise RowsCleared if a block has been freed since the `get`, because its space may already hold another
-        block."""
+        """Raise RowsCleared if a block has been freed since the `get`. Its space may already hold another block."""
         block_ids = list(dict.fromkeys(want.block.block_id for want in wants))
         there = self._client.exist([_key(self._run_id, block_id) for block_id in block_ids], SETTLE_TIMEOUT_S)
         if not all(there):

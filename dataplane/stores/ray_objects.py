@@ -77,8 +77,8 @@ class RayObjectsHost(CountingHost):
     first keeper. Called from one thread."""
 
     def __init__(self, run_id: str, capacity_bytes: int) -> None:
-        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper (an actor that owns blocks) does not
-        start within START_TIMEOUT_S."""
+        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper does not start in START_TIMEOUT_S. A
+        keeper is an actor that owns blocks."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._keepers: list[Any] = []
@@ -230,7 +230,7 @@ class RayObjectsStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """No-op: Ray's objects never change, so a view shows the right bytes even if its block was freed during the
+        """No-op: Ray's objects never change. A view shows the right bytes even if its block was freed during the
         copy."""
 
     def close(self) -> None:

@@ -61,8 +61,7 @@ _LOCATION = struct.Struct("<QQ")  # slot, offset
 
 
 def pool_bytes(capacity_bytes: int) -> int:
-    """Return the maximum number of bytes of the pool: the capacity, an eighth of it and SPARE_BYTES, rounded up to
-    whole pieces."""
+    """Return the largest size of the pool in bytes: the capacity, an eighth of it and SPARE_BYTES, in whole pieces."""
     return round_up(capacity_bytes + capacity_bytes // SPARE_PART + SPARE_BYTES, PIECE_BYTES)
 
 
@@ -74,8 +73,7 @@ class SharedMemoryHost:
     """Allocates ranges of the pool to blocks, and owns the run's folder in /dev/shm. Thread-safe."""
 
     def __init__(self, run_id: str, capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
-        """Raise ValueError when a living run uses `run_id`, when there is no /dev/shm, or when it has less room than
-        the capacity."""
+        """Raise ValueError when a living run uses `run_id`, or /dev/shm is missing or smaller than the capacity."""
         if root.is_dir():
             remove_stale_folders(root)
         check_room(capacity_bytes, root)
@@ -122,9 +120,9 @@ class SharedMemoryHost:
         self._extend(_rounded(nbytes))
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
-        """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest of the
-        range. The first block keeps its slot (its entry in the table of blocks), because its writer has checked that
-        one. Raises CapacityExceeded if /dev/shm has no room for more slots, and RowsCleared if the range was freed."""
+        """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest. The
+        first block keeps its slot (its entry in the table of blocks), because its writer has checked that one. Raises
+        CapacityExceeded if /dev/shm has no room for more slots, and RowsCleared if the range was freed."""
         with self._lock:
             if block_id not in self._held:
                 raise RowsCleared(f"block {block_id} was freed before it was written", op="put")
@@ -187,8 +185,8 @@ class SharedMemoryHost:
             return sum(nbytes for _, _, nbytes in self._quarantined)
 
     def shortage(self) -> str:
-        """Return a text for an error message that says why `allocate` finds no room: unfinished writers, a full
-        /dev/shm, or only free ranges that are too small."""
+        """Return a text for an error message that says why `allocate` finds no room. The reasons are unfinished
+        writers, a full /dev/shm, or only free ranges that are too small."""
         unfreed_bytes = self.unfreed_bytes()
         with self._lock:
             if unfreed_bytes:

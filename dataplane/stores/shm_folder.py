@@ -103,8 +103,8 @@ class PoolMapping:
         return self._bytes[offset : offset + nbytes]
 
     def _populate(self, piece: int) -> None:
-        """Map all pages of a piece of the pool at once, which takes 0.5 ms per MiB, so that the first copies do not
-        cause a page fault for every 4 KiB."""
+        """Map all pages of a piece of the pool at once, which takes 0.5 ms per MiB. The first copies then cause no page
+        fault for every 4 KiB."""
         start = piece * PIECE_BYTES
         with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
             self._mapping.madvise(_MADV_POPULATE_WRITE, start, min(PIECE_BYTES, len(self._bytes) - start))

@@ -186,8 +186,8 @@ def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
 
 
 def _prepare_unit(unit: Any) -> int:
-    """Prepare the process of a storage unit, in which this function runs: keep freed memory for reuse, and shorten
-    garbage collections. Returns the pid of the process."""
+    """Prepare this process to be a storage unit: keep freed memory for reuse, and shorten garbage collections. Returns
+    the pid of the process."""
     keep_freed_memory()
     gc.freeze()  # what was imported stays: a collection of all of it would hold up a put for tens of milliseconds
     return os.getpid()
@@ -198,8 +198,7 @@ class SimpleHost(CountingHost):
     process."""
 
     def __init__(self, run_id: str, num_units: int, capacity_bytes: int) -> None:
-        """Raise ValueError if Ray is not initialised, and StoreLost if a storage unit does not start within
-        START_TIMEOUT_S."""
+        """Raise ValueError if Ray is not initialised, and StoreLost if a unit does not start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='simple' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._uncommitted: deque[int] = deque(maxlen=256)
@@ -290,8 +289,8 @@ class SimpleStore:
         return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
-        """Send each storage unit its blocks in one message, straight from the parts' own memory where they are in
-        one piece, and return once the units hold them."""
+        """Send each storage unit its blocks in one message, and return once the units hold them. Parts in one piece are
+        sent straight from their own memory."""
         by_unit: dict[int, list[int]] = {}
         for number in range(len(blocks)):
             by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)

@@ -48,8 +48,8 @@ class StagingPool:
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """register, unregister: functions of the transfer library, `register(address, nbytes)` and
-        `unregister(address)`."""
+        """Keep the library's functions. register, unregister: functions of the transfer library, `register(address,
+        nbytes)` and `unregister(address)`."""
         self._register = register
         self._unregister = unregister
         self._idle: defaultdict[int, deque[_Memory]] = defaultdict(deque)

@@ -86,12 +86,11 @@ class Unfreed:
 
     @property
     def over_limit(self) -> bool:
-        """True if the blocks that have not been deleted yet take up so many bytes that nothing new should be
-        written."""
+        """True if blocks that are still to be deleted take so many bytes that nothing new should be written."""
         return self.nbytes > self._limit_bytes
 
     def described(self) -> str:
-        """Return a text for an error message that says which processes still hold how many bytes of cleared blocks; ""
-        if none do."""
+        """Return a text for an error message on cleared blocks that processes still hold; "" if none do. It says which
+        processes, and how many bytes."""
         silent = [f"{self._peers[peer]} ({sum(self._blocks[peer].values())} bytes)" for peer, _ in self.waiting()]
         return f"cleared blocks are not freed yet by {', '.join(silent)}" if silent else ""

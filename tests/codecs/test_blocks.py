@@ -164,8 +164,8 @@ def test_every_byte_is_under_a_checksum(batch):
 
 @pytest.mark.parametrize("copy_bytes", [100, 2 << 20])
 def test_a_reader_copies_no_byte_that_has_changed(batch, copy_bytes, monkeypatch):
-    """A read that checks what it copies fails for each changed byte of a row block that it reads, in any order of the
-    rows; other bytes may change."""
+    """A read that checks what it copies fails for each changed byte of a row block that it reads. The rows may come in
+    any order; other bytes may change."""
     monkeypatch.setattr(checksums, "COPY_BYTES", copy_bytes)
     block = encode_block(batch, 0, ROWS, checksum=True)
     rng = np.random.default_rng(0)

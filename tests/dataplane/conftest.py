@@ -26,7 +26,7 @@ NUMBER = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to `make test-all` what a test of the contract repeats over another store's code without need: most of the
+    """Leave to `make test-all` what a test of the contract repeats needlessly over another store's code. Most of the
     contract is kept by the directory and the client, whatever the store."""
     for item in items:
         kind = item.callspec.params.get("kind") if isinstance(item, pytest.Function) and "[" in item.name else None

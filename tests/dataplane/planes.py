@@ -39,8 +39,8 @@ def put_one(text: str, key: str) -> None:
 
 
 def catch_reads(store: Any, kind: str, then: Callable[[list[dict[int, np.ndarray]]], Any]) -> None:
-    """Call `then` after each read of a store, with what it read before anybody used it: for each block, part number ->
-    bytes. What `then` returns, if anything, replaces it (not over sockets: there the memory itself may be changed)."""
+    """Call `then` after each read of a store, with what it read. It is given, for each block, part number -> bytes.
+    What `then` returns, if anything, replaces it (not over sockets: there the memory itself may be changed)."""
     if kind.endswith(SOCKETS):
         assert isinstance(store, ReadsRanges)
         read_ranges = store.read_ranges

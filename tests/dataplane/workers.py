@@ -88,8 +88,8 @@ class Worker:
 
 
 def start(handle: DataPlaneHandle, idle: list[Any], *names: str) -> list[Any]:
-    """A Worker actor per name, joined to a data plane; taken off `idle` as far as there are some, for a process takes
-    seconds to start."""
+    """A Worker actor per name, joined to a data plane. It is taken off `idle` while there are some, since a process
+    takes seconds to start."""
     actor_class: Any = ray.remote(Worker)
     workers = [idle.pop() if idle else actor_class.options(num_cpus=0, max_concurrency=3).remote() for _ in names]
     ray.get([worker.join.remote(handle, name) for worker, name in zip(workers, names, strict=True)], timeout=60)

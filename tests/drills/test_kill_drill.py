@@ -1,5 +1,5 @@
-"""kill -9 of one process of a run: it goes on from its last checkpoint, or ends soon, says who died, and leaves nothing
-behind."""
+"""After kill -9 of one process, a run continues from its last checkpoint, or ends soon and leaves nothing behind. It
+says which process died."""
 
 import os
 import signal

@@ -52,8 +52,8 @@ def kill(run_dir: Path, process: subprocess.Popen[str], victim: str) -> bool:
 
 
 def wait_for_a_moment(run_dir: Path, process: subprocess.Popen[str], dice: random.Random, number: int) -> None:
-    """Until the run is 1 to 6 steps further, wherever it stands then (a kill of everything may have sent it back), and
-    up to half a second into the next. number: of the kills so far."""
+    """Wait until the run is 1 to 6 steps further, and up to half a second into the next. It counts from where the run
+    stands, since a kill of everything may have sent it back. number: of the kills so far."""
     done = num_steps(run_dir)
     wanted, deadline = done + dice.randint(1, 6), time.monotonic() + 240
     while done < wanted and process.poll() is None:

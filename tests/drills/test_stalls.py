@@ -1,5 +1,5 @@
-"""Processes of a run that stand still for a while (SIGSTOP, then SIGCONT) are slow, not dead: nothing is replaced, and
-no figure changes."""
+"""Processes of a run that are stopped for a while (SIGSTOP, then SIGCONT) are slow, not dead. No process is replaced,
+and no figure changes."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def test_every_path_in_text_exists() -> None:
 
 
 def test_every_name_of_code_in_text_exists() -> None:
-    """Checked are members of our classes (`Class.member`), calls (`name(...)`), and names that only code has
-    (in camel case, in capitals with an underscore, with an underscore in front)."""
+    """Members of our classes, calls, and names that only code has are checked. They are written as `Class.member`, as
+    `name(...)`, and in camel case, in capitals with an underscore, or with an underscore in front."""
     classes, names = _classes(), _names()
     wrong: list[str] = []
     for text in _written():

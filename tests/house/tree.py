@@ -29,8 +29,8 @@ class Text:
 
 @functools.cache
 def files() -> tuple[str, ...]:
-    """Return the paths of all files of the checkout, relative to its root, without those in hidden folders and in
-    `build` and `runs`."""
+    """Return the paths of all files of the checkout, relative to its root. Hidden folders, `build` and `runs` are left
+    out."""
     found: list[str] = []
     for folder, inner, names in os.walk(ROOT):
         here = Path(folder) == ROOT
@@ -41,8 +41,8 @@ def files() -> tuple[str, ...]:
 
 @functools.cache
 def modules(*tops: str) -> dict[str, ast.Module]:
-    """Return the syntax trees of the Python files below the folders `tops`, of the whole checkout if there are none:
-    path relative to the root -> tree."""
+    """Return the syntax trees of the Python files below the folders `tops`: path relative to the root -> tree. Without
+    `tops`, they are those of the whole checkout."""
     tops = tops or (*FOLDERS, "tests", "tools", "examples", "")
     chosen = [path for path in files() if path.endswith(".py") and path.partition("/")[0 if "/" in path else 1] in tops]
     gc.disable()  # it would look through millions of nodes again and again, none of which is garbage

@@ -28,8 +28,8 @@ SMALL = (
 
 
 def shared_ray() -> str:
-    """The override by which a run joins this process's Ray: starting one takes it 5 seconds, and the workers of this
-    one are forked."""
+    """The override by which a run joins this process's Ray. Starting one takes 5 seconds, and the workers of this one
+    are forked."""
     return f"resources.ray_address={ray_address()}"
 
 

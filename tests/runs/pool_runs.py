@@ -74,8 +74,7 @@ class SharedPool:
         return sum(line["event"] == "grant" and (line["tenant"], line["role"]) == (name, role) for line in self.trace())
 
     def expect_kept_rules(self) -> None:
-        """No GPU is granted twice, and a GPU that was granted to an engine is released only after it fell asleep or its
-        tenant died."""
+        """No GPU is granted twice, and an engine's GPU is released only after it fell asleep or its tenant died."""
         holder: dict[int, tuple[str, str]] = {}
         for line in self.trace():
             gpu, who = line["gpu"], (line["tenant"], line["role"])
@@ -101,8 +100,8 @@ def shared_pool(folder: Path) -> Iterator[SharedPool]:
 
 @contextlib.contextmanager
 def pool_of_gpus(folder: Path) -> Iterator[SharedPool]:
-    """A pool that `headrace pool start` has made of this process's Ray cluster, which has GPUs, and that is stopped at
-    the end as by Ctrl-C."""
+    """A pool that `headrace pool start` has made of this process's Ray cluster, which has GPUs. It is stopped at the
+    end as by Ctrl-C."""
     name, address = f"{NAME}-{folder.name}", process_pool.ray_address()
     asked = ["--name", name, "--address", address, "--dir", str(folder)]
     server = runs.start_command(["headrace.cli", "pool", "start", *asked], folder)

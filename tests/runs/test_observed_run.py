@@ -1,5 +1,5 @@
-"""A run under observation: its endpoint answers while it trains and ends with it; every process' calls are counted; the
-timeline shows what overlaps; the docs name every figure."""
+"""A run under observation: its endpoint, its counted calls, its timeline, and docs that name every figure. The endpoint
+answers while the run trains and ends with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that share the real GPUs of a pool, or logical ones: each process stands on the GPUs of its map, and a pool that
+"""Runs that share the real GPUs of a pool, or logical ones. Each process stands on the GPUs of its map, and a pool that
 ends or a tenant that dies leaves nothing reserved."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def wait_until(true: Callable[[], bool], what: str, *running: Future[tuple[int, 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_two_runs_with_vllm_share_two_gpus(tmp_path: Path) -> None:
-    """With the benchmark, which complains of rows that are missing, of log-probs that differ between engine and
-    trainer, of engines that were replaced, and of GPUs that two held."""
+    """The benchmark complains of missing rows, differing log-probs, replaced engines and GPUs held twice. Log-probs
+    differ between engine and trainer."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     out = tmp_path / "out"

@@ -27,9 +27,9 @@ WARMUP_S, SIMULATED_S = 100.0, 1000.0
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("group_s", "train_s"), [(2.0, 1.5), (3.0, 1.0), (1.0, 2.0)])
 def test_the_simulation_agrees_with_the_pool(tmp_path: Path, group_s: float, train_s: float) -> None:
-    """Steps of a run alone and of two runs together take as long, and hold the GPUs as much, as in the simulation of
-    the same pool, whose switches take as long as the real ones did: within 10 %. Prints how much longer a step takes
-    beside the other run than alone. It needs a machine that does nothing else."""
+    """Steps of one run and of two together are within 10 % of the simulation of the same pool. They take as long and
+    hold the GPUs as much; the simulation's switches take as long as the real ones did. Prints how much longer a step
+    takes beside the other run than alone. It needs a machine that does nothing else."""
     work = (
         f"algorithm.steps={STEPS}", f"scripted.latency_s={group_s}", f"scripted.train_step_s={train_s}",
         "scripted.response_tokens=200", "rollout.max_new_tokens=48",  # 48 tokens each: a cut costs a part of one
@@ -64,8 +64,8 @@ def test_the_simulation_agrees_with_the_pool(tmp_path: Path, group_s: float, tra
 def _expect_as_simulated(
     folder: Path, events: Sequence[tuple[float, PoolEvent]], names: Sequence[str], section: Mapping[str, object]
 ) -> list[float]:
-    """Expect that runs which were on the pool together are as in its simulation, and return the real seconds of a step
-    of each."""
+    """Expect runs that were on the pool together to be as in its simulation. Returns the real seconds per step of
+    each."""
     tenants = [read_tenant(name, folder / name) for name in names]
     since, until = shared_window(tenants)
     simulated = simulate_pool(

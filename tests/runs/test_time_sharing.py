@@ -1,5 +1,4 @@
-"""Runs that share the GPUs of a pool: both finish, lose no token, have the figures of their runs alone, and survive
-the deaths of others."""
+"""Runs that share a pool's GPUs finish, lose no token, have the figures of runs alone, and survive deaths."""
 
 from __future__ import annotations
 
@@ -176,7 +175,7 @@ def _wait_for_step(run_dir: Path, step: int, running: Future[tuple[int, str]]) -
 
 
 def _wait_for(run_dir: Path, holds: Callable[[dict], bool], running: Future[tuple[int, str]]) -> int:
-    """Return the step of the first line of metrics.jsonl for which `holds` is true; raise when the run ends or stands
+    """Return the step of the first line of metrics.jsonl for which `holds` is true. Raises when the run ends or stands
     still before there is one."""
     deadline = time.monotonic() + 300
     while not (found := [line["step"] for line in runs.metrics(run_dir) if holds(line)]):

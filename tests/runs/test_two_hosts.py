@@ -1,4 +1,4 @@
-"""Runs over two hosts, which are namespaces of this one: the driver is on the near host, Ray's actors wherever a case
+"""Runs over two hosts, which are namespaces of this one. The driver is on the near host, Ray's actors wherever a case
 puts them."""
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def test_a_drivers_host_may_take_no_actor(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_form_their_group_wherever_they_stand(tmp_path: Path) -> None:
-    """gloo between the hosts and on the far one, with weights that go by `collective`, engines of their own, and a
-    journal and checkpoints that both hosts write to."""
+    """The run uses gloo between the hosts and on the far one, and a journal and checkpoints of both hosts. Weights go
+    by `collective` to engines with processes of their own."""
     ranks = ("trainer.dp=2", "rollout.num_engines=1", "run.journal=true", "algorithm.steps=2")
     with cluster(near_cpus=1, far_cpus=2) as (near, _):
         code, output = train(near, tmp_path / "over both", *ranks, timeout_s=400)

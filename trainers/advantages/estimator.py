@@ -49,8 +49,8 @@ class RewardRows:
         return np.flatnonzero(self.valid)
 
     def scatter(self, advantages: np.ndarray) -> np.ndarray:
-        """Return the advantages of all rows, float32 `[N]`: the values of `advantages` `[V]` for the V valid rows, and
-        0 for failed rows."""
+        """Return the advantages of all rows, float32 `[N]`, from those of the valid rows; failed rows have 0.
+        `advantages` is `[V]` for the V valid rows."""
         result = np.zeros(len(self.rewards), np.float32)
         result[self.valid_rows] = advantages
         return result

@@ -19,8 +19,7 @@ PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
 
 class MoeConfig(Section):
-    """Even use of the experts of a mixture-of-experts model, which training would otherwise leave to the policy's loss
-    alone."""
+    """Even use of a mixture-of-experts model's experts, which the policy's loss alone would not ensure."""
 
     aux_loss_coef: NonNegative = 0.0
     """Coefficient of the auxiliary loss, which is 1 for each layer when all experts get the same number of tokens of a

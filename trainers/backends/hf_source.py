@@ -41,15 +41,15 @@ class HfSource:
             ) from error
 
     def has(self, name: str) -> bool:
-        """Return whether the safetensors files contain the tensor `name`, or its experts one by one, so that `tensor`
-        and `pieces` can read it."""
+        """Return whether the safetensors files contain the tensor `name`, or its experts one by one. `tensor` and
+        `pieces` can then read it."""
         match = _EXPERTS.fullmatch(name)
         return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager in which a file stays open until another is read, so that its list of tensors is read once
-        and not for each tensor. No more than one file is mapped into memory at a time."""
+        """Context manager in which a file stays open until another is read. Its list of tensors is then read once and
+        not for each tensor. No more than one file is mapped into memory at a time."""
         self._reading = True
         try:
             yield
@@ -57,8 +57,8 @@ class HfSource:
             self._reading, self._open = False, None
 
     def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Yield a part of the tensor `name` in pieces: the place of each in that part, and its values in the dtype of
-        the file. `ranges` has one slice for each dimension.
+        """Yield a part of the tensor `name` in pieces: each piece's place in that part, and its values. The values have
+        the dtype of the file. `ranges` has one slice for each dimension.
 
         Only that part is read. A tensor in the files is one piece; where the folder stores experts one by one, each of
         their matrices is a piece, so that no more than one of them is in memory. Values may lie in the mapped file

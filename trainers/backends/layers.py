@@ -36,8 +36,7 @@ def uncompiled(function: Function) -> Function:
 
 
 def recompute_layers(layers: Sequence[nn.Module], mode: Recompute, count: int | None = None) -> None:
-    """Make the first `count` layers (None: all) keep for the backward pass what `mode` says, and compute the rest
-    again.
+    """Make the first `count` layers (None: all) keep for the backward pass what `mode` says, and recompute the rest.
 
     HF's own option works in training mode only, which would also turn dropout on.
     """
@@ -56,8 +55,7 @@ def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolic
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Compile the forward of each layer with torch.compile, which fuses its norms, rotary embeddings, activations and
-    sums.
+    """Compile each layer's forward with torch.compile. It fuses its norms, rotary embeddings, activations and sums.
 
     All layers of a kind share their compiled code. It is made when the first microbatches are seen, and made anew for
     varying numbers of tokens at the second of them.

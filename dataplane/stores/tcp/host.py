@@ -55,7 +55,7 @@ class TcpHost(CountingHost):
         self.spec = StoreSpec("tcp", run_id, {"units": self._listed()}, key=key)
 
     def serve(self, request: bytes) -> bytes:
-        """Answer a client's request: `units` lists the units, and `join` with an address adds a unit that was started
+        """Answer a client's request. `units` lists the units, and `join` with an address adds a unit that was started
         on another host. Raises ValueError for anything else, and when there are too many units."""
         if request == b"units":
             return encode([unit.address for unit in self._units])
@@ -117,9 +117,9 @@ class TcpHost(CountingHost):
 
 
 def _open_host(config: StoreConfig, run_id: str, host: str) -> TcpHost:
-    """Start the storage units: on this host if `host` is "" (they listen on loopback), else on every node of the Ray
-    cluster that this process belongs to. Without Ray they are on this host and listen at `host`; `open_unit` adds those
-    of other hosts."""
+    """Start the storage units on this host or on every node of the Ray cluster. If `host` is "", they are on this host
+    and listen on loopback; else there is one on each node of the cluster that this process belongs to. Without Ray they
+    are on this host and listen at `host`; `open_unit` adds those of other hosts."""
     remove_stale_folders()
     key, capacity_bytes = new_key(), config.capacity_mib << 20
     if host and _in_ray_cluster():

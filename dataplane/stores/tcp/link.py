@@ -84,7 +84,7 @@ class UnitLink:
             raise kind(text, op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
 
     def check_alive(self, op: str, deadline: float) -> None:
-        """Raise UnitDied or StoreLost unless the unit's process still holds a connection to this one, which takes a
+        """Raise UnitDied or StoreLost unless the unit's process still holds a connection. The check takes a
         microsecond. op: the client's operation, for errors.
 
         The memory of a pool whose unit has died can be read on, but nobody marks cleared blocks in it any more.

@@ -29,7 +29,7 @@ class UnitActor:
         self._unit: StorageUnit | None = None
 
     def start(self) -> UnitAddress | ValueError:
-        """Start the unit and return its address, or the error of a node that has no room for it: Ray would wrap an
+        """Start the unit and return its address, or the error of a node that has no room for it. Ray would wrap an
         error that is raised."""
         run_id, name, key, capacity_bytes = self._arguments
         try:

@@ -120,8 +120,8 @@ class TcpStore:
         return locations(unit.ask("put", "cut", encode(Cut(first_block_id, sizes)), (), deadline))
 
     def _order(self, first_block_id: int, deadline: float) -> list[int]:
-        """Return the numbers of the units in the order in which a put tries them: those of this host, then the others
-        in turn from put to put."""
+        """Return the numbers of the units in the order in which a put tries them. Those of this host come first, then
+        the others in turn from put to put."""
         if not self._asked:
             self._ask_directory(deadline)
         alive = [number for number in range(len(self._units)) if number not in self._dead]
@@ -136,8 +136,8 @@ class TcpStore:
     # -------------------------------------------------------------- get
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return views of the wanted parts: of the pool itself for blocks of this host's units, else of memory into
-        which they were received."""
+        """Return views of the wanted parts. They are of the pool itself for blocks of this host's units, else of memory
+        into which they were received."""
         deadline = time.monotonic() + timeout_s
         found: list[dict[int, np.ndarray]] = [{} for _ in wants]
         far: list[tuple[int, Want]] = []
@@ -338,8 +338,8 @@ def _in_pool(want: Want) -> Want:
 
 
 def _laid_out(blocks: Sequence[BlockPieces], layouts: Sequence[BlockLayout]) -> list[memoryview]:
-    """Return the blocks' parts as pieces of memory, with padding between them, so that they lie as in the pool when
-    they are sent one after another."""
+    """Return the blocks' parts as pieces of memory, with padding between them. Sent one after another, they lie as in
+    the pool."""
     pieces = []
     for parts, layout in zip(blocks, layouts, strict=True):
         ends = [*layout.offsets[1:], layout.nbytes]

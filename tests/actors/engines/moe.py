@@ -78,8 +78,9 @@ class Reference:
 def expect_routes(
     reference: Reference, prompt: list[int], one: Completion, *, start: int = 0, tokens: slice = slice(None)
 ) -> None:
-    """The routes of a completion are those of its tokens but the last, from prompt token `start` on: each of the
-    version that sampled the token after it, those of the prompt of the first token's. tokens: which are compared."""
+    """The routes of a completion are those of its tokens but the last, from prompt token `start` on. Each is of the
+    version that sampled the token after it; those of the prompt are of the first token's. tokens: which are
+    compared."""
     assert one.routes is not None
     ids = [*prompt, *one.token_ids.tolist()]
     assert one.routes.shape == (len(ids) - 1 - start, LAYERS - 1, TOP_K) and one.routes.dtype == np.uint8

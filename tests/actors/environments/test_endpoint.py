@@ -408,8 +408,8 @@ def test_a_call_waits_while_the_weights_change() -> None:
 
 
 def test_the_log_probs_of_a_conversation_are_those_of_the_model(tmp_path: Path) -> None:
-    """A row of three calls over the endpoint, by a real model: one pass of it over the whole row gives the engine's
-    log-probs, so that what is trained on is what was sampled."""
+    """One pass of a real model over a row of three calls over the endpoint gives the engine's log-probs. What is
+    trained on is what was sampled."""
     config = Qwen3Config(
         vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, eos_token_id=END,

@@ -43,7 +43,7 @@ class Recorder(ScriptedEngine):
 
 
 def says(*texts: str) -> Any:
-    """A script that says one text a turn, character by character, so that `ab` are two tokens where encoding makes
+    """A script that says one text per turn, character by character. `ab` is then two tokens where encoding makes
     one."""
 
     def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""The process of a verifiers environment: its episodes, errors, time limits and death; a small fake stands for the
-library, and the real one plays the example where it is installed."""
+"""The process of a verifiers environment: its episodes, errors, time limits and death. A small fake stands for the
+library; the real one plays the example where it is installed."""
 
 from __future__ import annotations
 

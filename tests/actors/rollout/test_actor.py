@@ -1,5 +1,5 @@
-"""The rollout actor as Ray runs it: built from plain data, mistakes in one sentence, rows out, weights in; over engine
-actors of which some die."""
+"""The rollout actor as Ray runs it, over engine actors of which some die. It is built from plain data, answers mistakes
+with one sentence, and takes weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rollouts with a journal over a real data plane: whenever a run is killed, the next one has every group exactly once
-and generates none that was finished."""
+"""Rollouts with a journal over a real data plane: a killed run's successor has every group exactly once. It generates
+none that was finished."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests the files, the summary and the verification of the transfer benchmark, in a small run with threads of one
-process."""
+"""Tests the files, the summary and the verification of the transfer benchmark, in a small run with threads."""
 
 from __future__ import annotations
 

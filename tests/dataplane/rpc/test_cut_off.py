@@ -120,8 +120,7 @@ def heeds_interrupts() -> Iterator[None]:
 
 
 def waits_for_its_answer() -> bool:
-    """Return whether a blocking call of the main thread has sent its request whole and waits for the answer, over
-    either link."""
+    """Return whether a blocking call of the main thread has sent its request and waits, over either link."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     while frame is not None:
         if frame.f_code.co_name in ("_receive", "result"):

@@ -135,8 +135,8 @@ def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroB
 
 
 def backend_config(model: str, **changes: Any) -> BackendConfig:
-    """Make a config with large steps, tight clip bounds and a small clipping norm, so that every part of a step shows
-    in the metrics.
+    """Make a config in whose metrics every part of a step shows. It has large steps, tight clip bounds and a small
+    clipping norm.
 
     changes: fields of BackendConfig, keys of TrainerConfig, or a `topology`.
     """
@@ -180,7 +180,7 @@ def weights_of(backend: TrainBackend) -> dict[str, torch.Tensor]:
 
 
 def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """Run one train step with a microbatch per chunk; returns its metrics without those that depend on the clock or the
+    """Run one train step with a microbatch per chunk. Returns its metrics without those that depend on the clock or the
     machine."""
     backend.begin_step(1.3)
     for chunk in chunks:
@@ -189,7 +189,7 @@ def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str
 
 
 def run_on_ranks(scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
-    """Run `scenario(rank, world, *arguments)` in `world` processes joined by gloo; returns each rank's result, by
+    """Run `scenario(rank, world, *arguments)` in `world` processes joined by gloo. Returns each rank's result, by
     rank."""
     folder.mkdir(parents=True, exist_ok=True)
     start_processes(_rank, (world, str(folder), scenario, arguments), world, start_method="forkserver")

@@ -16,8 +16,8 @@ from headrace.actors.protocols import TrainBackend
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context whose `peak` is the largest number of bytes of storage, made by operations inside it, that are alive at
-    once; storage of `known` tensors does not count."""
+    """A context whose `peak` is the most bytes of storage, made by operations inside it, that are alive at once.
+    Storage of `known` tensors does not count."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def gathering_share(backend: TrainBackend, model: nn.Module) -> float:
-    """Return the largest number of bytes that a pass over the backend's weights holds on this rank, divided by the
-    bytes of the largest weight. `model` has the parameters. Collective."""
+    """Return the most bytes that a pass over the backend's weights holds on this rank, over the largest weight's.
+    `model` has the parameters. Collective."""
     params = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
     sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in backend.weight_specs().values()]
     with LiveBytes(params) as live:

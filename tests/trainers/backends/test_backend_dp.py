@@ -100,8 +100,8 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 def step_that_keeps_weights(backend: FsdpBackend, rank: int, *, fails: str = "") -> dict[str, Any]:
-    """Run a step of three microbatches at once, and note before each of them, and at the end, whether this rank holds
-    its own shards alone. fails: what fails at the third, `rows` or `layer`."""
+    """Run a step of three microbatches at once, and note whether this rank holds its own shards alone. It is noted
+    before each microbatch and at the end. fails: what fails at the third, `rows` or `layer`."""
     seen = list[bool]()
     layer = backend._policy.model.model.layers[1].mlp
 
@@ -127,8 +127,8 @@ def step_that_keeps_weights(backend: FsdpBackend, rank: int, *, fails: str = "")
 
 
 def logprobs_that_keep_weights(backend: FsdpBackend, batch: MicroBatch) -> tuple[torch.Tensor, list[bool]]:
-    """Return the log-probs of the second of two equal microbatches, and whether this rank held its own shards alone
-    before each of them and at the end."""
+    """Return the log-probs of the second of two equal microbatches, and what this rank held. It is noted before each of
+    them, and at the end, whether it held its own shards alone."""
     seen = list[bool]()
 
     def micros() -> Iterator[MicroBatch]:

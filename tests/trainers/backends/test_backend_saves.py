@@ -97,7 +97,7 @@ def test_a_checkpoint_caught_between_its_renames_is_found(model: str, tmp_path: 
 
 
 def train_and_save(model: str, path: str, saved: Connection) -> None:
-    """Resume if there is a checkpoint, then train and save steps forever; prints each step whose checkpoint is on
+    """Resume if there is a checkpoint, then train and save steps forever. Prints each step whose checkpoint is on
     disk."""
     torch.set_num_threads(1)
     backend = FsdpBackend(backend_config(model), 0, 1)

@@ -123,8 +123,8 @@ def test_compiled_layers_change_no_gradient(tmp_path: Path, changes: dict[str, A
 def scaled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
 ) -> torch.Tensor:
-    """Stand in for torch's variable-length kernel, which needs a GPU: an operator with its arguments that only scales
-    the queries."""
+    """Stand in for torch's variable-length kernel, which needs a GPU. It is an operator with the same arguments that
+    only scales the queries."""
     assert int(ends.diff().max()) == longest
     return q * scale
 

@@ -81,8 +81,8 @@ def equal_updates(
     within: float,
     **algorithm: Any,
 ) -> None:
-    """Train each case on the same rows, which arrive in another order and are cut into other microbatches, and expect
-    the figures of all updates, and the weights after them, to agree."""
+    """Train each case on the same rows, and expect the figures of all updates, and the weights after them, to agree.
+    The rows arrive in another order and are cut into other microbatches."""
     found = {}
     for seed, (name, case) in enumerate(cases.items()):
         config = settings(**{"steps": 2, **case, **algorithm})
@@ -182,7 +182,7 @@ DRILLED = {
 
 
 def drill(plane: DataPlane, name: str, steps: int) -> None:
-    """Train while rollouts end in any order, actors die, and the run is killed between any two calls: it goes on from
+    """Train while rollouts end in any order, actors die, and the run is killed between any two calls. It continues from
     the checkpoint of every third step, in a new run or with new train workers."""
     config = settings(steps=steps, **DRILLED[name])
     world = World(plane, config, random.Random(name), deaths=0.02)

@@ -1,5 +1,5 @@
-"""Provides a small scenario whose values a test replaces: constant lengths, one engine with room for one step, no other
-costs."""
+"""Provides a small scenario whose values a test replaces. Lengths are constant, and one engine has room for one step at
+no other cost."""
 
 from __future__ import annotations
 

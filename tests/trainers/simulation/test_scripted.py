@@ -40,7 +40,7 @@ def test_groups_take_the_engines_latencies_whatever_else_it_does() -> None:
 
 
 def test_streaming_trains_on_chunks_of_what_is_ready() -> None:
-    """The trainer takes chunks of exactly `chunk_groups` groups, as the controller does; the default is a quarter of a
+    """The trainer takes chunks of exactly `chunk_groups` groups, as the controller does. The default is a quarter of a
     step."""
     run = simulate(build_scenario(CONFIG, SimulationConfig(**BARE), {}), "streaming")
     for step, latencies in zip(run.steps, LATENCIES, strict=True):
@@ -51,8 +51,7 @@ def test_streaming_trains_on_chunks_of_what_is_ready() -> None:
 
 
 def test_async_replaces_groups_that_grow_too_old_while_they_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one prompt per step and two in flight, another prompt replaces a prompt that takes very long once that is
-    too old."""
+    """With one prompt per step and two in flight, a very slow prompt is replaced once it is too old."""
     latencies = np.full(60, 1.0)
     latencies[0] = 1000.0
     monkeypatch.setattr(Scenario, "draw_latencies", lambda _, num_prompts: latencies[:num_prompts])

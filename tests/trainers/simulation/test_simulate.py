@@ -38,7 +38,7 @@ def test_async_takes_the_longer_of_generation_and_the_trainer(train: float) -> N
 
 
 def test_with_room_for_two_steps_async_overlaps_generations() -> None:
-    """Batch k + 1 begins when version k is served, so a step takes (generation + trainer) / 2, but at least the
+    """Batch k + 1 begins when version k is served. A step therefore takes (generation + trainer) / 2, but at least the
     trainer's time."""
     case = scenario(num_engines=2, train_step_s=3.0)
     run = simulate(case, "async")
@@ -79,8 +79,8 @@ def test_data_plane_and_tokens_cost_what_they_should() -> None:
 
 @pytest.mark.parametrize("sampler", ["in_order", "ready_first"])
 def test_streaming_hides_training_under_the_tail(sampler: str) -> None:
-    """The trainer works whenever groups are ready, so a step ends at the maximum over k of (time of the k-th ready
-    group + training of it and all later ones)."""
+    """The trainer works whenever groups are ready. A step ends at the maximum over k of (time of the k-th ready group +
+    training of it and all later ones)."""
     case = scenario(
         sampler=sampler, response_sigma=1.0, prompt_share=1.0, train_step_s=0.5, train_token_s=0.02, steps=5,
     )  # fmt: skip

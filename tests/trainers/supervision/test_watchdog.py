@@ -87,8 +87,7 @@ watchdog.wait()
 
 
 class Driver:
-    """A driver that ends in the given manner, with a watchdog, a child of the run and a child that is not part of
-    it."""
+    """A driver that ends in the given manner, with a watchdog, a child of the run, and a child outside it."""
 
     def __init__(self, folder: Path, manner: str) -> None:
         self.folder = folder

@@ -44,8 +44,8 @@ def prepare(
     *,
     copy: bool,
 ) -> dict[str, torch.Tensor]:
-    """Create the draft folder of the checkpoint `path` and return the tensors to pass to `write`: `state` and this
-    rank's RNG state.
+    """Create the draft folder of the checkpoint `path` and return the tensors to pass to `write`. They are `state` and
+    this rank's RNG state.
 
     With `copy` the result holds copies in host memory, so that the live tensors may change before they are written.
     There may be an older checkpoint at `path`, because a resumed run may save a step again; it is replaced once the new
@@ -97,8 +97,8 @@ def load_checkpoint(
 
 
 def draft_of(path: str) -> str:
-    """Return the name of the draft folder of a checkpoint: the folder that is written first and renamed to `path` when
-    it is complete."""
+    """Return the name of the draft folder of a checkpoint. It is written first and renamed to `path` when it is
+    complete."""
     return f"{path}.tmp"
 
 

@@ -147,8 +147,8 @@ class ExpertBalance:
     def attach(
         self, loss: LayerLoss, layer: int, logits: torch.Tensor, gates: torch.Tensor, *, again: bool
     ) -> torch.Tensor:
-        """Return `gates` with the auxiliary loss attached, and add the loss to the step's unless the layer is computed
-        `again`."""
+        """Return `gates` with the auxiliary loss attached, and add the loss to the step's unless in a recompute.
+        `again` is True for a layer that is computed again."""
         if not self._config.aux_loss_coef:
             return gates
         value = loss.of(probabilities(logits, self._kind))
@@ -198,8 +198,7 @@ def _reduce(
 
 
 class _Attach(torch.autograd.Function):
-    """Passes `gates` on unchanged; in backward the loss gets the gradient 1, as if it were a summand of the step's
-    loss.
+    """Passes `gates` on unchanged; in backward the loss gets the gradient 1, like a summand of the step's loss.
 
     The loss cannot be returned by the layer, whose backward pass must run within the hooks of FSDP and of
     recomputation. Megatron's `MoEAuxLossAutoScaler` does the same.

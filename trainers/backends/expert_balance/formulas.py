@@ -47,9 +47,8 @@ def row_counts(used: torch.Tensor, owners: torch.Tensor, num_rows: int) -> torch
 
 
 def loss_slopes(counts: torch.Tensor, tokens: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return, for each row and expert, the derivative of the row's auxiliary loss with respect to a token's probability
-    of that expert, float32 `[N, E]`. The loss of a row is the sum of slope times probability over its tokens and the
-    experts.
+    """Return the derivative of each row's auxiliary loss by a token's expert probability, float32 `[N, E]`. The loss of
+    a row is the sum of slope times probability over its tokens and the experts.
 
     counts: numbers of tokens `[N, E]` of whole rows. tokens: number of tokens of each row, `[N]`.
     """
@@ -58,8 +57,8 @@ def loss_slopes(counts: torch.Tensor, tokens: torch.Tensor, top_k: int) -> torch
 
 
 def bias_steps(loads: torch.Tensor, rate: float) -> torch.Tensor:
-    """Return what is added to the bias of each expert, float32 `[layers, E]`: `rate` for experts with fewer tokens than
-    the layer's mean, -`rate` for those with more.
+    """Return what is added to the bias of each expert, float32 `[layers, E]`. It is `rate` for experts with fewer
+    tokens than the layer's mean, -`rate` for those with more.
 
     loads: number of tokens of each expert in a whole step, `[layers, E]`.
     """

@@ -140,8 +140,7 @@ class FsdpBackend:
                 self._accumulate(micro)
 
     def finish_step(self) -> dict[str, float]:
-        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step the
-        optimizer. Collective.
+        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step. Collective.
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
@@ -401,8 +400,7 @@ class FsdpBackend:
         replay.native.add_logprobs(values, rollout.to(self._device))
 
     def _balancing(self, micro: MicroBatch, layout: RowLayout) -> AbstractContextManager[object]:
-        """Return the context in which the passes over `layout` that train must run: with the balance of experts if the
-        step has one."""
+        """Return the context for the training passes over `layout`: with the balance of experts if the step has one."""
         if self._balance is None:
             return nullcontext()
         assert layout.owners is not None
@@ -429,6 +427,6 @@ class FsdpBackend:
 
 
 def _replaying(replay: RouterReplay | None, layout: RowLayout) -> AbstractContextManager[object]:
-    """Return the context in which the passes over `layout` must run, backward passes included: with its routes if the
+    """Return the context for the passes over `layout`, backward passes included. It has the layout's routes if the
     backend replays them."""
     return nullcontext() if replay is None else replay.replaying(layout.routes)

@@ -34,8 +34,8 @@ class CausalLM(nn.Module):
     def forward(
         self, layout: RowLayout, temperature: float, entropy: Entropy = "off"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probs and entropies of the layout's wanted tokens (those whose log-probs are computed), in the
-        form that `token_logprobs` returns."""
+        """Return the log-probs and entropies of the layout's wanted tokens, as `token_logprobs` returns them. Wanted
+        are tokens whose log-probs are computed."""
         places = {}
         if layout.position_ids is not None:
             places = {"position_ids": layout.position_ids, "row_ends": layout.ends, "longest_row": layout.longest}

@@ -23,7 +23,7 @@ def halve_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def half_parameters(module: nn.Module) -> Iterator[None]:
-    """Replace the parameters of `module` by bfloat16 copies inside the context; gradients flow to the float32
+    """Replace the parameters of `module` by bfloat16 copies inside the context. Gradients flow to the float32
     originals.
 
     The backward pass must be inside the context too, because parts of the forward pass may be computed again in it. A

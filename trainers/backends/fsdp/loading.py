@@ -99,8 +99,7 @@ def _why_whole(source: HfSource) -> str:
 
 
 def _stored(model: nn.Module) -> list[str]:
-    """Return the names of the tensors that a model folder contains: parameters, tied ones once, and persistent
-    buffers."""
+    """Return the names of the tensors in a model folder: parameters, tied ones once, and persistent buffers."""
     kept = model.state_dict()
     return [
         *(name for name, _ in model.named_parameters()),

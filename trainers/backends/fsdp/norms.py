@@ -51,8 +51,8 @@ def _closed_form(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Computes `y = w * x * r` with `r = rsqrt(mean(x^2) + epsilon)` over the last dimension (Zhang and Sennrich 2019,
-    arXiv:1910.07467).
+    """Computes `y = w * x * r` with `r = rsqrt(mean(x^2) + epsilon)` over the last dimension. It is Zhang and Sennrich
+    2019, arXiv:1910.07467.
 
     With the gradient `g` of `y`, that of `x` is `r * w * g - x * r^3 * mean(g * w * x)`, and that of `w` is the sum of
     `g * x * r` over all positions.

@@ -69,7 +69,7 @@ class _HiddenStates(nn.Module):
 def check_packing(
     module: CausalLM, device: torch.device, precision: AbstractContextManager[object], *, half: bool
 ) -> None:
-    """Check that rows packed into one sequence do not see each other; otherwise the model would compute wrong
+    """Check that rows packed into one sequence do not see each other. Otherwise the model would compute wrong
     log-probs.
 
     The log-probs of a row of four tokens must be the same alone and packed behind a copy of itself. `module` is already

@@ -69,8 +69,8 @@ def give_back(module: torch.nn.Module) -> None:
 
 
 def give_back_unfinished(module: torch.nn.Module, *, reshard: bool) -> None:
-    """Do what `give_back` does, also after a pass that failed halfway, for which FSDP would keep what it has been told
-    to keep. reshard: that of `spread`."""
+    """Do what `give_back` does, also after a pass that failed halfway. FSDP would then keep what it was asked to keep.
+    reshard: that of `spread`."""
     if isinstance(module, FSDPModule):
         module.set_reshard_after_forward(True)
         give_back(module)
@@ -79,15 +79,15 @@ def give_back_unfinished(module: torch.nn.Module, *, reshard: bool) -> None:
 
 
 def _sum_gradients(module: FSDPModule) -> None:
-    """Make FSDP sum the gradients of a shard over the ranks instead of averaging them, because the train step itself
-    divides them once, by the denominator of its mean loss."""
+    """Make FSDP sum the gradients of a shard over the ranks instead of averaging them. The train step itself divides
+    them once, by the denominator of its mean loss."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, the default for a factor
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the parameters of a HF model that `spread` has sharded, each with the ranks that have its pieces, and the
-    biases of its experts, of which every rank has all.
+    """List the parameters of a HF model that `spread` has sharded, and the biases of its experts. Each parameter comes
+    with the ranks that have its pieces; every rank has all biases.
 
     Tied parameters are listed once. `dtype` is the dtype in which floating-point parameters are streamed; biases keep
     their own.

@@ -57,8 +57,7 @@ def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
 
 
 def split_dim(param: torch.Tensor) -> int | None:
-    """Return the dimension along which `param` is split over tensor-parallel ranks; None when every rank has all of
-    it."""
+    """Return the dimension along which tensor-parallel ranks split `param`; None when every rank has all of it."""
     if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):
         return None
     placement = param.placements[names.index("tp")]
@@ -86,7 +85,7 @@ def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: t
 
 
 class _Share(torch.autograd.Function):
-    """Passes on a tensor that is the same on all ranks but used differently by each; backward sums the ranks'
+    """Passes on a tensor that is equal on all ranks but used differently by each. Backward sums the ranks'
     gradients."""
 
     @staticmethod

@@ -15,8 +15,8 @@ from .library import TransformerConfig
 
 
 def check_fits(config: BackendConfig, model: Any) -> None:
-    """Raise ValueError, naming the configuration key, when Megatron cannot train the model with HF config `model` under
-    the settings in `config`."""
+    """Raise ValueError, naming the key, when Megatron cannot train the model under the settings in `config`. `model` is
+    the model's HF config."""
     _check_model(config, model)
     for problem in mesh_problems(config.trainer):
         raise ValueError(problem)

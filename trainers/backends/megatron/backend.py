@@ -185,8 +185,7 @@ class MegatronBackend:
                 self._pipeline.run(iter(micros), count, partial(self._train, temperature))
 
     def finish_step(self) -> dict[str, float]:
-        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step the
-        optimizer. Collective.
+        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step. Collective.
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
@@ -354,8 +353,8 @@ class MegatronBackend:
                 clear_gradients(self._training.model, self._training.optimizer)
 
     def _predict_all(self, micros: Iterable[MicroBatch], count: int, forward: Any) -> None:
-        """Run the forward passes of `count` microbatches with one of Megatron's schedules, which calls
-        `forward(iterator, model)` for each."""
+        """Run the forward passes of `count` microbatches with one of Megatron's schedules. It calls `forward(iterator,
+        model)` for each."""
         if count < 1:
             return
         with megatron_calls(self._device):
@@ -390,8 +389,8 @@ class MegatronBackend:
         return output, partial(self._loss, micro, rows)
 
     def _balancing(self, micro: MicroBatch, rows: PackedRows) -> AbstractContextManager[None]:
-        """Return the context of the forward pass of a microbatch that will have a backward pass: with the balance of
-        experts if the step has one."""
+        """Return the context of a microbatch's forward pass that a backward pass follows. It has the balance of experts
+        if the step has one."""
         if self._balance is None:
             return nullcontext()
         assert rows.owners is not None
@@ -453,8 +452,8 @@ class MegatronBackend:
     def _forward(
         self, model: Any, rows: PackedRows, temperature: float, routed: AbstractContextManager[None]
     ) -> torch.Tensor:
-        """Return the log-probs of the wanted tokens, on the last pipeline stage, or the hidden states of another one,
-        from a pass without a backward pass."""
+        """Return the wanted tokens' log-probs, or on an earlier pipeline stage hidden states, of a forward-only
+        pass."""
         with routed:
             output = model(rows, temperature, "off")
         return output[0] if isinstance(output, tuple) else output

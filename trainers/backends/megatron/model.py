@@ -31,8 +31,8 @@ from .weights import cut, entries_of, expert_range
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT model, changed so that its last stage returns log-probs of the wanted tokens (those whose
-    log-probs are computed) instead of the logits of all tokens."""
+    """Megatron's GPT model whose last stage returns log-probs of the wanted tokens instead of logits. Wanted are tokens
+    whose log-probs are computed; Megatron returns the logits of all tokens."""
 
     _frequencies: torch.Tensor
 

@@ -35,8 +35,8 @@ class _Stage:
 
 
 class OpenPipeline:
-    """One rank's stage of a pipeline that runs one forward and one backward pass in turns (1F1B, PipeDream-Flush,
-    arXiv:2006.09503).
+    """One rank's stage of a pipeline that alternates forward and backward passes (1F1B). It is PipeDream-Flush,
+    arXiv:2006.09503.
 
     Between calls no message is on its way. A stage then holds the activations of as many microbatches as there are
     stages behind it. Gradients are whole after `drain`. All ranks must make the same calls with the same counts.
@@ -109,8 +109,8 @@ class OpenPipeline:
         return _Stage(library.P2PCommunicator(group, config), config, shapes, rank == 0, rank == last, last - rank)
 
     def _received(self, stage: _Stage) -> Any:
-        """Return the activations of the next microbatch from the stage before, which takes the last gradient at the
-        same time if there is one."""
+        """Return the activations of the next microbatch from the stage before. That stage takes the last gradient at
+        the same time if there is one."""
         unsent, self._unsent = self._unsent, None
         if unsent is None:
             return stage.neighbours.recv_forward(stage.shapes, stage.first)

@@ -79,8 +79,8 @@ class PipelineReplay(RouterReplay):
                 self._queueing = False
 
     def check_drained(self) -> None:
-        """Raise RuntimeError if a layer has computed a microbatch again less often than forward, because the routes of
-        a later step would then be wrong. Called when all backward passes of a step are over."""
+        """Raise RuntimeError if a layer has recomputed a microbatch less often than it ran forward. The routes of a
+        later step would then be wrong. Called when all backward passes of a step are over."""
         left = {self.spec.layers[index]: len(queue) for index, queue in enumerate(self._queues) if queue}
         self.drop()
         if left:
@@ -118,8 +118,8 @@ class PipelineReplay(RouterReplay):
 
 
 class RoutedRouter:
-    """Stands in for Megatron's own `RouterReplay` in one router, which calls `get_replay_topk` in each of its forward
-    passes.
+    """Stands in for Megatron's own `RouterReplay` in one router. The router calls `get_replay_topk` in each of its
+    forward passes.
 
     Megatron's class is not used: it keeps all instances of a process in a global list, and queues the routes of passes
     that have no backward pass.

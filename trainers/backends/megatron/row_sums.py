@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 
 def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Return the number of tokens of each of N rows, the sum of the context-parallel ranks' `counts`: int64 `[N]` on
-    the CPU. Collective over `cp`."""
+    """Return the tokens of each of N rows, the sum of the context-parallel ranks' `counts`: int64 `[N]` on the CPU.
+    Collective over `cp`."""
     if cp.size() == 1:
         return counts
     total = counts.to(device)

@@ -23,8 +23,8 @@ from .modules.attention import AttentionPlan, plan_attention, runs
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The part of a microbatch of N rows that one rank computes: S input tokens, and T wanted tokens, whose log-probs
-    it computes."""
+    """The part of a microbatch of N rows that one rank computes: S input tokens and T wanted tokens. Wanted are those
+    whose log-probs it computes."""
 
     input_ids: torch.Tensor | None
     """Token ids: int64 `[1, S]`; None when this rank received no token ids."""
@@ -124,8 +124,7 @@ def pack_rows(
 
 
 def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed: bool) -> tuple[_Chunks, np.ndarray]:
-    """Return this rank's pieces of rows with `lengths` tokens, and the length of each row with its padding (int64
-    `[N]`)."""
+    """Return this rank's pieces of rows with `lengths` tokens, and each row's padded length (int64 `[N]`)."""
     multiple = topology.pad_multiple
     padded = round_up(lengths, multiple)
     if not packed:
@@ -184,15 +183,15 @@ class _Sent:
         )
 
     def owners(self, lengths: np.ndarray, size: int) -> torch.Tensor:
-        """Return the row of each of the rank's `size` input tokens, int64 `[size]` on the CPU; -1 at padding and at the
-        last token of each row. lengths: number of tokens of each whole row, int64 `[N]`."""
+        """Return the row of each of the rank's `size` input tokens, int64 `[size]` on the CPU. It is -1 at padding and
+        at the last token of each row. lengths: number of tokens of each whole row, int64 `[N]`."""
         last = torch.from_numpy(lengths)[self.rows] - 1
         return self.place("rows", self.rows.where(self.position < last, -1), size, -1)
 
     def place(self, what: str, column: torch.Tensor, size: int, padding: int) -> torch.Tensor:
-        """Return the values of a column, `[tokens, ...]`, at the rank's `size` input tokens, `[size, ...]` on the CPU;
-        `padding` elsewhere. what: noun for the values, in the plural. Raises ValueError when the column does not have
-        exactly the tokens of this rank's pieces."""
+        """Return a column's values `[tokens, ...]` at the rank's `size` input tokens, `[size, ...]` on the CPU.
+        Elsewhere they are `padding`. what: noun for the values, in the plural. Raises ValueError when the column does
+        not have exactly the tokens of this rank's pieces."""
         if len(column) != len(self.own):
             raise ValueError(
                 f"microbatch: got {len(column)} {what}, expected the {len(self.own)} of this rank's pieces"

@@ -37,8 +37,7 @@ class Share:
 
 
 class TrainingState:
-    """Collects and restores the tensors of one rank that training changes: weights, optimizer state and number of
-    steps."""
+    """Collects and restores one rank's tensors that training changes: weights, optimizer state and step count."""
 
     def __init__(
         self, model: PolicyModel, optimizer: ChainedOptimizer, steps: torch.Tensor, config: Any, mesh: Mesh
@@ -86,7 +85,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Set model and optimizer to the values in `state`, which are the tensors that `blank` returned, filled from a
+        """Set model and optimizer to the values in `state`. It holds the tensors that `blank` returned, filled from a
         checkpoint."""
         self._steps.copy_(state[STEPS])
         for entry in self._entries:

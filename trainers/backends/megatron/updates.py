@@ -62,8 +62,8 @@ def clear_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer)
 def resident_tensors(
     model: DistributedDataParallel, optimizer: ChainedOptimizer
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all tensors that stay on the device between steps: those with content (parameters and their buffers,
-    float32 copies, optimizer state), and the gradient buffers, which are zero then."""
+    """Return all tensors that stay on the device between steps: those with content, and the gradient buffers. Content
+    is parameters and their buffers, float32 copies, and optimizer state; the gradient buffers are zero then."""
     buffers = [*model.buffers, *model.expert_parallel_buffers]  # Megatron's, which hide torch's method
     kept = [*model.module.parameters(), *model.module.buffers()]
     kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]

@@ -31,8 +31,7 @@ expert_columns   `columns` for stacked experts, over the same ranks as `expert_g
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter, which may be that of all experts of the rank, and the HF tensors that contain its
-    values."""
+    """One Megatron parameter and the HF tensors that contain its values. It may be that of all experts of the rank."""
 
     name: str
     """Name of the parameter in this rank's Megatron model."""
@@ -48,8 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of the weights: for each kind of parallelism, the number of equal parts and the index of this
-    rank's part."""
+    """A rank's part of the weights: the number of equal parts and this rank's part, by kind of parallelism."""
 
     tp: int = 0
     num_tp: int = 1

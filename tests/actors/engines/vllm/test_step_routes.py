@@ -53,8 +53,7 @@ def some_routes(tokens: int) -> np.ndarray:
 
 
 def hand_out_step(cases: Sequence[Case]) -> tuple[list[Output], list[np.ndarray | None]]:
-    """Return the outputs of a step in which the routes were handed out, and the routes that each must have in the
-    end."""
+    """Return the outputs of a step in which routes were handed out, and the routes that each must have at the end."""
     array, starts, end = some_routes(sum(case.computed for case in cases)), dict[str, int](), 0
     wanted: list[np.ndarray | None] = []
     for index, case in enumerate(cases):

@@ -101,8 +101,8 @@ class TestUpdates:
     def test_requests_that_go_on_read_old_keys_and_values_only_if_asked_to(
         self, subject: Subject, kv: KeysAndValues
     ) -> None:
-        """Requests that begin after the commit, and samples that still waited for room in the batch, never do: not even
-        those of their prompt, which others have left in the prefix cache."""
+        """Neither requests that begin after the commit nor samples that wait for room in the batch do. That includes
+        the keys and values of their prompt, which others have left in the prefix cache."""
         prompt = [5 + i % 30 for i in range(300)]  # three cache blocks of 128 tokens, two of them full
 
         async def main() -> None:
@@ -184,8 +184,8 @@ def mixed_logprobs(
 
 
 def telling(subject: Subject, version: int, token: int) -> WeightUpdate:
-    """Weights under which every next token is `token`: all positions have the same hidden state, one row of the head
-    points along it."""
+    """Weights under which every next token is `token`. All positions have the same hidden state, and one row of the
+    head points along it."""
     named = {name: torch.zeros_like(weight) for name, weight in subject.weights().items()}
     for name, weight in named.items():
         if "norm" in name:

@@ -14,8 +14,8 @@ from headrace.tests.trainers.backends.backend_ranks import TINY, Row
 
 
 def save_dots1(folder: Path, *, bias: float = 0.3, **changes: Any) -> str:
-    """Write a random dots1 as a HF folder: a dense layer, then three with 8 experts, of which a token uses 2, and a
-    shared one. Its routers have random biases of the size `bias`."""
+    """Write a random dots1 as a HF folder: a dense layer, then three with 8 experts and a shared one. A token uses 2 of
+    the 8. Its routers have random biases of the size `bias`."""
     torch.manual_seed(7)
     sizes: dict[str, Any] = {
         **TINY, "num_hidden_layers": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
@@ -45,8 +45,8 @@ class BalanceReference:
                 module.register_forward_hook(lambda *call: self._calls.append((call[-1][0], call[-1][2])))
 
     def choices(self, row: Row) -> list[tuple[torch.Tensor, np.ndarray]]:
-        """Return the logits of each router for the row's tokens but the last, `[L - 1, E]` with gradient, and the ids
-        of the experts that it chose, `[L - 1, k]`."""
+        """Return each router's logits for the row's tokens but the last, and the ids of the chosen experts. The logits
+        are `[L - 1, E]` with gradient, the ids `[L - 1, k]`."""
         self._calls.clear()
         self.model(input_ids=torch.from_numpy(row.ids[:-1]).long()[None])
         return [(logits, index.numpy()) for logits, index in self._calls]

@@ -71,8 +71,7 @@ def save_plain_llama(folder: Path) -> str:
 
 
 def sent(rows: Sequence[Row], topology: Topology, place: Place, step_rows: Sequence[Row] = ()) -> MicroBatch:
-    """Return what the rank at `place` receives of `rows`, which are some of `step_rows`: its pieces, its stage's
-    columns."""
+    """Return what the rank at `place` receives of `rows`, some of `step_rows`: its pieces and its stage's columns."""
     micro = micro_batch(rows)
     batch = micro.batch
     if topology.cp > 1:
@@ -84,7 +83,7 @@ def sent(rows: Sequence[Row], topology: Topology, place: Place, step_rows: Seque
 
 
 def shares(rows: Sequence[Row], num: int) -> list[list[list[Row]]]:
-    """Return three microbatches of different sizes for each of `num` replicas; the second one of the first replica is
+    """Return three microbatches of different sizes for each of `num` replicas. The second one of the first replica is
     empty."""
     parts = [[list(rows[replica::num][micro::2]) for micro in (0, 1)] for replica in range(num)]
     return [[first, [], second] if not index else [first, second[:1], second[1:]]

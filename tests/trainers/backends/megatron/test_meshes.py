@@ -1,5 +1,4 @@
-"""Tests that steps, log-probs and weights of the megatron backend on meshes of two and four ranks are those of one HF
-model."""
+"""Tests that steps, log-probs and weights of the megatron backend on two and four ranks are those of one HF model."""
 
 from __future__ import annotations
 

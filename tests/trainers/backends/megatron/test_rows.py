@@ -1,4 +1,4 @@
-"""Tests how rows are packed for Megatron and which tokens see which, simulating all context-parallel ranks in one
+"""Tests how rows are packed for Megatron and which tokens see which. All context-parallel ranks are simulated in one
 process."""
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ def test_columns_of_another_rank_are_refused() -> None:
 
 
 def whole_attention(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Compute the attention of each row alone, from `[L, 3, 4, 8]` (queries with four heads; keys and values with
-    two)."""
+    """Compute the attention of each row alone, from `[L, 3, 4, 8]`. Queries have four heads, keys and values two."""
     out = []
     for row in rows:
         q, k, v = row[:, 0], row[:, 1, :2], row[:, 2, :2]

@@ -83,8 +83,8 @@ def interrupted(rank: int, folder: str) -> dict[str, Any]:
 
 
 def pipelined(rank: int, folder: str) -> dict[str, Any]:
-    """Run a step of eight microbatches on a pipeline of two stages, in one call, in four and in eight, with log-probs
-    between the calls. Returns the order of forward and backward passes, and the weights afterwards."""
+    """Run a step of eight microbatches on a pipeline of two stages, in one call, in four and in eight. Log-probs are
+    computed between the calls. Returns the order of forward and backward passes, and the weights afterwards."""
     from headrace.trainers.backends.megatron import library
 
     case = Case("pp2", "tied", MESHES["pp2"])
@@ -116,7 +116,7 @@ def pipelined(rank: int, folder: str) -> dict[str, Any]:
 
 
 def bubbles(stages: list[str]) -> int:
-    """Number of idle slots of a pipeline whose stages run these passes in order, each in one slot: a forward pass comes
+    """Number of idle slots of a pipeline whose stages run these passes in order, each in one slot. A forward pass comes
     after that of the stage before, a backward pass after that of the stage behind."""
     done: dict[tuple[int, str, int], int] = {}
     at, free = [0] * len(stages), [0] * len(stages)

@@ -1,5 +1,4 @@
-"""Tests that weights converted from HF to Megatron and back are unchanged for every split, and reading files tensor by
-tensor."""
+"""Tests that weights survive the way to Megatron and back for every split, and that files are read by tensor."""
 
 from __future__ import annotations
 

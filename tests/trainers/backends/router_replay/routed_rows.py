@@ -24,8 +24,8 @@ TEMPERATURE = 1.3
 
 
 def save_moe(folder: Path, *, dense: Sequence[int] = (1,), scale: float = 3.0, **changes: Any) -> str:
-    """Write a random Qwen3-MoE as a HF folder, a token of which uses 2 of 8 experts in each of 4 layers that is not
-    `dense`. scale: factor on all matrices, without which the routers' choices would be too close to ties. changes:
+    """Write a random Qwen3-MoE as a HF folder, with 8 experts in each of 4 layers that is not `dense`. A token uses 2
+    of them. scale: factor on all matrices, without which the routers' choices would be too close to ties. changes:
     other keys of the model's config."""
     torch.manual_seed(5)
     experts = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -59,8 +59,8 @@ class Reference:
                 module.register_forward_hook(lambda *call: self._chosen.append(call[-1][2]))
 
     def run(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probs of the row's tokens at TEMPERATURE, float32 `[L]`, 0 at the first, and its routes `[L,
-        layers, k]`, whose last is missing."""
+        """Return the log-probs of the row's tokens at TEMPERATURE, float32 `[L]`, and its routes `[L, layers, k]`. The
+        first log-prob is 0, and the last token's routes are missing."""
         self._chosen.clear()
         ids = torch.from_numpy(row.ids).long()
         logits = self.model(input_ids=ids[None, :-1]).logits[0] / TEMPERATURE

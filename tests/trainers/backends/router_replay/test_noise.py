@@ -62,8 +62,7 @@ def micro(model: str) -> Any:
 
 
 def fsdp(model: str, choice: Noise, values: Noise) -> Any:
-    """Build an fsdp backend whose routers choose by `choice(logits)` and take the gates' values from
-    `values(logits)`."""
+    """Build an fsdp backend whose routers choose by `choice(logits)` and gate by `values(logits)`."""
     from headrace.trainers.backends.fsdp.backend import FsdpBackend
 
     backend = FsdpBackend(config(model, "fsdp"), 0, 1)

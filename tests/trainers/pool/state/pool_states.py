@@ -22,8 +22,8 @@ def equal_tenants(num_gpus: int, names: str = "ab", **changes: object) -> PoolSt
 
 @st.composite
 def pool_states(draw: st.DrawFn) -> PoolState:
-    """Draw a state that keeps the rules: up to five tenants, engines of 1, 2 and 4 GPUs, some of them awake, some train
-    ranks granted, some requests."""
+    """Draw a state that keeps the rules. It has up to five tenants, engines of 1, 2 and 4 GPUs, some of them awake,
+    some train ranks granted, and some requests."""
     num_gpus = draw(st.integers(2, 6)) * 4
     free = set(range(num_gpus))
     tenants, grants, requests = {}, [], []

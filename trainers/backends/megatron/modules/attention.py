@@ -25,8 +25,7 @@ from ...row_layout import to_device
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Input of one call of the attention kernel: spans of consecutive queries, each with all keys up to the span's last
-    query."""
+    """Input of one call of the attention kernel: spans of queries, each with all keys up to its last query."""
 
     queries: torch.Tensor | None
     """Indices of the queries among this rank's tokens, one span after the other: int64; None for all tokens."""
