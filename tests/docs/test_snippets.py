@@ -186,6 +186,7 @@ CHECKS = {
     "python": check_file_arguments,
     "pytest": check_file_arguments,
     "git": nothing,
+    "cd": nothing,
     "pre-commit": nothing,
     "torchrun": check_file_arguments,
 }

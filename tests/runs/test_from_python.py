@@ -1,7 +1,8 @@
-"""The documentation's snippet that trains from Python runs as it stands."""
+"""The examples of the documentation that train, from Python and with data of one's own, run as they stand."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,3 +23,26 @@ def test_the_start_pages_run_from_python(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = Path(done.stdout.splitlines()[-1])
     assert report == tmp_path / "runs" / "first" / "report.html" and report.exists()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "page", ["README.md", pytest.param("docs/start/your-data-and-reward.md", marks=pytest.mark.slow)]
+)
+def test_the_example_with_data_and_a_reward_of_ones_own_trains(page: str, tmp_path: Path) -> None:
+    """In two steps, and from a model that has hardly been warmed up."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for title, block in re.findall(r'```\w+ title="(my[^"]+)"\n(.*?)```', text, re.DOTALL):
+        (tmp_path / title).write_text(block)
+    run([sys.executable, "my_data.py"], tmp_path)
+    settings = ["algorithm.steps=2", "warmup.steps=10", "validation.num_prompts=8", "run.dir=mine"]
+    run([sys.executable, "-m", "headrace.cli", "train", "my.yaml", *settings], tmp_path)
+    last = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert "finished" in last
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Run a command that must end well."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=260)
+    assert done.returncode == 0, done.stdout + done.stderr
