@@ -111,8 +111,8 @@ _LEFT_OUT = (
 
 
 def write_offline(recipe: Recipe, folder: Path, *, small: bool) -> list[str]:
-    """Write `config.yaml` and the stand-ins that it names into `folder`, and return one sentence for each thing that
-    was replaced.
+    """Write `config.yaml` and the stand-ins that it names into `folder`. Returns one sentence for each thing that was
+    replaced.
 
     small: True also replaces the model by a tiny one with random weights and shortens the run, so that it trains on a
     CPU in a minute. Otherwise the model folder has no weights: it is for `headrace train --dry-run`. Raises UserError

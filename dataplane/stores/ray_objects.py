@@ -159,8 +159,8 @@ class RayObjectsStore:
     """Reads and writes blocks through the keeper actors, from any process connected to the Ray cluster. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper (an actor that owns blocks) has
-        ended."""
+        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper has ended. A keeper is an actor that
+        owns blocks."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() before connecting")
         started = time.monotonic()

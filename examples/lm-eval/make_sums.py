@@ -1,6 +1,7 @@
 """Writes sums.jsonl, the questions of the task `sums` for lm-eval.
 
-python examples/lm-eval/make_sums.py"""
+    python examples/lm-eval/make_sums.py
+"""
 
 import json
 

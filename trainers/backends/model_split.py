@@ -19,8 +19,7 @@ BIASED_TYPES = ("deepseek_v3", "glm4_moe", "dots1")
 
 
 def mesh_problems(trainer: TrainerConfig) -> list[str]:
-    """Return one sentence for each reason why the train mesh that `trainer` describes cannot be built with any
-    model."""
+    """Return one sentence for each reason why the train mesh of `trainer` cannot be built with any model."""
     problems = []
     shared = trainer.dp * trainer.tp * trainer.cp
     if shared % trainer.ep:
@@ -46,8 +45,7 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
 
 
 def check_split(trainer: TrainerConfig, model: Any) -> None:
-    """Raise ValueError, in one sentence that names the configuration key, when `model` cannot be split over the mesh of
-    `trainer`.
+    """Raise ValueError, naming the configuration key, when `model` cannot be split over the mesh of `trainer`.
 
     model: a HF config, or an object with the content of a config.json as attributes. A size that `model` lacks is not
     checked.
@@ -100,8 +98,8 @@ def _check_balance(trainer: TrainerConfig, model: Any) -> None:
 
 
 def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, str]]:
-    """Yield which sizes of the model the mesh must divide evenly, as (mesh key, number of ranks, attribute of the
-    model's config).
+    """Yield which sizes of the model the mesh must divide evenly. An item is (mesh key, number of ranks, attribute of
+    the model's config).
 
     For example ("tp", 4, "num_attention_heads"): the number of attention heads must be a multiple of 4.
     """
@@ -117,8 +115,8 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
 
 
 def _check_experts(trainer: TrainerConfig, model: Any) -> None:
-    """Raise ValueError when the mesh of `trainer` does not suit a model with experts, or a model without them, in
-    Megatron.
+    """Raise ValueError when Megatron's mesh does not suit a model with experts, or a model without them. The mesh is
+    that of `trainer`.
 
     `ep` > 1 needs a model with experts. A model with experts needs `sequence_parallel` when `tp` > 1.
     """

@@ -17,7 +17,7 @@ CLIP_EPS = 1e-6
 
 
 def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW optimizer and allocate its state at once, so that even a checkpoint before the first step
+    """Build a fused AdamW optimizer and allocate its state at once. Even a checkpoint before the first step then
     contains the full state.
 
     Weight decay applies to matrices only, not to norms and biases. The optimizer of a model that is not trained is
@@ -87,8 +87,8 @@ def scale_(grads: list[torch.Tensor], factor: float) -> None:
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return the factor that reduces a gradient of norm `norm` to norm `max_norm`; 1 if the norm is not above
-    `max_norm`, or if `max_norm` is None."""
+    """Return the factor that reduces a gradient of norm `norm` to norm `max_norm`, at most 1. It is 1 if `max_norm` is
+    None."""
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPS))

@@ -46,15 +46,14 @@ class Residence:
         """True between `offload` and `onload`."""
 
     def require_onloaded(self, call: str) -> None:
-        """Raise RuntimeError, with the name of the method `call` in its message, while the tensors are in host
-        memory."""
+        """Raise RuntimeError, naming the method `call`, while the tensors are in host memory."""
         if self.offloaded:
             raise offloaded_error(call)
 
     @torch.no_grad()
     def offload(self, tensors: Iterable[torch.Tensor], zeros: Iterable[torch.Tensor] = ()) -> OffloadReport:
-        """Copy the content of all `tensors` that are on the device to host memory, and free the memory of their
-        storages. Idempotent.
+        """Copy the content of all `tensors` on the device to host memory, and free the memory of their storages.
+        Idempotent.
 
         zeros: tensors that contain zeros only, which are not copied. A storage that several tensors share moves once,
         as a whole. Until `onload` the tensors must not be used. Raises OSError when host memory is too small or cannot
@@ -144,8 +143,8 @@ class Residence:
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def _allocate(self) -> None:
-        """Allocate memory of the device for all storages that have none: one piece, from which torch's allocator gives
-        each its part.
+        """Allocate memory of the device for all storages that have none. It is one piece, from which torch's allocator
+        gives each its part.
 
         With a piece for each of hundreds of storages, an H100's driver took 0.1 s for 7 GB here, and as long to free
         them. The piece is of a pool of its own, so that nothing else is put between the storages, which would keep all

@@ -61,8 +61,7 @@ class ScriptedBackend:
         self._counts = [0.0, 0.0]
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Read `count` microbatches, count their tokens and rows, and sleep until each has taken `scripted.train_row_s`
-        seconds per row.
+        """Read `count` microbatches, count their tokens and rows, and sleep `scripted.train_row_s` seconds per row.
 
         Needs the column `response_mask`. Raises RuntimeError when no step is open.
         """
@@ -78,8 +77,8 @@ class ScriptedBackend:
             time.sleep(max(0.0, ends - time.perf_counter()))
 
     def finish_step(self) -> dict[str, float]:
-        """Close the step, sleep for `scripted.train_step_s` seconds, and add 1 to all weights if there was a token to
-        train on. Collective.
+        """Close the step, sleep for `scripted.train_step_s` seconds, and add 1 to all weights. Without a token to train
+        on, the weights stay as they are. Collective.
 
         Returns `train/tokens`, `train/sequences` (rows with a token to train on) and `train/skipped`; there is no loss
         and no gradient. Raises RuntimeError when no step is open.

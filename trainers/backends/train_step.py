@@ -50,8 +50,7 @@ class StepTotals:
 
     @property
     def applies(self) -> bool:
-        """True if the optimizer can be stepped: there was something to train on, and the norm of the gradient is
-        finite."""
+        """True if the optimizer can be stepped: some token was trained on, and the gradient's norm is finite."""
         return self.denominator > 0 and math.isfinite(self.grad_norm)
 
     def apply(

@@ -32,8 +32,7 @@ rank 0 it may return the live weight."""
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part `index` of a dimension that is cut into `num` consecutive parts, all of one size except the last, as by
-    torch.chunk."""
+    """Part `index` of a dimension cut into `num` consecutive parts, all of one size but the last, as by torch.chunk."""
 
     dim: int
     num: int
@@ -41,8 +40,7 @@ class Cut:
 
 
 def cut_box(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[slice, ...]:
-    """Return the slice of each dimension that remains of a tensor of `shape` after all `cuts`, applied one after the
-    other."""
+    """Return the slice of each dimension that remains of a tensor of `shape` after all `cuts`, in order."""
     starts, sizes = [0] * len(shape), list(shape)
     for cut in cuts:
         width = ceil_div(sizes[cut.dim], cut.num)

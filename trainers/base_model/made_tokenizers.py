@@ -36,8 +36,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_level_tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
-    """Return a byte-pair tokenizer with `num_tokens` tokens: 256 bytes, then pairs and triples of letters, then the
-    three of SPECIAL. It encodes every text, and a text of letters takes about a token for three of them."""
+    """Return a byte-pair tokenizer with `num_tokens` tokens. They are 256 bytes, then pairs and triples of letters,
+    then the three of SPECIAL. It encodes every text, and a text of letters takes about a token for three of them."""
     vocabulary = {piece: number for number, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = list(islice(_merges(), num_tokens - len(vocabulary) - len(SPECIAL)))
     for first, second in merges:

@@ -102,8 +102,8 @@ def model_config(config: Config) -> dict[str, Any]:
 
 
 def route_spec(config: Config) -> RouteSpec | None:
-    """Return the shape of the model's routes, with which rows carry the experts that the engine chose; None without
-    router replay. Raises UserError if router replay is on and the model has no experts, or is not on this machine."""
+    """Return the shape of the model's routes; None without router replay. With it, rows carry the experts that the
+    engine chose. Raises UserError if router replay is on and the model has no experts, or is not on this machine."""
     if not config.router_replay.enabled:
         return None
     model = model_config(config)
@@ -115,8 +115,8 @@ def route_spec(config: Config) -> RouteSpec | None:
 
 
 def check_model(config: Config) -> None:
-    """Raise UserError when the longest row exceeds the model's context, the train mesh or an engine's processes cannot
-    split the model, or router replay is on for a model without experts.
+    """Raise UserError when the model does not fit the rows or the run. The longest row exceeds the model's context, the
+    train mesh or an engine's processes cannot split the model, or router replay is on for a model without experts.
 
     A model whose config is not on this machine is not checked here; its backend checks it when it starts.
     """

@@ -165,8 +165,8 @@ def collate(
 def answer_loss(
     model: Model, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, float]:
-    """Return the mean cross-entropy of all answer tokens (a tensor to train on), and that of the answers to prompts
-    with one of the known letters (a number)."""
+    """Return the mean cross-entropy of all answer tokens, and that of prompts with one of the known letters. The first
+    is a tensor to train on, the second a number."""
     ids, attention, target = collate(batch, tokenizer)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

@@ -183,9 +183,9 @@ def engine_config(
 
 
 def neighbour_bytes(config: Config) -> int:
-    """Return how much of each GPU's memory an engine leaves free for processes that sleep there: those of the run's own
-    trainer, and of an engine and a trainer of each of `pool.other_runs` runs; 0 for a run without a pool, or whose
-    engines' memory is set by `rollout.kv_cache`."""
+    """Return how much of each GPU's memory an engine leaves free for processes that sleep there. They are those of the
+    run's own trainer, and of an engine and a trainer of each of `pool.other_runs` runs. It is 0 for a run without a
+    pool, or whose engines' memory is set by `rollout.kv_cache`."""
     if config.pool.address is None or config.rollout.kv_cache != "auto":
         return 0
     engine = config.pool.residual_mib
@@ -194,9 +194,9 @@ def neighbour_bytes(config: Config) -> int:
 
 
 def engine_ahead(config: Config, device: str) -> tuple[tuple[str, ...], bool]:
-    """Return what an actor with an engine can do before it knows its settings: import the modules of these names, which
-    takes seconds, and start vLLM's engine process or not. On a CPU it does not, because vLLM then preloads libraries
-    into that process, which it can only do once it knows its settings."""
+    """Return what an actor with an engine can do before it knows its settings. It can import the modules of these
+    names, which takes seconds, and start vLLM's engine process or not. On a CPU it does not, because vLLM then preloads
+    libraries into that process, which it can only do once it knows its settings."""
     kind = "scripted" if config.run.replay else config.rollout.engine
     return (ENGINE_MODULES[kind], *_model_modules(config, needed=kind == "hf")), kind == "vllm" and device != "cpu"
 
@@ -214,8 +214,8 @@ def _model_modules(config: Config, *, needed: bool) -> tuple[str, ...]:
 
 
 def engine_log(config: Config, name: str) -> str:
-    """Return the path of the file in the run folder that receives the output of the processes of the engine in actor
-    `name`; "" for a run without a folder."""
+    """Return the path of the file in the run folder that receives the output of an engine's processes. The engine is
+    that in actor `name`. Returns "" for a run without a folder."""
     index = name.rpartition(" ")[2]
     return os.path.join(config.run.dir, "engines", f"engine-{index}.log") if config.run.dir else ""
 
@@ -272,8 +272,8 @@ def sample_file(config: Config) -> SampleFile | None:
 
 
 def journal(config: Config) -> JournalConfig | None:
-    """Return the settings of the journal, the files to which rollout actors write finished groups or from which they
-    read them. None for a run without a journal."""
+    """Return the settings of the journal, whose files rollout actors write finished groups to or read them from. None
+    for a run without a journal."""
     run = config.run
     if not (run.record or run.replay or (run.journal and run.saves_checkpoints)):
         return None
@@ -393,8 +393,8 @@ def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:
 
 
 def bucket_mib(config: Config, kind: str, device: str) -> int:
-    """Return the size in MiB of the buckets, the messages in which a trainer on `device` sends weights by transport
-    `kind`."""
+    """Return the size in MiB of the buckets in which a trainer on `device` sends weights by transport `kind`. A bucket
+    is one message."""
     if config.sync.bucket_mib is not None:
         return config.sync.bucket_mib
     if config.pool.address is not None:

@@ -79,7 +79,7 @@ class Call(Generic[T_co]):
     """Id of the process that was called; another process may have replaced that one since."""
 
     def again(self, actor: ActorHandle) -> Call[T_co]:
-        """Send the same call once more, to the present process of `actor`, which is this call's actor or one of the
+        """Send the same call once more, to the present process of `actor`. `actor` is this call's actor or one of the
         same class."""
         return actor.send(self.method, self.message, self.actors)
 
@@ -253,8 +253,8 @@ ASK_EVERY_S = 1.0
 
 
 class ProgressWatch:
-    """Queries actors about their progress, with at most one unanswered query to each, and tracks how long each has made
-    no progress."""
+    """Queries actors about their progress, and tracks how long each has made none. Each actor has at most one
+    unanswered query."""
 
     def __init__(
         self,

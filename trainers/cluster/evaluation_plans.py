@@ -36,8 +36,8 @@ class EvaluationPlan:
 
 
 def evaluation_plans(config: Config) -> tuple[EvaluationPlan, ...]:
-    """Return the evaluations that a run makes: validation first, if `validation.every` is above 0, and then the named
-    sets with `every` above 0."""
+    """Return the evaluations that a run makes. Validation comes first, if `validation.every` is above 0, and then the
+    named sets with `every` above 0."""
     plans = [_validation(config), *(_named(config, name, one) for name, one in config.evaluation.items())]
     return tuple(plan for plan in plans if plan.every)
 

@@ -63,7 +63,7 @@ class Reservation:
         return {"num_cpus": seat.cpus, "num_gpus": GPU_SHARE if seat.gpus else 0, "scheduling_strategy": strategy}
 
     def devices(self, seat: Seat) -> tuple[str, ...] | None:
-        """Return CUDA's names of the GPUs that the actor of `seat` may see; None, where there are none, leaves its
+        """Return CUDA's names of the GPUs that the actor of `seat` may see. Without GPUs it is None, which leaves the
         environment as it is."""
         return seat.devices if self.placement.num_gpus else None
 

@@ -57,8 +57,8 @@ class GpuMemory:
 
     @property
     def taking_turns(self) -> int:
-        """Bytes at the peak if the sides take turns: in training, in generation, or while weights are handed over, when
-        the trainer's state and the engine's weights are on the GPU together."""
+        """Bytes at the peak if the sides take turns. The peak is in training, in generation, or while weights are
+        handed over, when the trainer's state and the engine's weights are on the GPU together."""
         state = sum(self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference"))
         hand_over = state + self.engine.get("weights", 0)
         return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.buckets + self.contexts
@@ -113,9 +113,9 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
 
 
 def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
-    """Return the estimated GPU memory of a run that has one engine process and one train worker on a GPU of `gpu_bytes`
-    bytes (None: not known). Returns None if the model's size is not known: its config.json is not on this machine, or
-    it is not a dense Llama-like model."""
+    """Return the estimated GPU memory of a run with one engine process and one train worker on a GPU. The GPU has
+    `gpu_bytes` bytes (None: not known). Returns None if the model's size is not known: its config.json is not on this
+    machine, or it is not a dense Llama-like model."""
     model = model_config(config)
     params = parameters(config)
     if params is None:
@@ -165,8 +165,8 @@ def engine_parts(config: Config, params: int, gpu_bytes: int | None) -> dict[str
 
 
 def _pass_parts(config: Config, model: Mapping[str, Any], params: int) -> dict[str, int]:
-    """Return what the forward and backward pass of one microbatch of the largest size adds to a train worker's memory:
-    name of a part -> bytes.
+    """Return the memory that one microbatch of the largest size adds to a train worker: part -> bytes. It is that of
+    its forward and backward pass.
 
     A layer keeps, for each token, the inputs and float32 values of its norms, queries, keys and values before and after
     the rotation, the output of the attention, and four values of the MLP's width.
@@ -214,8 +214,8 @@ def trained_parts(config: Config, params: int) -> dict[str, int]:
 
 
 def trained_bytes(config: Config, params: int) -> int:
-    """Return the number of bytes that one train worker holds: weights, gradients, Adam moments and, if the run needs
-    it, a reference model."""
+    """Return the bytes that one train worker holds. They are weights, gradients, Adam moments and, if the run needs it,
+    a reference model."""
     return sum(trained_parts(config, params).values())
 
 
@@ -238,9 +238,9 @@ def has_gpus() -> bool:
 
 
 def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
-    """Return the number of bytes of host memory that one train worker needs for weights, gradients, optimizer state and
-    reference model. No extra memory is needed at the start, because every rank reads only its own shards of the model's
-    files. What a worker needs to offload its state comes on top, see `GpuMemory.host`."""
+    """Return the host memory in bytes of a train worker's weights, gradients, optimizer state and reference model. No
+    extra memory is needed at the start, because every rank reads only its own shards of the model's files. What a
+    worker needs to offload its state comes on top, see `GpuMemory.host`."""
     trainer, topology = config.trainer, config.trainer.topology
     if trainer.backend == "scripted":
         return 0

@@ -141,7 +141,7 @@ def plan_placement(config: Config, hosts: Sequence[Host]) -> Placement:
 
 
 def place_as_mapped(config: Config, hosts: tuple[Host, ...]) -> Placement:
-    """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe, on hosts whose GPUs are
+    """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe. The hosts' GPUs are
     numbered through in this order. Raises UserError if it cannot be."""
     resources, size = config.resources, gpus_per_engine(config)
     assert resources.trainer_gpus is not None and resources.rollout_gpus is not None, "checks.py demands both"
@@ -176,9 +176,9 @@ def place_as_mapped(config: Config, hosts: tuple[Host, ...]) -> Placement:
 
 
 def with_reserved_gpus(placement: Placement, reserved: Mapping[int, Mapping[int, str]]) -> Placement:
-    """Return `placement` on the GPUs that were really reserved, which may have other numbers than those that were
-    planned with. reserved: index of the host -> number of the GPU on that host -> CUDA's name of it; it must have as
-    many GPUs of each host as the placement uses."""
+    """Return `placement` on the GPUs that were reserved. They can have other numbers than those that were planned with.
+    reserved: index of the host -> number of the GPU on that host -> CUDA's name of it; it must have as many GPUs of
+    each host as the placement uses."""
     numbers = {
         (host, gpu): number
         for host, planned in used_gpus(placement).items()
@@ -219,8 +219,8 @@ def engine_actor_name(config: Config, index: int) -> str:
 
 
 def train_groups(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield the ways to cut the train ranks into equal groups that each stay on one host, the best first: whole
-    replicas, then the ranks of one pipeline stage, then tensor-parallel groups. In each way the groups are ordered by
+    """Yield the ways to cut the train ranks into equal groups that each stay on one host, best first. Whole replicas
+    come first, then the ranks of one pipeline stage, then tensor-parallel groups. In each way the groups are ordered by
     replica."""
     cuts: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda rank: (topology.place(rank).dp,),
@@ -274,7 +274,7 @@ def _room(host: Host) -> tuple[int, int]:
 def _separate(
     rooms: tuple[tuple[int, int], ...], group: int, num_groups: int, engine: int, num_engines: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the numbers of train groups and engines on each host if each process has a GPU and a CPU of its own; None
+    """Return the numbers of train groups and engines on each host if each process has its own GPU and CPU. Returns None
     if they do not fit. Train groups are packed on the first hosts as far as the engines still fit beside them."""
 
     @cache
@@ -302,8 +302,8 @@ def _separate(
 def _colocated(
     rooms: tuple[tuple[int, int], ...], group: int, num_groups: int, engine: int, num_engines: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the numbers of train groups and engines on each host if both roles have the same GPUs, as far as there are
-    CPUs for both; None if they do not fit, or would have no GPU in common. The role with the larger groups takes the
+    """Return the numbers of train groups and engines on each host if both roles have the same GPUs. There must be CPUs
+    for both. Returns None if they do not fit, or would have no GPU in common. The role with the larger groups takes the
     first hosts that it fits on, at best hosts with CPUs for the other role, too; the other role takes the GPUs of these
     hosts first."""
     if engine > group:
@@ -396,7 +396,7 @@ def _seated(
 
 
 def _rollout_seats(config: Config, hosts: Sequence[Host], taken: Sequence[Seat]) -> tuple[Seat, ...]:
-    """Return the seats of rollout actors without an engine: each is on the host with most CPUs left, if possible one
+    """Return the seats of rollout actors without an engine. Each is on the host with most CPUs left, if possible one
     with an engine. Raises UserError if the CPUs do not suffice."""
     left = {index: int(host.free_cpus) for index, host in enumerate(hosts)}
     for seat in taken:

@@ -57,8 +57,8 @@ def demand(config: Config) -> Demand:
 
 
 def object_store_mib(config: Config) -> int:
-    """Return the size of Ray's object store in MiB: what Ray itself needs, plus the data plane's capacity if the data
-    plane stores its rows there."""
+    """Return the size of Ray's object store in MiB. It is what Ray itself needs, plus the data plane's capacity if the
+    data plane stores its rows there."""
     if config.dataplane.store.kind == "ray":
         return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
     return MIN_OBJECT_STORE_MIB
@@ -134,8 +134,7 @@ class Cluster:
             )
 
     def processes(self) -> set[psutil.Process]:
-        """Return the processes of the cluster that was started here, and all of their descendants; an empty set for
-        one that was joined."""
+        """Return the processes of the cluster started here and their descendants; an empty set for a joined one."""
         return {process for root in self._started for process in _family(root)}
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ class RunActors:
         return self.replaced < self.max_replaced
 
     def replace(self, handle: EngineHandle, failure: ActorFailed) -> None:
-        """Start and build a new process for a rollout actor or engine that died; `handle` then stands for the new
+        """Start and build a new process for a rollout actor or engine that died. `handle` then stands for the new
         process.
 
         The old actor is killed first, because it may still run if only its engine's process died. The new engine, if
@@ -344,8 +344,8 @@ def _started(
 def _identify(
     handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float, placement: Placement
 ) -> None:
-    """Send the new processes of all `handles` their settings, wait until they answer, and store their names, process
-    ids, hosts and GPUs. Raises ActorFailed if one is not where `placement` has it."""
+    """Send the new processes of all `handles` their settings, await their answers, and store what they say. They say
+    their names, process ids, hosts and GPUs. Raises ActorFailed if one is not where `placement` has it."""
     infos = _started([handle.configure() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
@@ -369,16 +369,16 @@ def _build(
 
 
 def _put_to_sleep(hosts: Sequence[EngineHandle], level: int, timeout_s: float) -> None:
-    """Put new engines to sleep, wake them, and put them to sleep again: their first wake may need more than later ones,
-    and now all of the GPU is theirs."""
+    """Put new engines to sleep, wake them, and put them to sleep again. Their first wake may need more memory than
+    later ones, and now all of the GPU is theirs."""
     _started([host.sleep(level) for host in hosts], "start", timeout_s)
     _started([host.wake() for host in hosts], "start", timeout_s)
     _started([host.sleep(level) for host in hosts], "start", timeout_s)
 
 
 def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:
-    """Pass the engines to the request router of every rollout actor, and from then on tell the routers which engines
-    are left out or taken back."""
+    """Pass the engines to every rollout actor's request router, and keep the routers informed from then on. They hear
+    which engines are left out or taken back."""
     handles = [engine.handle for engine in engines.engines]
     _started([rollout.set_engines(handles) for rollout in rollouts], "start", timeout_s)
     asleep = [engine.handle for engine in engines.engines if engine.asleep]

@@ -54,9 +54,8 @@ def cautions(config: Config) -> list[str]:
 
 
 def step_bytes(config: Config, route_bytes: int = 0) -> int:
-    """Return the number of bytes that the rows of one step take in the data plane's store if every row has the maximum
-    length. route_bytes: bytes of the routes of one token, which only the model's config tells; 0 without router
-    replay."""
+    """Return the bytes of one step's rows in the data plane's store if every row has the maximum length. route_bytes:
+    bytes of the routes of one token, which only the model's config tells; 0 without router replay."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     algorithm = config.algorithm
     columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
@@ -83,8 +82,8 @@ def steps_in_store(config: Config) -> float:
 
 
 def capacity_problems(config: Config, route_bytes: int = 0) -> list[str]:
-    """Return a list with one sentence if the data plane's store may be too small for the rows that it must hold at the
-    same time, which would stop the run; else an empty list. route_bytes: see `step_bytes`."""
+    """Return one sentence in a list if the store may be too small for a step's rows; else an empty list. It must hold
+    them at the same time, and a store that cannot stops the run. route_bytes: see `step_bytes`."""
     capacity = config.dataplane.store.capacity_mib
     needed = math.ceil(step_bytes(config, route_bytes) * steps_in_store(config))
     if needed <= capacity << 20:
@@ -97,8 +96,8 @@ def capacity_problems(config: Config, route_bytes: int = 0) -> list[str]:
 
 
 def size_problems(config: Config) -> list[str]:
-    """Return one sentence for each mismatch of sizes: between groups and replicas, groups and rollout actors, or rows
-    and microbatches."""
+    """Return one sentence for each mismatch of sizes. Sizes are compared between groups and replicas, groups and
+    rollout actors, or rows and microbatches."""
     problems = []
     prompts, dp = config.algorithm.prompts_per_step, config.trainer.dp
     if prompts % dp:
@@ -132,7 +131,7 @@ def size_problems(config: Config) -> list[str]:
 
 
 def gpu_map_problems(config: Config) -> list[str]:
-    """Return one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`, which must give
+    """Return one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`. They must give
     each train worker one GPU and each engine as many as it has processes."""
     resources, engines, tp = config.resources, config.rollout.num_engines, config.rollout.tp
     maps = {"trainer_gpus": resources.trainer_gpus, "rollout_gpus": resources.rollout_gpus}
@@ -160,8 +159,7 @@ def gpu_map_problems(config: Config) -> list[str]:
 
 
 def meaning_problems(config: Config) -> list[str]:
-    """Return one sentence for each combination of settings that makes no sense, such as delta weight updates without
-    staging."""
+    """Return one sentence for each senseless combination of settings, such as delta updates without staging."""
     problems = []
     rollout, data = config.rollout, config.data
     if config.algorithm.prev_logprobs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
@@ -224,8 +222,8 @@ def meaning_problems(config: Config) -> list[str]:
 
 
 def switch_obstacles(config: Config) -> list[str]:
-    """Return one clause for each setting with which engines and train workers cannot take turns in the memory of their
-    GPUs: the setting, what it would have to be, and why."""
+    """Return one clause for each setting with which engines and train workers cannot take turns on their GPUs. It says
+    the setting, what it would have to be, and why."""
     obstacles = []
     mode = config.algorithm.mode
     if mode != "sync":
@@ -280,8 +278,8 @@ def update_problems(config: Config) -> list[str]:
 
 
 def metric_problems(config: Config) -> list[str]:
-    """Return a list with one sentence if `validation.metric` names an unknown metric, or one that needs reference
-    answers although the data has none; else an empty list."""
+    """Return one sentence in a list if `validation.metric` names no usable metric; else an empty list. The metric is
+    unknown, or it needs reference answers that the data lacks."""
     metric, known, data = config.validation.metric, config.figures, config.data
     key = find_figure(metric, known)
     if key is None:
@@ -320,8 +318,8 @@ def evaluation_problems(config: Config) -> list[str]:
 
 
 def admission_problems(config: Config) -> list[str]:
-    """Return one sentence for each setting of the sampler or of oversampling that conflicts with the order in which a
-    step must take its groups."""
+    """Return one sentence for each sampler or oversampling setting that conflicts with the order of groups. It is the
+    order in which a step must take its groups."""
     problems = []
     algorithm = config.algorithm
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
@@ -341,8 +339,8 @@ def admission_problems(config: Config) -> list[str]:
 
 
 def replay_problems(config: Config) -> list[str]:
-    """Return one sentence for each key that cannot be combined with `run.replay`, which trains on the recorded groups
-    of another run."""
+    """Return one sentence for each key that cannot be combined with `run.replay`. A replay trains on the recorded
+    groups of another run."""
     run, algorithm = config.run, config.algorithm
     if run.replay is None:
         return []

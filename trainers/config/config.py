@@ -92,8 +92,7 @@ SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups that teach nothing because their rewards are all equal (DAPO, arXiv:2503.14476 section
-    3.2)."""
+    """Replacement of groups that teach nothing because their rewards are all equal (DAPO, arXiv:2503.14476)."""
 
     enabled: bool = False
     """Whether groups whose rewards are all equal are cleared and other prompts are generated in their place. The
@@ -407,8 +406,8 @@ class Config(Section):
 
     @property
     def judged_figure(self) -> str:
-        """Full key of the metric that `validation.metric` names; if there is no such metric, `validation.metric`
-        itself."""
+        """Full key of the metric that `validation.metric` names, or `validation.metric` itself if there is no such
+        metric."""
         return find_figure(self.validation.metric, self.figures) or self.validation.metric
 
     @property
@@ -418,8 +417,9 @@ class Config(Section):
 
 
 def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
-    """Return `config` with `run.dir` filled in, with absolute paths in `run.dir` and `run.replay`, and with the Ray
-    cluster of its pool, if it has one. now: time in the default folder's name; None: the current local time."""
+    """Return `config` with `run.dir` filled in, absolute paths, and the Ray cluster of its pool, if it has one. The
+    paths are those of `run.dir` and `run.replay`. now: time in the default folder's name; None: the current local
+    time."""
     folder = config.run.dir
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")

@@ -169,8 +169,8 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 @functools.cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
-    """Return the docstrings of a section's keys, those of the sections that it extends first, each on one line: key ->
-    docstring."""
+    """Return the docstrings of a section's keys, each on one line: key -> docstring. Those of the sections that it
+    extends come first."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]).body
     found: dict[str, str] = {}
     for base in section.__bases__:

@@ -50,9 +50,9 @@ class Checkpoints:
         results."""
 
     def is_due(self, run: RunConfig, step: int) -> bool:
-        """Return whether a checkpoint is due after `step`: the step is a multiple of `run.checkpoint_every`,
-        `run.checkpoint_minutes` minutes have passed since the last checkpoint began, or the last one could not be
-        written. Always False at step 0 and in runs without checkpoints."""
+        """Return whether a checkpoint is due after `step`. It is due if the step is a multiple of
+        `run.checkpoint_every`, if `run.checkpoint_minutes` minutes have passed since the last checkpoint began, or if
+        the last one could not be written. Always False at step 0 and in runs without checkpoints."""
         if not run.saves_checkpoints or not step:
             return False
         by_step = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
@@ -92,9 +92,9 @@ class Checkpoints:
         self._writing = replace(state, outstanding=list(state.outstanding))
 
     def settle(self, run: Run) -> None:
-        """Wait until the checkpoint that is being written is complete; then delete the groups that it covers from the
-        journal, and delete old checkpoints. Returns at once if no checkpoint is being written. The wait has no time
-        limit while the train workers make progress. Raises ActorFailed as `save` does."""
+        """Wait until the checkpoint that is being written is complete, then delete what it replaces. That is the groups
+        that it covers in the journal, and old checkpoints. Returns at once if no checkpoint is being written. The wait
+        has no time limit while the train workers make progress. Raises ActorFailed as `save` does."""
         state, self._writing = self._writing, None
         if state is None:
             return

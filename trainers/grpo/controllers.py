@@ -89,7 +89,7 @@ def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Context manager that holds back the first SIGINT or SIGTERM until the end of its body, where it is handled as it
+    """Context manager that holds back the first SIGINT or SIGTERM until the end of its body. There it is handled as it
     would have been. A second one is handled at once. A no-op outside the main thread, and for a signal that Python does
     not handle."""
     if threading.current_thread() is not threading.main_thread():
@@ -122,8 +122,8 @@ class Steps:
     """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
 
     def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
-        """At step 0, evaluate the initial model and pass the metrics to `after_step`, unless all evaluations are off or
-        an engine serves a later version."""
+        """At step 0, evaluate the initial model and pass the metrics to `after_step`. Nothing is done if all
+        evaluations are off or an engine serves a later version."""
         self._run = run
         self._state = state
         self._after_step = after_step
@@ -146,9 +146,9 @@ class Steps:
         return StepTally(time.perf_counter())
 
     def end(self, tally: StepTally, feed: Feed) -> None:
-        """Finish the current step: take the optimizer step, sync weights, clear the rows, evaluate if that is due, and
-        pass the metrics to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps without an optimizer
-        step."""
+        """Finish the current step: take the optimizer step, sync weights, clear the rows, and report. An evaluation
+        that is due is made, and the metrics go to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps
+        without an optimizer step."""
         run, state = self._run, self._state
         validated = self._evaluations.before_update(
             state
@@ -204,7 +204,7 @@ class Update:
 
 
 def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: int) -> list[KVBatchMeta]:
-    """Deal the rows of a step into mini-batches for every epoch; returns `epochs` x `minibatches` receipts in the order
+    """Deal the rows of a step into mini-batches for every epoch. Returns `epochs` x `minibatches` receipts in the order
     of training.
 
     Each epoch has every row once. Groups stay whole, and the mini-batches of an epoch have the same number of groups,
@@ -223,7 +223,7 @@ def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: i
 
 
 def written_columns(config: Config) -> tuple[str, ...]:
-    """Return the log-prob columns that train workers write to the rows of a step with several updates, so that they are
+    """Return the log-prob columns that train workers write to the rows of a step with several updates. They are then
     those of the policy before the step in every update."""
     own = (PREV,) if config.algorithm.prev_logprobs == "recompute" else ()
     return own + grpo.reference_columns(config)
@@ -329,8 +329,8 @@ def _borrow_gpus(run: Run, feed: Feed) -> None:
 
 
 def _end_rollouts(run: Run, feed: Feed) -> None:
-    """With a window of 0, end what is still in flight after the last claim of a step: rollouts of surplus groups, and
-    calls whose groups have all come."""
+    """With a window of 0, end what is still in flight after the last claim of a step. That is rollouts of surplus
+    groups, and calls whose groups have all come."""
     if not run.config.overlap.window:
         feed.give_up_surplus()
         feed.drain()

@@ -102,8 +102,8 @@ class Evaluation:
         return self.finish(state.version)
 
     def _take(self, timeout_s: float, version: int) -> bool:
-        """Take the reports of calls that have ended, waiting up to `timeout_s` for the first of them, and send those of
-        actors that died again. Returns whether there were any."""
+        """Take the reports of calls that have ended, and send the calls of actors that died again. The wait for the
+        first report is at most `timeout_s`. Returns whether there were any."""
         run = self._run
         by_call = {call: rollout for rollout, call in self._calls}
         outcomes = ended(list(by_call), "evaluate", timeout_s)
@@ -122,7 +122,7 @@ class Evaluation:
         return bool(outcomes)
 
     def _end_stuck(self, calls: Sequence[tuple[RolloutHandle, Call[EvaluationReport]]]) -> None:
-        """Kill the actors that have made no progress for resources.stage_timeout_s; their calls then fail like those of
+        """Kill the actors that have made no progress for resources.stage_timeout_s. Their calls then fail like those of
         actors that died."""
         bound_s = self._run.config.resources.stage_timeout_s
         for rollout, call in calls:
@@ -269,7 +269,7 @@ class Evaluations:
         return metrics
 
     def after_step(self, state: State, *, last: bool) -> dict[str, float]:
-        """Start the evaluations of the policy of `state` that are due; returns the metrics of those that have ended
+        """Start the evaluations of the policy of `state` that are due. Returns the metrics of those that have ended
         since the last step. In the last step all are due, and the run waits for them."""
         metrics: dict[str, float] = {}
         served = not self._run.engines.ahead_of(state.version)  # else it was evaluated before the workers went back

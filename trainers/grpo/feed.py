@@ -100,7 +100,7 @@ class Rollouts(Protocol):
         ...
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
-        """Ask `actors` to end their rollout calls in flight; each call then returns with the groups that it has
+        """Ask `actors` to end their rollout calls in flight. Each call then returns with the groups that it has
         finished."""
         ...
 
@@ -110,8 +110,8 @@ class Rollouts(Protocol):
         ...
 
     def look(self, version: int) -> bool:
-        """Query the progress of all actors, without waiting for their answers, and replace engines that died by others
-        that serve the weights of `version`. Returns whether any actor has made progress or all dead engines were
+        """Query the progress of all actors, without waiting for their answers, and replace engines that died. New
+        engines serve the weights of `version`. Returns whether any actor has made progress or all dead engines were
         replaced. Raises NoEngineLeft if no engine can get requests any more."""
         ...
 
@@ -129,7 +129,7 @@ class Rollouts(Protocol):
         ...
 
     def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:
-        """Replace the process `pid` of `actor`, which died, by a new one; an engine that it embeds then serves
+        """Replace the process `pid` of `actor`, which died, by a new one. An engine that it embeds then serves
         `version`. A no-op if that process was replaced before. Raises `failure` if no more actors may be replaced."""
         ...
 
@@ -180,8 +180,8 @@ class _Issue:
 
 
 class Feed:
-    """The driver's side of a run's rollouts: issues prompts, claims finished groups, and replaces actors that died or
-    hang. Updates `state.position` and `state.outstanding`."""
+    """The driver's side of a run's rollouts: issues prompts, claims groups, and replaces dead or stuck actors. Updates
+    `state.position` and `state.outstanding`."""
 
     def __init__(
         self,
@@ -230,10 +230,10 @@ class Feed:
     # ---------------------------------------------------------------- out
 
     def top_up(self) -> None:
-        """Issue all prompts that may be in flight now: those of the current step and those of the later steps in the
-        window, times the oversampling factor. A group is then at most as many versions as the window has
-        older than the policy that trains on it, unless the sampler trains on later groups first; a group that grows too
-        old in this way is cleared."""
+        """Issue all prompts that may be in flight now. They are those of the current step and those of the later steps
+        in the window, times the oversampling factor. A group is then at most as many versions as the window has older
+        than the policy that trains on it, unless the sampler trains on later groups first; a group that grows too old
+        in this way is cleared."""
         self._look_after(0.0)  # an actor whose call has ended has nothing to do
         self._fill(math.ceil(self._admitted * self._config.algorithm.dynamic_sampling.oversample))
 
@@ -256,7 +256,7 @@ class Feed:
                 self._look_for_progress()
 
     def commit(self) -> None:
-        """Record in `state` that the current step has been trained on, so that a resumed run does not issue its prompts
+        """Record in `state` that the current step has been trained on. A resumed run then does not issue its prompts
         again."""
         self._claimed.clear()
         self._state.position = self._next
@@ -272,15 +272,16 @@ class Feed:
         return tally
 
     def give_up(self) -> None:
-        """End the feed without another step: wait until the rollouts in flight have ended, so that the journal has
+        """End the feed without another step. Wait until the rollouts in flight have ended, so that the journal has
         their groups, and clear all rows of the partition. Raises as `drain` does."""
         self._client.clear(self._partition)  # puts may be waiting for room
         self.drain()
         self._client.clear(self._partition)
 
     def demand(self, client: DataPlaneClient) -> Demand:
-        """Return how many groups the run wants now, of its current step and those that follow within the window, and
-        how many of these are finished. Another thread than the feed's may call it. client: client of that thread."""
+        """Return how many groups the run wants now, and how many of these are finished. They are those of its current
+        step and of the steps that follow within the window. Another thread than the feed's may call it. client: client
+        of that thread."""
         status = client.task_status(self._partition, TASK, self._fields)
         return Demand(self._admitted, len(self._claimed) + status.ready // self._group_size)
 
@@ -317,8 +318,8 @@ class Feed:
         return meta.select(np.argsort(meta.tags[POSITION], kind="stable"))  # groups are put and claimed by sample
 
     def give_up_surplus(self) -> None:
-        """End the rollouts that are still in flight and clear their groups, because the current step has all the groups
-        that it needs. Raises as `drain` does."""
+        """End the rollouts in flight and clear their groups, because the current step has all groups that it needs.
+        Raises as `drain` does."""
         if not self._in_flight:
             return
         self._tally.surplus += len(self._in_flight)
@@ -337,8 +338,8 @@ class Feed:
 
     @property
     def _admitted(self) -> int:
-        """Largest number of groups that may be claimed or in flight now: those of the current step and of the later
-        steps in the window.
+        """Largest number of groups that may be claimed or in flight now. They are those of the current step and of the
+        later steps in the window.
 
         With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
         then makes room for as many new prompts, so that prompts begin one after the other, and not a whole step's
@@ -355,8 +356,9 @@ class Feed:
         return self._config.rows_per_group
 
     def _fill(self, groups: int) -> None:
-        """Issue prompts until `groups` groups are either claimed by the current step, or in flight and still young
-        enough to train on. Prompts that have to be issued again come first, then new ones."""
+        """Issue prompts until `groups` groups are claimed by the current step, or in flight and young enough. Young
+        enough means that they can still be trained on. Prompts that have to be issued again come first, then new
+        ones."""
         oldest = self._oldest
         present = len(self._claimed) + sum(issue.version >= oldest for issue in self._in_flight.values())
         chosen: dict[bool, list[int]] = {False: [], True: []}
@@ -397,8 +399,8 @@ class Feed:
     # ---------------------------------------------------------------- look after
 
     def _look_after(self, timeout_s: float) -> None:
-        """Handle the rollout calls that have ended: add their reports to the step's tally and to the trace, and replace
-        actors that died. Waits up to `timeout_s` for the first call to end."""
+        """Handle the rollout calls that have ended, and replace actors that died. Their reports go to the step's tally
+        and to the trace. Waits up to `timeout_s` for the first call to end."""
         outcomes = self._rollouts.ended([issue.call for issue in self._issues], timeout_s)
         for call, outcome in outcomes:
             issue = next(issue for issue in self._issues if issue.call is call)
@@ -411,7 +413,7 @@ class Feed:
             self._stages.gets_on()
 
     def _look_for_progress(self) -> bool:
-        """Kill the actors that have made no progress for resources.stage_timeout_s; their calls then fail like those of
+        """Kill the actors that have made no progress for resources.stage_timeout_s. Their calls then fail like those of
         actors that died. Returns whether any actor has made progress or was killed.
 
         Raises ActorFailed when Ray has still not noticed a kill after another resources.stage_timeout_s.
@@ -568,7 +570,7 @@ class Feed:
         self._tally.dropped += len(positions)
 
     def _refuse_held(self, meta: KVBatchMeta) -> None:
-        """Raise LeaseLost if the current step has claimed some of these rows before, because it must not train on them
+        """Raise LeaseLost if the current step has claimed some of these rows before. It must not train on them
         twice."""
         held = np.isin(meta.tags[POSITION], list(self._claimed))
         if held.any():

@@ -78,8 +78,8 @@ def fallen(
 
 
 def residual_limit(held: ProcessMemory, residual_bytes: int, processes: int) -> int | None:
-    """Return the largest number of bytes that an actor of so many processes may hold on a pool's GPUs while it sleeps;
-    None if nobody can tell its processes from those of other runs there. residual_bytes: limit of one process."""
+    """Return the most bytes that an actor of so many processes may hold on a pool's GPUs while it sleeps. Returns None
+    if its processes cannot be told from those of other runs there. residual_bytes: limit of one process."""
     return None if held.whole_device else residual_bytes * processes
 
 
@@ -175,8 +175,8 @@ class Roles(Protocol):
         ...
 
     def make_room(self) -> None:
-        """End all rollouts and put the engines to sleep, so that the train workers can be used, or new ones started, at
-        any moment of a run."""
+        """End all rollouts and put the engines to sleep, at any moment of a run. The train workers can then be used, or
+        new ones started."""
         ...
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
@@ -390,7 +390,7 @@ class TakeTurns(_OwnGpus):
                 self._end(engine, str(answer))
 
     def _end(self, engine: Engine, reason: str) -> None:
-        """Kill the process of an engine, which frees its memory for certain, and mark it as dead; see
+        """Kill the process of an engine, which frees its memory for certain, and mark it as dead. See
         `RolloutPool.replace_dead`."""
         engine.handle.kill()
         engine.dead = True

@@ -38,7 +38,7 @@ class RolloutPool:
         return ended(calls, "rollout", timeout_s)
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
-        """Ask `actors` to end their rollout calls in flight; each call then returns with the groups that it has
+        """Ask `actors` to end their rollout calls in flight. Each call then returns with the groups that it has
         finished. Waits up to HEALTH_S for the answers and ignores failures, which show in the rollout calls
         themselves."""
         gather_each([actor.end_rollouts() for actor in actors], "surplus", HEALTH_S)
@@ -84,8 +84,8 @@ class RolloutPool:
         return moved
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Return for how many seconds `actor` has been stuck: the time since it last answered, or the time since either
-        the actor or any engine that may work for it last made progress, whichever is longer. Both count from the last
+        """Return for how many seconds `actor` has been stuck. It is the longer of the time since it last answered, and
+        the time since either the actor or any engine that may work for it last made progress. Both count from the last
         `begin_watch` at the earliest."""
         others = [self._watch.still_s(engine.handle) for engine in self._separate if not engine.left_out]
         return max(self._watch.silent_s(actor), min([self._watch.still_s(actor), *others]))
@@ -110,8 +110,8 @@ class RolloutPool:
                 self._actors.engines.leave_out(found, reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
-        """Replace a rollout actor or engine whose process `pid` died by another that serves `version`, and wait until
-        it has started.
+        """Replace a rollout actor or engine whose process `pid` died, and wait until the new one has started. It serves
+        `version`.
 
         A no-op if that process was replaced before. Raises `failure` if run.max_restarts allows no more replacements.
         """
@@ -133,8 +133,8 @@ class RolloutPool:
         self.begin_watch()  # the others have made no progress that anybody has seen meanwhile
 
     def mend(self, version: int) -> None:
-        """Sync the train workers' weights, which are of `version`, to the engines that a failed sync left without
-        complete weights.
+        """Sync the weights of the train workers to the engines that a failed sync left without complete ones. The
+        weights are of `version`.
 
         Their requests in flight go on with these weights. If such an engine had generated with a later version, all
         rollouts are ended first, so that no row continues with an older policy.

@@ -104,8 +104,8 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
-    """Return the metrics of rewards and lengths, computed from the tags (numbers for each row) in the receipt `meta`,
-    by episode. The mean reward is NaN if no row is valid."""
+    """Return the metrics of rewards and lengths, by episode, from the tags in the receipt `meta`. Tags are numbers for
+    each row. The mean reward is NaN if no row is valid."""
     episodes = episodes_of(meta)
     valid, lengths = episodes.valid, episodes.sums(meta.tags["response_length"])
     rewards = meta.tags["reward"][episodes.first][valid]
@@ -165,8 +165,7 @@ def sync_metrics(sync: SyncReport, seconds: float) -> dict[str, float]:
 
 
 def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
-    """Return metrics of the rows' staleness, which is int64 `[N]` in versions: the mean, the maximum, and the share of
-    rows with each value.
+    """Return metrics of the rows' staleness, int64 `[N]` in versions: mean, maximum, and the share of each value.
 
     bound: the largest staleness that is expected. Shares up to it are returned even when they are 0, so that every step
     has the same keys and plots show the zeros.
@@ -182,8 +181,8 @@ def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
 
 
 def kv_metrics(meta: KVBatchMeta) -> dict[str, float]:
-    """Return the mean and the maximum over rows of the staleness of keys and values, in versions; {} if no engine keeps
-    keys and values over weight updates."""
+    """Return the mean and the maximum over rows of the staleness of keys and values, in versions. Returns {} if no
+    engine keeps keys and values over weight updates."""
     staleness = meta.tags.get(KV_STALENESS)
     if staleness is None:
         return {}
@@ -191,8 +190,9 @@ def kv_metrics(meta: KVBatchMeta) -> dict[str, float]:
 
 
 def idle_shares(generating_s: float, seconds: Mapping[str, float], wait_s: float, step_s: float) -> dict[str, float]:
-    """Return the idle shares of a step: the share of its time in which the rollout actors, on average, generated
-    nothing, and the share in which the train workers computed nothing. A worker that waits for rows counts as idle.
+    """Return the idle shares of a step. They are the share of its time in which the rollout actors, on average,
+    generated nothing, and the share in which the train workers computed nothing. A worker that waits for rows counts as
+    idle.
 
     generating_s: seconds for which a rollout actor generated, on average. seconds: name of a stage -> its seconds.
     wait_s: seconds that the train workers waited for rows. step_s: seconds that the step took.

@@ -139,9 +139,9 @@ def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchM
 def ship_plan(
     run: Run, meta: KVBatchMeta, step: int, columns: tuple[str, ...] = (), *, write_samples: bool = False
 ) -> None:
-    """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard of the
-    plan. columns: log-prob columns that the workers have written to these rows before. write_samples: whether the
-    workers write what the step makes of the picked rows to samples.jsonl."""
+    """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard.
+    columns: log-prob columns that the workers have written to these rows before. write_samples: whether the workers
+    write what the step makes of the picked rows to samples.jsonl."""
     picks = actor_specs.sample_file(run.config) if write_samples else None
     traced = run.stages.tracer.recording
     with run.stages.timed("plan"):
@@ -202,20 +202,18 @@ def group_tokens(meta: KVBatchMeta) -> np.ndarray:
 
 
 def trained_tokens(meta: KVBatchMeta) -> np.ndarray:
-    """Return the number of response tokens of each row that are trained on, float32 `[N]`: 0 for failed and masked
-    rows."""
+    """Return the trained response tokens of each row, float32 `[N]`: 0 for failed and masked rows."""
     trained = meta.tags.get(TRAINED_TOKENS)
     return meta.tags["response_length"] * (meta.tags["valid"] > 0) if trained is None else trained
 
 
 def reference_columns(config: Config) -> tuple[str, ...]:
-    """Return the name of the column with the reference model's log-probs, or () when loss.kl_coef is 0, which needs
-    none."""
+    """Return the name of the reference model's log-prob column, or () when loss.kl_coef is 0, which needs none."""
     return (REF,) if config.loss.kl_coef else ()
 
 
 def write_logprobs(run: Run, columns: Sequence[str]) -> list[WorkerReport]:
-    """Have the train workers compute log-probs of the rows of the last plan and write them back: for each of `columns`,
+    """Let the train workers compute log-probs of the rows of the last plan and write them back. `columns` names them:
     `prev_logprobs` of the current policy or `ref_logprobs` of the reference model. Returns their reports."""
     reports = []
     for column in columns:
@@ -225,8 +223,8 @@ def write_logprobs(run: Run, columns: Sequence[str]) -> list[WorkerReport]:
 
 
 def accumulate(run: Run) -> list[WorkerReport]:
-    """Have the train workers add the gradients of their shards to the current optimizer step, which the first such call
-    opens. Returns their reports."""
+    """Let the train workers add the gradients of their shards to the optimizer step, which the first call opens.
+    Returns their reports."""
     with run.stages.timed("train"):
         reports = run.gather([worker.accumulate() for worker in run.workers], "train")
     return _traced(run, reports)
@@ -241,8 +239,8 @@ def finish(run: Run) -> list[WorkerReport]:
 
 
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
-    """Do the work of an optimizer update of `step`, up to the update itself, on some of its rows: compute advantages,
-    plan, compute the reference's log-probs, accumulate gradients. Returns the train workers' reports."""
+    """Do the work of an optimizer update of `step` on some of its rows, up to the update itself. Compute advantages,
+    plan, compute the reference's log-probs, and accumulate gradients. Returns the train workers' reports."""
     ship_plan(run, with_advantages(run.estimate, meta), step, write_samples=True)
     return write_logprobs(run, reference_columns(run.config)) + accumulate(run)
 
@@ -255,9 +253,9 @@ def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:
 
 
 def sync_weights(run: Run, state: State) -> SyncReport:
-    """Bring all engines to the weights of `state.version`, except those that serve a later version (see
-    `WeightSync.sync`), let them generate, and replace engines that died or hang. Raises NoEngineLeft when none is left
-    and none could be replaced."""
+    """Bring all engines to the weights of `state.version`, and let them generate. Engines with a later version keep it
+    (see `WeightSync.sync`). Engines that died or hang are replaced. Raises NoEngineLeft when none is left and none
+    could be replaced."""
     with run.stages.timed("sync"):
         try:
             report = run.roles.sync(state.version)
@@ -300,8 +298,8 @@ def size_of(folder: Path) -> int:
 
 
 def give_back(run: Run, meta: KVBatchMeta) -> None:
-    """Give the bytes of the rows of `meta`, which no train worker reads again, back to the data plane, so that rollouts
-    that wait for room go on. The rows themselves stay, leased, until `retire`."""
+    """Give the bytes of the rows of `meta`, which no train worker reads again, back to the data plane. Rollouts that
+    wait for room then continue. The rows themselves stay, leased, until `retire`."""
     with run.stages.timed("clear"):
         run.client.free(meta.partition, meta.keys)
 

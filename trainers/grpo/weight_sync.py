@@ -90,9 +90,9 @@ class WeightSync:
         lasting: bool,
         in_cache: int | None = None,
     ) -> None:
-        """lasting: whether the transport keeps the last versions readable after they were sent, so that another attempt
-        needs no train worker. in_cache: version that train rank 0 has in host memory from the start; None if it has
-        none."""
+        """Set the syncs of a run up. lasting: whether the transport keeps the last versions readable after they were
+        sent, so that another attempt needs no train worker. in_cache: version that train rank 0 has in host memory from
+        the start; None if it has none."""
         self._config = config
         self._workers = workers
         self._engines = engines
@@ -110,8 +110,7 @@ class WeightSync:
         """Number of weights that engines have compared with the trainer's since the last report."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
-        """Bring `engines` (None: all engines of the run) to `version`, the version of the train workers' current
-        weights.
+        """Bring `engines` (None: all engines of the run) to `version`, that of the train workers' current weights.
 
         Engines that were left out earlier are tried again if they answer; those that a pool has put to sleep are not.
         An engine that already serves the version, or a later one, keeps it: an engine only goes back to an older
@@ -164,19 +163,19 @@ class WeightSync:
             self._last, self._in_cache = None, version
 
     def forget(self) -> None:
-        """Forget the version that was sent last, because the train workers that sent it were replaced and can no longer
-        provide it."""
+        """Forget the version that was sent last. The train workers that sent it were replaced and can no longer provide
+        it."""
         self._last = self._in_cache = None
 
     @property
     def kept(self) -> int | None:
-        """Newest version that an engine can get while the train workers do something else: from the transport, if that
-        still has it whole, or from train rank 0's host memory (`sync.cache`). None if there is none."""
+        """Newest version that an engine can get while the train workers do something else. It comes from the transport,
+        if that still has it whole, or from train rank 0's host memory (`sync.cache`). None if there is none."""
         return self._last.version if self._last is not None and self._still_there else self._in_cache
 
     def catch_up(self, engine: Engine) -> None:
-        """Bring one engine, such as a new one or one that was left out, to the version `kept`, while the train workers
-        do something else. The weights are not gathered again.
+        """Bring one engine, such as a new one or one that was left out, to the version `kept`. The train workers do
+        something else meanwhile. The weights are not gathered again.
 
         Raises ActorFailed if that fails; the engine then stays as it was. Raises ValueError if no version is kept,
         because none was ever sent, the last one was not sent whole, or neither source keeps versions.
@@ -197,9 +196,10 @@ class WeightSync:
     def _attempt(
         self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool
     ) -> dict[str, ActorFailed]:
-        """Make one attempt at a sync: let running requests end where that is necessary, announce the version, transfer
-        it and commit it. Returns the engines that failed: name -> failure. If one engine's failure ends the transfer
-        before it began, engines without staging are not among the failures although they do not serve the version."""
+        """Make one attempt at a sync: announce the version, transfer it and commit it. Running requests end before it
+        where that is necessary. Returns the engines that failed: name -> failure. If one engine's failure ends the
+        transfer before it began, engines without staging are not among the failures although they do not serve the
+        version."""
         tally.blamed = set()
         held = [engine for engine in engines if self._must_be_held(engine)]
         started = time.monotonic()
@@ -340,8 +340,8 @@ class WeightSync:
         return _failures(engines, outcomes)
 
     def _stop(self, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
-        """Have `engines` stop generating until their weights are verified, so that no token is made by a version that
-        may be wrong. Returns the engines where that failed: name -> failure."""
+        """Stop `engines` from generating until their weights are verified, so that no wrong version makes a token.
+        Returns the engines where that failed: name -> failure."""
         started = time.monotonic()
         failures = self._hold(engines, "wait" if self._config.in_flight == "wait" else "keep")
         for engine in engines:

@@ -24,7 +24,7 @@ MISMATCH_MAX = "mismatch_max"
 
 @torch.no_grad()
 def mismatch(inputs: LossInputs, *, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mismatch between the trainer's and the engine's log-probs over the tokens of one microbatch, in the
+    """Return the mismatch between the trainer's and the engine's log-probs over one microbatch's tokens. It has the
     form that `mismatch_of` returns.
 
     With `recomputed` the trainer's log-probs are `prev_logprobs`, which it computed before the step; otherwise they are

@@ -19,8 +19,8 @@ from .terms import LossInputs
 
 
 class OwnObjective:
-    """Objective that calls the user's function with a microbatch's `LossInputs`, and takes what it returns as the loss
-    at each token. Corrections, averages, KL terms and entropy bonuses apply to it as to the objectives here."""
+    """Objective that calls the user's function with a microbatch's `LossInputs` for the loss of each token.
+    Corrections, averages, KL terms and entropy bonuses apply to it as to the objectives here."""
 
     metrics = DRIFT_METRICS
 

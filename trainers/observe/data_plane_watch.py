@@ -55,8 +55,8 @@ class DataPlaneWatch:
             self._total.merge(traffic)
 
     def end_step(self, group_size: int) -> tuple[dict[str, float], int]:
-        """Return the metrics of the calls since the last `end_step`, and the number of bytes that the driver's own
-        calls exchanged with the data plane's directory since then.
+        """Return the metrics of the calls since the last `end_step`, and the bytes of the driver's own calls. The bytes
+        are those exchanged with the data plane's directory since then.
 
         group_size: number of rows of a group. Makes one call to the directory, which asks what is in the data plane
         now. Raises DataPlaneError if that call fails.
@@ -73,8 +73,7 @@ class DataPlaneWatch:
         return metrics, self._seen_bytes - seen
 
     def total(self) -> Traffic:
-        """Return the sum of all calls reported so far, including the driver's own calls up to the end of the last
-        step."""
+        """Return the sum of all calls reported so far, with the driver's own calls up to the last step's end."""
         copy = Traffic()
         with self._lock:
             copy.merge(self._total)
@@ -135,8 +134,7 @@ class Busy:
 
 
 def covered_s(work: Iterable[Busy], start_s: float, end_s: float) -> float:
-    """Return for how many seconds between `start_s` and `end_s` at least one of the periods in `work` was in
-    progress."""
+    """Return for how many seconds between `start_s` and `end_s` at least one of the periods in `work` was active."""
     total, reached = 0.0, start_s
     for piece in sorted(work, key=lambda piece: piece.start_s):
         stop = min(piece.end_s, end_s)

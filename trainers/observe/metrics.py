@@ -63,8 +63,8 @@ def judged_label(judged: str) -> str:
 
 
 def judged_format(judged: str) -> str:
-    """Return the format string for values of `judged`, the key of the metric that `validation.metric` names: percent
-    for shares of exact matches, three decimals for rewards."""
+    """Return the format string for values of `judged`, the key of the metric that `validation.metric` names. It is
+    percent for shares of exact matches, three decimals for rewards."""
     return ".1%" if needs_answers(judged) else ".3f"
 
 
@@ -153,8 +153,7 @@ def _num_resumed(path: Path) -> int:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off an incomplete last line, which a process left when it died, so that the next line does not continue
-    it."""
+    """Cut off an incomplete last line, which a process left when it died. The next line then does not continue it."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)

@@ -340,7 +340,7 @@ def _plot(title: str, note: str, legend: Sequence[tuple[str, str]], figure: Figu
 
 
 def _opening(title: str) -> str:
-    """Return a replacement pattern for the SVG's opening tag that keeps the viewBox and omits the size, which the page
-    decides."""
+    """Return a replacement for the SVG's opening tag that keeps the viewBox and omits the size. The page decides the
+    size."""
     links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return rf'<svg role="img" aria-label="{title}" \1 {links}>'

@@ -140,8 +140,8 @@ def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
 
 
 def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the Prometheus metrics of the groups in the queue, of the staleness of rows, and of groups that were not
-    trained on or were issued again.
+    """Yield the Prometheus metrics of queued groups, of rows' staleness, and of dropped or reissued groups. Dropped
+    groups were not trained on.
 
     counts: numbers of the latter groups since the run started, under the labels of GROUP_COUNTS.
     """
@@ -163,8 +163,8 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:
-    """Yield the Prometheus metrics of all clients' data-plane calls: their seconds, their bytes, and the fitted cost
-    per call and per byte."""
+    """Yield the Prometheus metrics of all clients' data-plane calls. They are their seconds, their bytes, and the
+    fitted cost per call and per byte."""
     seconds = HistogramMetricFamily(
         "headrace_dataplane_call_seconds", "Seconds of data-plane calls, waits included.", labels=["op"]
     )

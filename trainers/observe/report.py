@@ -199,8 +199,8 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
 
 
 def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return one card, as (label, value, small print), for each kind of failure that the run survived, such as dropped
-    groups or restarts."""
+    """Return one card for each kind of failure that the run survived, such as dropped groups or restarts. A card is
+    (label, value, small print)."""
     cards = []
     for label, key, small in (
         ("Groups dropped", "rollout/groups_dropped", "no signal; other prompts in their place"),
@@ -277,8 +277,8 @@ def _validations_html(records: Sequence[Record], judged: str) -> str:
 
 
 def judged_key(config: dict[str, Any], records: Sequence[Record]) -> str:
-    """Return the key of the metric that `validation.metric` named in the run; exact match for runs from before that
-    config key existed. Falls back to the reward if the records lack that metric."""
+    """Return the key of the metric that `validation.metric` named in the run. It is exact match for runs from before
+    that config key existed. Falls back to the reward if the records lack that metric."""
     keys = {key for record in records for key in record}
     return find_figure(_at(config, "validation.metric") or EXACT_MATCH, keys) or REWARD
 

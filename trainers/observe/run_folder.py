@@ -177,8 +177,7 @@ class RunFolder:
         self.close()
 
     def _write_traceback(self, error: Exception) -> None:
-        """Write the traceback to error.txt, and add a note to `error` that says where it is or why it could not be
-        written."""
+        """Write the traceback to error.txt, and add a note to `error` that says where it is or why it is missing."""
         try:
             self.error_path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         except OSError as full:
@@ -196,8 +195,8 @@ class RunFolder:
                 _remove(draft)
 
     def _remove_what_was_made(self) -> None:
-        """Delete all that has been created in the run folder since it was opened, because the run failed by the user's
-        mistake. The next start then finds the folder unchanged. The lock is still held."""
+        """Delete all that was created in the run folder since it was opened, because the user's mistake ended the run.
+        The next start then finds the folder unchanged. The lock is still held."""
         for path in list(self.path.iterdir()):
             if path.name not in self._before:
                 _remove(path)

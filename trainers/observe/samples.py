@@ -22,8 +22,7 @@ Row = dict[str, Any]
 
 
 def read_samples(path: str | os.PathLike[str]) -> list[Row]:
-    """Read a samples.jsonl as one dict for each episode, in the order in which they were generated; [] if there is no
-    such file.
+    """Read a samples.jsonl as one dict for each episode, in the order of generation; [] without such a file.
 
     The dict has the entries of the line `episode` (see `actors/samples.py`). Of a training prompt it also has `step`,
     `advantage` and `trained_logprobs`, which are None until a step trains on the row. Of a held-out prompt, `step` is

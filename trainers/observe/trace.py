@@ -131,8 +131,8 @@ class Tracer:
         return 0 < self.step and self._current < self.step + self.num_steps
 
     def span(self, name: str) -> OpenSpan:
-        """Return a context manager that times a piece of the driver's work: `with tracer.span("rollout") as span: ...`,
-        then `span.dur_s`."""
+        """Return a context manager that times a piece of the driver's work. Use `with tracer.span("rollout") as span:
+        ...`, then `span.dur_s`."""
         return OpenSpan(name, self)
 
     def add(self, process: str, spans: Iterable[Span]) -> None:
@@ -267,8 +267,8 @@ class _Lane:
 
 
 def _in_lanes(units: Sequence[Sequence[Span]], *, nesting: bool) -> list[tuple[str, int, float, float]]:
-    """Assign each of `units`, which are lists of spans to be drawn in the same row, to the first row (counted from 1)
-    in which it fits. `nesting` allows a unit inside another.
+    """Assign each of `units` to the first row (counted from 1) in which it fits. A unit is a list of spans to be drawn
+    in the same row. `nesting` allows a unit inside another.
 
     Returns (name, row, start, end) of every span, outer spans first. Viewers draw spans of a row wrongly if they
     overlap without nesting. Starts and durations come from two clocks, so neighbouring spans may overlap by

@@ -264,8 +264,7 @@ class WandbTracker:
 
 
 def wanted_trackers(config: LoggingConfig) -> Sequence[TrackerConfig]:
-    """Return the trackers of a run: those in `logging.trackers`, and TensorBoard while `logging.tensorboard` is
-    true."""
+    """Return the trackers of a run: those in `logging.trackers`, and TensorBoard with `logging.tensorboard`."""
     named = any(tracker.kind == "tensorboard" for tracker in config.trackers)
     return config.trackers if named or not config.tensorboard else (*config.trackers, TrackerConfig(kind="tensorboard"))
 

@@ -113,8 +113,8 @@ def _steps_done(folder: RunFolder) -> int:
 
 
 def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
-    """Print the newest checkpoint's step and the command that continues the run from it, or that there is no
-    checkpoint. Prints nothing if the run has not begun."""
+    """Print the newest checkpoint's step and the command that continues the run from it, or that there is none. Prints
+    nothing if the run has not begun."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
     except UserError:
@@ -332,8 +332,8 @@ class _Training:
             self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
 
     def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
-        """Return whether it is enough to restart the train workers: no other process was lost, the run keeps a journal
-        of the groups that they must train on again, and run.max_restarts allows a restart."""
+        """Return whether it is enough to restart the train workers. No other process may be lost, the run must keep a
+        journal of the groups that they must train on again, and run.max_restarts must allow a restart."""
         if actor_specs.journal(self._config) is None or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
@@ -390,8 +390,8 @@ def launched(
     check: Callable[[], None] = lambda: None,
     times: StartTimes | None = None,
 ) -> Iterator[grpo.Run]:
-    """Context manager that starts Ray, the data plane and all actors, yields a `Run` that is ready to train, and stops
-    everything on leaving, also after an error.
+    """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
+    leaving, also after an error, it stops everything.
 
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
     watch: the watchdog, which is told about the processes; None for a run without one. cluster: an open cluster, which

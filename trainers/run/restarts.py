@@ -65,7 +65,7 @@ def lost_process(error: Exception) -> str | None:
 
 
 def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
-    """Return whether the only failed processes are train workers: at least one has died or is unresponsive, and every
+    """Return whether the only failed processes are train workers. At least one has died or is unresponsive, and every
     other process of the run is alive and responding.
 
     processes: name -> pid of the processes on this host that the run needs.

@@ -70,8 +70,8 @@ class ReplayReport:
 def replay_rollouts(
     run_dir: Path, model: str | None, version: int | None, tell: Callable[[str], None] = lambda _: None
 ) -> ReplayReport:
-    """Roll out again the groups that policy version `version` generated in a recorded run (`run.record=true`), and
-    compare them with the recording.
+    """Roll out again the groups that policy version `version` generated in a recorded run, and compare them. The run
+    has `run.record=true`; the comparison is with the recording.
 
     run_dir: folder of the recorded run. model: folder or hub id of that version's weights. None stands for the weights
     that the run started from, which are version 0; `best` stands for the run's best model, whose version the run folder
@@ -134,8 +134,8 @@ def _recorded(config: Config, run_dir: Path, version: int) -> dict[int, Journale
 
 
 def _versions(group: JournaledGroup) -> set[int]:
-    """Return the policy versions of a group: those that generated its tokens, and those recorded for its rows, which
-    matter for rows without generated tokens."""
+    """Return the policy versions of a group: those that generated its tokens, and those recorded for its rows. The
+    latter matter for rows without generated tokens."""
     spans = group.rows.batch["version_spans"]
     assert isinstance(spans, Ragged)
     return {*spans.values.reshape(-1, 2)[:, 1].tolist(), *group.rows.versions.tolist()} - {-1}

@@ -11,8 +11,8 @@ import numpy as np
 
 
 class SimulatedEngine:
-    """An engine that decodes one token for all its rows every `decode_s + decode_row_s * (number of running rows)`
-    seconds.
+    """An engine that decodes one token for all its rows in a time that grows with their number. It is `decode_s +
+    decode_row_s * (number of running rows)` seconds.
 
     The engine counts the tokens that it has decoded per row since the start of the run. Between changes (new rows,
     pauses) the future is known: `_marks` has the token count at which each row ends, and `_times` the corresponding
@@ -81,8 +81,8 @@ class SimulatedEngine:
         return now if leaving <= 0 else max(now, self._times[leaving - 1])
 
     def _settle(self, now: float, pause_s: float) -> None:
-        """Advance the engine to time `now`, remove the rows that have ended, and let decoding continue after a pause of
-        `pause_s` seconds."""
+        """Advance the engine to time `now`, remove the rows that have ended, and pause decoding for `pause_s`
+        seconds."""
         self._busy_s = self.busy_s(now)
         gone, running = bisect_right(self._times, now), len(self._times)
         if gone:

@@ -108,8 +108,7 @@ class Scenario:
         return np.repeat(self.draw_latencies(num_prompts)[:, None], self.group_size, axis=1)
 
     def draw_latencies(self, num_prompts: int) -> np.ndarray:
-        """Return how many seconds the scripted engine takes for each of the first prompts of the prompt stream, float64
-        `[num_prompts]`."""
+        """Return the scripted engine's seconds for each of the stream's first prompts, float64 `[num_prompts]`."""
         from ...actors.engines.scripted import request_latency  # imports torch, which nothing else here needs
         from ...actors.rollout.prompts import base36
 
@@ -117,8 +116,7 @@ class Scenario:
         return np.array([request_latency(uid, self.seed, self.latency_s, self.latency_sigma) for uid in ids])
 
     def put_s(self, tokens: float) -> float:
-        """Return the seconds from the last token of a group until the group is ready: the time for environment, reward
-        and put.
+        """Return the seconds from a group's last token until it is ready, for environment, reward and put.
 
         `tokens` is the number of tokens of the group.
         """

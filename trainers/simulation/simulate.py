@@ -41,8 +41,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """The result of a simulated run: its steps, the numbers of ready and in-flight groups over time, and the final
-    numbers of groups."""
+    """The result of a simulated run: its steps, its ready and in-flight groups over time, and the final counts."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     depth_times: array[float] = field(default_factory=lambda: array("d"))
@@ -129,8 +128,7 @@ class Simulation:
         return allowed + self.run.dropped + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:
-        """Start waiting prompts, each on the engine with the fewest running rows, until no engine has room for another
-        group.
+        """Start waiting prompts, each on the engine with the fewest running rows, until no engine has room for another.
 
         `engines` are the numbers of the engines to consider; None means all.
         """
@@ -184,8 +182,8 @@ class Simulation:
             self._foresee(number)
 
     def _collect(self, number: int) -> None:
-        """Take the groups that have ended on engine `number`, and schedule for each the moment when its rows are stored
-        and it is ready.
+        """Take the groups that have ended on engine `number`, and schedule when each is ready. A group is ready when
+        its rows are stored.
 
         If the weight sync was waiting for the last running groups to end, this starts it.
         """
@@ -254,8 +252,8 @@ class Simulation:
     # -------------------------------------------------------------- trainer
 
     def _train(self) -> None:
-        """Start to train on a chunk (groups that are trained on together) if the trainer is free and enough groups are
-        ready."""
+        """Start to train on a chunk if the trainer is free and enough groups are ready. A chunk is groups that are
+        trained on together."""
         scenario, missing = self._scenario, self._scenario.prompts_per_step - self._step_groups
         wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
         if self._training or not missing or len(self._granted) < wanted:

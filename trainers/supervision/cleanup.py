@@ -16,8 +16,8 @@ POLL_S = 0.05
 
 
 class Family:
-    """The processes of a run: its driver, the driver's descendants, and the run's actors in a Ray cluster that the
-    driver connected to.
+    """The processes of a run: its driver, the driver's descendants, and its actors in a Ray cluster. The driver
+    connected to the cluster.
 
     A process is identified by its pid and its start time, so that a process that reuses a pid is never killed.
     """
@@ -38,8 +38,8 @@ class Family:
             self._note(_below(self.driver))
 
     def add(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants, such as actors in
-        a Ray cluster that the driver connected to."""
+        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants. Actors in a Ray
+        cluster that the driver connected to are such."""
         self._note(_processes(pid for pid, ticks in processes if process_start(pid) == ticks))
 
     def kill(self) -> list[str]:

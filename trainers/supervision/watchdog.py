@@ -99,8 +99,8 @@ class Watchdog:
             self._look()
 
     def stood_s(self, beat: Beat) -> float:
-        """Return the seconds since the heartbeat `beat` was written, or since the driver was last seen suspended
-        (Ctrl-Z) if that was later."""
+        """Return the seconds since the heartbeat `beat` was written, or the driver was last seen suspended (Ctrl-Z).
+        The later of the two counts."""
         now = time.monotonic()
         try:
             if psutil.Process(self._pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -159,8 +159,8 @@ class Watchdog:
         return True
 
     def _wait_for_end(self) -> None:
-        """Wait until the driver reports the end of the run, has died, or has not updated its heartbeat for the grace
-        period."""
+        """Wait until the driver reports the end of the run, has died, or is late with its heartbeat. Late is later than
+        the grace period."""
         told_s = time.monotonic()
         while not self._over and self._driver_is_alive():
             self._listen(POLL_S)

@@ -452,8 +452,7 @@ class MegatronBackend:
     def _forward(
         self, model: Any, rows: PackedRows, temperature: float, routed: AbstractContextManager[None]
     ) -> torch.Tensor:
-        """Return the wanted tokens' log-probs, or on an earlier pipeline stage hidden states, of a forward-only
-        pass."""
+        """Return a forward-only pass's log-probs of the wanted tokens, on earlier pipeline stages its hidden states."""
         with routed:
             output = model(rows, temperature, "off")
         return output[0] if isinstance(output, tuple) else output

@@ -133,8 +133,7 @@ def expert_range(config: Any, part: Part) -> tuple[int, int]:
 
 
 def split_dim(entry: Entry, part: Part) -> int | None:
-    """Return the dimension along which the HF tensors are divided among the ranks; None when every rank has all of
-    them."""
+    """Return the dimension along which ranks divide the HF tensors; None when every rank has all of them."""
     if entry.is_expert:
         if part.num_etp == 1:
             return 0 if part.num_ep > 1 else None

@@ -10,8 +10,8 @@ from ...losses.mismatch import MISMATCH_SUMS, mismatch_of
 
 
 class NativeTally:
-    """Counts, on some rows, choices of the trainer's own routers that equal the engine's, and the mismatch of the
-    log-probs that result from these choices."""
+    """Counts choices of the trainer's own routers that equal the engine's, on some rows, and their mismatch. The
+    mismatch is that of the log-probs that result from these choices."""
 
     def __init__(self, spec: RouteSpec, stage: range, device: torch.device) -> None:
         """Start with all counts at zero.

@@ -95,8 +95,8 @@ class RouterReplay:
         return self._config.verify == "forward" and 0 < self._begun <= self._config.verify_steps
 
     def read(self, batch: Batch) -> torch.Tensor | None:
-        """Return the routes of a microbatch's tokens, `[tokens, layers, k]` of the spec's dtype; None on a rank that
-        computes no layer with experts, which gets no routes.
+        """Return the routes of a microbatch's tokens, `[tokens, layers, k]` of the spec's dtype. Returns None on a rank
+        that computes no layer with experts, which gets no routes.
 
         Raises ValueError when the batch lacks the column or has another number of layers, and RoutesDamaged, with
         `router_replay.verify` other than `off`, when a route is impossible.
@@ -121,15 +121,15 @@ class RouterReplay:
 
     @contextmanager
     def replaying(self, routes: torch.Tensor | None) -> Iterator[None]:
-        """Context in which the routers use `routes`, `[T, layers, k]`, where T counts the tokens of the pass; None on a
-        rank without layers with experts."""
+        """Context in which the routers use `routes`, `[T, layers, k]`, where T counts the tokens of the pass. `routes`
+        is None on a rank without layers with experts."""
         with self._installed(routes):
             yield
 
     @contextmanager
     def observing(self, routes: torch.Tensor | None) -> Iterator[None]:
-        """Context in which the routers use their own choices, which are counted in `native` where they equal `routes`,
-        the same as in `replaying`."""
+        """Context in which the routers use their own choices. `native` counts where they equal `routes`, the same as in
+        `replaying`."""
         with self._installed(routes):
             self._observed = True
             yield
@@ -167,8 +167,8 @@ class RouterReplay:
 
     @uncompiled
     def verify_used(self, layer: int, used: torch.Tensor) -> None:
-        """Raise RoutesDiffer if layer number `layer` of `spec.layers` has sent a token to other experts than those of
-        its route. used: bool `[T, num_experts]`, true for the experts that each token is sent to."""
+        """Raise RoutesDiffer if layer number `layer` of `spec.layers` has sent a token to experts outside its route.
+        used: bool `[T, num_experts]`, true for the experts that each token is sent to."""
         if self._routes is None or self._observed:
             return
         routes = self._routes[:, layer]

@@ -152,8 +152,8 @@ class _WholeSoftmax(torch.autograd.Function):
 
 
 def _kernels(hidden: torch.Tensor) -> Any:
-    """Return the module with `softmax_sums` and `softmax_gradient` for tensors like `hidden`: that with Triton kernels
-    on a GPU, else this one."""
+    """Return the module with `softmax_sums` and `softmax_gradient` for tensors like `hidden`. It is that with Triton
+    kernels on a GPU, else this one."""
     if hidden.is_cuda:
         from . import kernels
 
@@ -164,9 +164,8 @@ def _kernels(hidden: torch.Tensor) -> Any:
 def softmax_sums(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return, each float32 `[t]`: the logarithm of the sum of the exponentials of all logits; the logits of `targets`
-    (int64 `[t]`); and, `with_entropy`, the entropies in nats, else None. `logits` `[t, V]` are divided by `temperature`
-    first."""
+    """Return log-sum-exp of all logits, the logits of `targets` (int64 `[t]`), and entropies in nats, float32 `[t]`.
+    Entropies are None unless `with_entropy`. `logits` `[t, V]` are divided by `temperature` first."""
     z = logits.float() if temperature == 1.0 else logits.float() / temperature
     log_totals = torch.logsumexp(z, -1)
     every = z - log_totals[:, None]
@@ -183,8 +182,9 @@ def softmax_gradient(
     entropies: torch.Tensor | None,
     of_entropies: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient of the logits, `[t, V]` in their dtype, from those of log-probs and entropies (float32 `[t]`;
-    None if entropies have none). The values of `logits` may be overwritten. log_totals: from `softmax_sums`."""
+    """Return the gradient of the logits, `[t, V]` in their dtype, from those of log-probs and entropies. These are
+    float32 `[t]`; None if entropies have none. The values of `logits` may be overwritten. log_totals: from
+    `softmax_sums`."""
     z = logits.float() if temperature == 1.0 else logits.float() / temperature
     every = z - log_totals[:, None]
     chances = every.exp()

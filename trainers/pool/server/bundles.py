@@ -28,8 +28,8 @@ from .client import NAMESPACE, PoolClient, actor_name
 
 
 def reserve_pool(name: str, timeout_s: float, stack: ExitStack) -> tuple[PooledGpu, ...]:
-    """Reserve all GPUs of the Ray cluster for the pool named `name`, and return where they are: in the order of hosts,
-    this process's first, and of their numbers there.
+    """Reserve all GPUs of the Ray cluster for the pool named `name`, and return where they are. They are in the order
+    of hosts, this process's first, and of their numbers there.
 
     stack: gives them back when it is closed; Ray also does when this process leaves it, and ends who is on them. This
     process's Ray namespace must be that of pools. Raises UserError if the cluster has a pool of this name already, or
@@ -73,8 +73,8 @@ def _created(
 
 
 def places_in_pool(config: Config, reserved: Sequence[PooledGpu]) -> Reservation:
-    """Return the places of a tenant's actors on the GPUs `reserved` of its pool, those of `resources.trainer_gpus` and
-    `resources.rollout_gpus`.
+    """Return the places of a tenant's actors on the GPUs `reserved` of its pool. They are those of
+    `resources.trainer_gpus` and `resources.rollout_gpus`.
 
     Raises UserError if the run cannot be placed there, or the pool's GPUs are no longer reserved.
     """

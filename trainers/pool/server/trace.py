@@ -238,8 +238,8 @@ def read_events(path: Path) -> list[PoolEvent]:
 
 
 def write_perfetto(trace: PoolTrace, path: Path) -> None:
-    """Write a trace for Perfetto (https://ui.perfetto.dev) or chrome://tracing: one track per GPU, with a slice per
-    holder and, inside it, a slice per stage of a switch. Times are microseconds since the pool's start."""
+    """Write a trace for Perfetto (https://ui.perfetto.dev) or chrome://tracing with one track per GPU. It has a slice
+    per holder and, inside it, a slice per stage of a switch. Times are microseconds since the pool's start."""
     document = {"traceEvents": list(_slices(trace)), "displayTimeUnit": "ms"}
     path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 

@@ -199,8 +199,9 @@ def partition(specs: Sequence[TenantSpec], num_gpus: int) -> list[TenantSpec]:
 
 
 def _parts(specs: Sequence[TenantSpec], num_gpus: int) -> Mapping[str, int]:
-    """Return the number of GPUs of each tenant's part: one engine at a time to whoever has least for its weight, with
-    half of the engine counted (the rule of Webster, which favours neither large engines nor small ones)."""
+    """Return the number of GPUs of each tenant's part. One engine at a time goes to the tenant that has least for its
+    weight, with half of the engine counted (the rule of Webster, which favours neither large engines nor small
+    ones)."""
     sizes = dict.fromkeys((spec.name for spec in specs), 0)
     left, growing = num_gpus, list(specs)
     while growing:

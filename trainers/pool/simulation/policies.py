@@ -207,8 +207,8 @@ def pool_figures(pool: SimulatedPool) -> dict[str, float]:
 
 
 def _beside_fixed(summary: Mapping[str, float], tenants: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return, for each policy beside a fixed partition, its utilisation as a multiple of the partition's, and the
-    smallest such multiple of any tenant's steps."""
+    """Return each policy's utilisation over that of a fixed partition, and its smallest ratio of a tenant's steps. The
+    ratios are multiples of the partition's figures."""
     found: dict[str, float] = {}
     fixed = tenants.get("fixed", {})
     for policy, own in tenants.items():
@@ -238,8 +238,7 @@ def tenant_figures(tenant: TenantFigures) -> dict[str, float]:
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """Return the square of the sum of `values`, divided by their number and the sum of their squares; 1 if all are
-    0."""
+    """Return the square of the sum of `values`, over their number and the sum of their squares; 1 if all are 0."""
     squares = math.fsum(value * value for value in values)
     return math.fsum(values) ** 2 / (len(values) * squares) if squares else 1.0
 

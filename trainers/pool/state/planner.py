@@ -208,8 +208,8 @@ class Draft:
 
 
 def _serve(draft: Draft, request: Request, *, starving: bool) -> None:
-    """Grant a request of other work than generation if all its GPUs can be had, from idle ones and from shards that
-    generate. Otherwise shrink nothing for it: no shard sleeps in vain."""
+    """Grant a request of other work than generation if all its GPUs can be had. They come from idle ones and from
+    shards that generate. Otherwise shrink nothing for it: no shard sleeps in vain."""
     wanted = draft.state.tenants[request.tenant].map.gpus(request.role)
     holders = draft.holder[list(wanted)]
     if (holders != TAKEN).all():
@@ -254,8 +254,8 @@ _ALL = np.iinfo(np.int64).max
 
 
 def _givable(draft: Draft, to_give: Mapping[str, int]) -> np.ndarray:
-    """Return for each GPU the number of shards that its holder has to give, 0 if it cannot be had, and _ALL if it is
-    idle (int64 `[GPUs]`). to_give: number of shards that each tenant gives; one that is missing gives none."""
+    """Return for each GPU the number of shards that its holder has to give, int64 `[GPUs]`. It is 0 if the GPU cannot
+    be had, and _ALL if it is idle. to_give: number of shards that each tenant gives; one that is missing gives none."""
     given = np.array([to_give.get(name, 0) for name in draft.names], dtype=np.int64)
     of_shard = np.where(draft.touched, 0, given[draft.tenant_of])
     return np.append(of_shard, [0, _ALL])[draft.holder]  # TAKEN and IDLE count from the end

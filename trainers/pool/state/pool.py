@@ -188,8 +188,8 @@ class Pool:
         return held.union(*(grant.gpus for grant in self.grants.values() if grant.tenant == name))
 
     def _owed(self, now_s: float) -> dict[str, float]:
-        """Return the seconds for which each tenant has had work but no shard awake, less PAID times those for which it
-        had one or no work, but at least 0 and at most two turns. While it trains, they stay."""
+        """Return each tenant's seconds with work but no shard awake, less PAID times those with a shard or no work. The
+        result is at least 0 and at most two turns. While it trains, they stay."""
         trains = {grant.tenant for grant in self.grants.values()}
         owed = {}
         for name, tenant in self.tenants.items():
@@ -408,8 +408,8 @@ class Pool:
         return True
 
     def _grant_and_wake(self, now_s: float) -> None:
-        """Grant what the plan grants and order its expands, except what became impossible while shards were put to
-        sleep: a tenant that is gone or suspect, or GPUs that did not become free."""
+        """Grant what the plan grants and order its expands, except what became impossible meanwhile. While shards were
+        put to sleep, a tenant left or became suspect, or GPUs did not become free."""
         assert self.running is not None
         self.running.waking = True
         self._settle(now_s, self._owed(now_s))

@@ -61,8 +61,8 @@ class PoolMembership:
         self.tenant.join()
 
     def places(self) -> Reservation:
-        """Return the places of the run's actors: on the GPUs that the pool has reserved, or, where its GPUs are numbers
-        only, wherever Ray puts them. Raises UserError if the run cannot be placed."""
+        """Return the places of the run's actors on the GPUs that the pool has reserved. Where its GPUs are numbers
+        only, Ray chooses the places. Raises UserError if the run cannot be placed."""
         reserved = self._client.status().reserved
         if reserved:
             return places_in_pool(self._config, reserved)

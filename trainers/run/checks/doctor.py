@@ -222,8 +222,7 @@ def _cgroup(name: str) -> str:
 
 
 def _cgroup_cores() -> float | None:
-    """Return the number of cores that the container may use, which may be a fraction, or None when there is no
-    limit."""
+    """Return the number of cores that the container may use, possibly a fraction; None without a limit."""
     quota, _, period = _cgroup("cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() else None
 

@@ -51,8 +51,8 @@ def plan_here(config: Config) -> Placement | None:
 
 
 def local_host(config: Config) -> Host:
-    """Return this machine as the run's own Ray will see it: all GPUs that this process may use, and as many logical
-    CPUs as `resources.num_cpus` says or the run needs."""
+    """Return this machine as the run's own Ray will see it. It has all GPUs that this process may use, and as many
+    logical CPUs as `resources.num_cpus` says or the run needs."""
     rollout = config.rollout
     needed = rollout.num_engines * rollout.tp + config.trainer.topology.world + (rollout.num_actors or 0)
     gpus = count_gpus()
@@ -61,8 +61,8 @@ def local_host(config: Config) -> Host:
 
 
 def count_gpus() -> int:
-    """Return the number of this machine's GPUs that CUDA_VISIBLE_DEVICES, if it is set, lets this process use, or the
-    number of those of an assumed host."""
+    """Return the number of this machine's GPUs that this process may use, or of those of an assumed host.
+    CUDA_VISIBLE_DEVICES, if it is set, limits them."""
     assumed = assumed_machine()
     if assumed is not None:
         return assumed.gpus
@@ -74,8 +74,8 @@ def count_gpus() -> int:
 
 
 def gpu_lines(placement: Placement, more: Mapping[int, str] | None = None) -> list[str]:
-    """Return the layout and the reason for it, then a line for each GPU that the run uses: its number over all hosts,
-    its host, and who stands on it.
+    """Return the layout and the reason for it, then a line for each GPU that the run uses. A line has the GPU's number
+    over all hosts, its host, and the actors on it.
 
     more: number of a GPU -> text that is appended to its line.
     """
@@ -139,8 +139,8 @@ def placements(config: Config) -> list[PlannedProcess]:
 
 
 def _role(topology: Topology, rank: int) -> str:
-    """Return, in words, a rank's coordinates in the train mesh and whether it leads its data-parallel replica; "" if
-    each replica consists of one rank."""
+    """Return, in words, a rank's coordinates in the train mesh and whether it leads its data-parallel replica. Returns
+    "" if each replica consists of one rank."""
     if topology.replica_size == 1:
         return ""
     place = topology.place(rank)
@@ -201,8 +201,8 @@ def describe(config: Config) -> str:
 
 
 def _pool_lines(config: Config) -> list[str]:
-    """Return the tenant's map: the pool's GPUs for training, and those of each engine, which is woken and put to sleep
-    as a whole."""
+    """Return the tenant's map: the pool's GPUs for training, and those of each engine. An engine is woken and put to
+    sleep as a whole."""
     train = config.resources.trainer_gpus or ()
     lines = [
         f"  of pool {config.pool.name} at {config.pool.address}, with weight {config.pool.weight:g}",
@@ -224,8 +224,8 @@ def _gpu_lines(config: Config) -> list[str]:
 
 
 def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
-    """Return what the routes cost: bytes of each token in the store, and the host memory in which a vLLM engine keeps
-    them, one route for each token of its key-value cache, with all layers."""
+    """Return what the routes cost in the store and in a vLLM engine's host memory. It is the bytes per token in the
+    store, and the memory in which the engine keeps one route for each token of its key-value cache, with all layers."""
     lines = [f"  routes           {routes.token_bytes} bytes a token, beside {ROLLOUT_TOKEN_BYTES} without them"]
     rollout = config.rollout
     if rollout.engine != "vllm":
@@ -245,7 +245,7 @@ def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
 
 
 def _memory_lines(config: Config) -> list[str]:
-    """Return the estimated memory of a GPU that holds an engine and a train worker, part by part, and what
+    """Return the estimated memory of a GPU that holds an engine and a train worker, part by part. It ends with what
     `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if nobody can share a GPU here."""
     sizes = gpu_sizes()
     memory = estimate(config, min(sizes, default=None))

@@ -63,8 +63,8 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
 
 
 def check_evaluation(config: Config) -> None:
-    """Check what the evaluation of a model without a training run needs: the model, the rewards, and the packages for
-    these and for the prompts. Raises ConfigError with one sentence for each mistake."""
+    """Check what the evaluation of a model without a training run needs. It needs the model, the rewards, and the
+    packages for these and for the prompts. Raises ConfigError with one sentence for each mistake."""
     _check(config, [check_model, _check_rewards, _check_environment], extras=check_evaluation_extras)
 
 
@@ -272,8 +272,7 @@ def _check_memory(config: Config) -> None:
 
 
 def check_extras(config: Config) -> None:
-    """Raise ConfigError if optional packages are missing, with one sentence for each that names the extra that installs
-    it."""
+    """Raise ConfigError if optional packages are missing, with one sentence for each that names its extra."""
     _raise_if_missing([*_needs(config), *_evaluation_needs(config)])
 
 

@@ -143,8 +143,8 @@ async def _sample(config: Config, spec: RouteSpec | None) -> Rows:
 
 
 def compare_rows(config: Config, spec: RouteSpec | None, rows: Rows) -> TrustReport:
-    """Return how far the log-probs of the train backend of `config`, on one device in this process, are from those with
-    which the engine sampled `rows`.
+    """Return how far the log-probs of `config`'s train backend are from those of the engine that sampled `rows`. The
+    backend is on one device in this process.
 
     spec: shape of the routes that the completions have; None for a model without experts. The temperature is that of
     `config`.
