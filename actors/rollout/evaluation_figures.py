@@ -91,8 +91,8 @@ def expected_best(values: Sequence[float], count: int) -> float:
 
 
 def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
-    """Return the probability that the most frequent answer of a prompt's samples is correct (maj@n, self-consistency,
-    Wang et al. 2022, arXiv:2203.11171). Among equally frequent answers one is drawn.
+    """Return the probability that the most frequent answer of a prompt's samples is correct (maj@n). It is the
+    self-consistency of Wang et al. 2022, arXiv:2203.11171. Among equally frequent answers one is drawn.
 
     votes: answer and correctness of each sample; an answer of None does not vote. Returns 0.0 if nothing votes.
     """

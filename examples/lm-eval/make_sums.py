@@ -1,6 +1,6 @@
 """Writes sums.jsonl, the questions of the task `sums` for lm-eval.
 
-    python examples/lm-eval/make_sums.py
+Run it as `python examples/lm-eval/make_sums.py`.
 """
 
 import json

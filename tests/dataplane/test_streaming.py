@@ -49,7 +49,7 @@ def dataset(handle: DataPlaneHandle, batch_size: int | None, **options: Any) -> 
 
 
 def counts(client: DataPlaneClient) -> tuple[int, int, int]:
-    """(ready, leased, done)"""
+    """Return the task's rows that are (ready, leased, done)."""
     status = client.task_status("p", "train")
     return status.ready, status.leased, status.done
 

@@ -106,8 +106,8 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The size and number of steps, the order in which groups are trained on, and how far rollouts can run ahead of
-    training."""
+    """The size, number and order of steps, and how far rollouts can run ahead of training. The order is that in which
+    groups are trained on."""
 
     mode: Mode = "sync"
     """Overlap of rollouts and training. In `sync` mode rollout, training and weight sync take turns. In `async` mode
@@ -406,8 +406,7 @@ class Config(Section):
 
     @property
     def judged_figure(self) -> str:
-        """Full key of the metric that `validation.metric` names, or `validation.metric` itself if there is no such
-        metric."""
+        """Full key of the metric that `validation.metric` names, or the name itself if there is no such metric."""
         return find_figure(self.validation.metric, self.figures) or self.validation.metric
 
     @property

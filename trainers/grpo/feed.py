@@ -116,8 +116,7 @@ class Rollouts(Protocol):
         ...
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Return for how many seconds `actor` has made no progress, counted from the last `begin_watch` at the
-        earliest."""
+        """Return for how many seconds `actor` has made no progress, at most those since the last `begin_watch`."""
         ...
 
     def leave_out(self, engine: str, reason: str, called_s: float) -> None:

@@ -81,8 +81,7 @@ class SimulatedEngine:
         return now if leaving <= 0 else max(now, self._times[leaving - 1])
 
     def _settle(self, now: float, pause_s: float) -> None:
-        """Advance the engine to time `now`, remove the rows that have ended, and pause decoding for `pause_s`
-        seconds."""
+        """Advance the engine to time `now`, remove rows that have ended, and pause decoding for `pause_s` seconds."""
         self._busy_s = self.busy_s(now)
         gone, running = bisect_right(self._times, now), len(self._times)
         if gone:
