@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -100,9 +101,18 @@ def test_ranks_of_torchrun_stream_one_partition() -> None:
     assert run.returncode == 0 and len(counts) == 2 and sum(counts) == 64, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("snippet", of("yaml"), ids=str)
-def test_yaml_is_a_configuration(snippet: Snippet, tmp_path: Path) -> None:
-    """It loads as the file of a run, whose other keys have their defaults."""
+CONFIGURATIONS = [
+    *of("yaml"),
+    *(block for block in SNIPPETS if re.match(r'yaml title="(?!prometheus)', block.language)),
+]
+
+
+@pytest.mark.parametrize("snippet", CONFIGURATIONS, ids=str)
+def test_yaml_is_a_configuration(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads as the file of a run, whose other keys have their defaults, beside the data files that it names."""
+    monkeypatch.chdir(tmp_path)
+    for name in re.findall(r"\w+\.jsonl", snippet.text):
+        (tmp_path / name).touch()
     (tmp_path / "run.yaml").write_text(snippet.text)
     load_config(tmp_path / "run.yaml")
 
@@ -124,6 +134,7 @@ COMMANDS = [
 def test_a_command_is_one_that_exists(snippet: Snippet, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for words in pieces(shlex.split(command)):
+        words = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))  # variables before a command
         program = Path(words[0]).name
         assert program in CHECKS, f"{snippet}: {program} is no command that this test knows"
         CHECKS[program](words[1:])
@@ -139,7 +150,7 @@ def check_headrace(words: list[str]) -> None:
     """The arguments parse; a shipped configuration loads with its overrides."""
     arguments = parse(words)
     config = getattr(arguments, "config", None)
-    if config is None or config in PLACES:
+    if config is None or config in PLACES | titles():
         return
     if is_pool_file(sections := read_sections(config, arguments.overrides)):
         pool_file(sections)
@@ -169,10 +180,14 @@ def check_pip(words: list[str]) -> None:
 
 def check_file_arguments(words: list[str]) -> None:
     """Scripts and tests that the command names exist, in the repository or as blocks of the documentation."""
-    titles = {match[1] for snippet in SNIPPETS if (match := re.search(r'title="(.+)"', snippet.language))}
     for word in words:
-        if word not in titles and re.fullmatch(r"[\w/]+(\.py)?", word) and ("/" in word or word.endswith(".py")):
+        if word not in titles() and re.fullmatch(r"[\w/]+(\.py)?", word) and ("/" in word or word.endswith(".py")):
             assert (ROOT / word).exists(), word
+
+
+def titles() -> set[str]:
+    """The names of the files that blocks of the documentation show."""
+    return {match[1] for snippet in SNIPPETS if (match := re.search(r'title="(.+)"', snippet.language))}
 
 
 def nothing(words: list[str]) -> None:
