@@ -6,11 +6,20 @@ too, and one that is gone is removed.
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from headrace.actors.engines.config import CPU_BATCH, GPU_BATCH, GPU_SHARE, SHARED_GPU_SHARE
+from headrace.actors.engines.key_value_memory import CPU_BYTES, CPU_SEQUENCES
+from headrace.actors.engines.vllm.core_log import MAX_BYTES as MAX_LOG_BYTES
+from headrace.actors.environments.tool_use import ToolUse
+from headrace.actors.process.user_threads import MAX_HUNG
+from headrace.actors.rewards.factory import NUM_PROCESSES
+from headrace.actors.rollout.mixture import BLOCK
+from headrace.actors.rollout.report import MAX_ERRORS
 from headrace.actors.train.step_rows import GROWTH, MOST_AT_ONCE
 from headrace.actors.weight_sync.cache import NUM_VERSIONS
 from headrace.codecs.checksums import CHECKSUM_ROWS
@@ -26,19 +35,29 @@ from headrace.dataplane.security.strangers import HANDSHAKE_TIMEOUT_S, MAX_STRAN
 from headrace.dataplane.stores.shared_memory import SPARE_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_PART as SHM_SPARE_PART
 from headrace.dataplane.traffic import MIN_CALLS, MIN_ERRORS, MIN_SPREAD, STEPS_PER_OCTAVE
+from headrace.trainers.cluster.actor_specs import POOL_BUCKET_MIB
+from headrace.trainers.cluster.gpu_bundles import GPU_SHARE as ACTOR_GPU_SHARE
 from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
+from headrace.trainers.config.config import RunConfig
 from headrace.trainers.grpo.controllers import MOST_SKIPPED
+from headrace.trainers.grpo.roles import FALL_S
+from headrace.trainers.grpo.steps import STALL_S
+from headrace.trainers.observe.report import RELOAD_S
 from headrace.trainers.observe.trust import SOUND_RATIO
+from headrace.trainers.pool.state.pool import PoolBounds
 from headrace.trainers.run.checks.prompts import READ_PROMPTS
 from headrace.trainers.run.checks.trust_probe import TOKENS
+from headrace.trainers.supervision.watchdog import GRACE_S as WATCHDOG_GRACE_S
+from headrace.trainers.supervision.watchdog import MARGIN_S
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PARTS = {4: "quarter", 8: "eighth"}
-WORDS = {2: "two"}
+WORDS = {2: "two", 4: "four"}
 
 TOKEN_BYTES = ROLLOUT_TOKEN_BYTES + 3 * LOGPROB_BYTES
 """Bytes of a token with the log-probs of both sides and the advantage, which are as long as a log-prob."""
-PLANE = DataPlaneConfig()
+PLANE, RUN, BOUNDS = DataPlaneConfig(), RunConfig(), PoolBounds()
+TOOL_S = inspect.signature(ToolUse).parameters["timeout_s"].default
 READS = [GROWTH**power for power in range(3)]
 
 QUOTES: dict[str, list[str]] = {
@@ -92,6 +111,33 @@ QUOTES: dict[str, list[str]] = {
     "internals/train-step.md": [
         f"read {', '.join(map(str, READS))}, then {MOST_AT_ONCE} at a time",
     ],
+    "rollouts/engine.md": [
+        f"| {CPU_BYTES >> 20} MiB, or what {CPU_SEQUENCES} such sequences need |",
+        f"| {GPU_SHARE}; {SHARED_GPU_SHARE} on GPUs",
+        f"| {GPU_BATCH} | {CPU_BATCH} |",
+        f"at most {MAX_LOG_BYTES >> 20} MiB per engine",
+    ],
+    "rollouts/environment.md": [f"when {MAX_HUNG} hang in one rollout actor"],
+    "rollouts/tools.md": [f"after {TOOL_S:g} s is abandoned", f"when {MAX_HUNG} calls hang in one rollout actor"],
+    "training/memory.md": [f"its memory must fall within {FALL_S:g} s"],
+    "reliability/resume.md": [
+        f"{STALL_S / 60:g} minutes",
+        f"`resources.stage_timeout_s` and {MARGIN_S:g} s",
+        f"another {WATCHDOG_GRACE_S:g} s",
+        f"checkpoint_minutes: {RUN.checkpoint_minutes:g} #",
+        f"checkpoint_every: 50 # steps; {RUN.checkpoint_every}, the default",
+        f"keep_checkpoints: {RUN.keep_checkpoints} #",
+    ],
+    "observe/evaluate.md": [f"up to {WORDS[NUM_PROCESSES]} processes"],
+    "observe/watch-a-run.md": [f"every {RELOAD_S} seconds", f"at most {MAX_ERRORS})"],
+    "scale/gpus.md": [f"{ACTOR_GPU_SHARE} of their bundle's GPU"],
+    "scale/time-sharing.md": [
+        f"Buckets have {POOL_BUCKET_MIB} MiB",
+        f"waited for {BOUNDS.starve_s:g} s reserves its GPUs",
+        f"no shard awake for {BOUNDS.turn_s:g} s",
+        f"{BOUNDS.lease_s:g} s without a sign of life",
+    ],
+    "start/your-data-and-reward.md": [f"Every {BLOCK:,} prompts contain each source"],
 }  # fmt: skip
 
 
