@@ -101,6 +101,10 @@ def test_the_readme_is_short_and_its_example_of_the_plane_is_ten_lines() -> None
     assert "headrace" in example and len([line for line in example.splitlines() if line.strip()]) <= 10
 
 
+def test_benchmarks_are_tables_and_no_diary() -> None:
+    assert len((DOCS / "benchmarks.md").read_text(encoding="utf-8").splitlines()) <= 250
+
+
 def test_the_readmes_figures_are_those_of_the_benchmarks_page() -> None:
     table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
     measured = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
