@@ -34,7 +34,7 @@ def generated() -> dict[Path, str]:
     from headrace.trainers.config.peers import peers_markdown
 
     peers = DOCS / "start" / "coming-from.md"
-    sharing = DOCS / "scale" / "time-sharing.md"
+    sharing = DOCS / "scale" / "simulate-a-pool.md"
     pages = {
         DOCS / "internals" / "modules.md": modules_markdown(),
         sharing: _filled(sharing, KEYS_BEGIN, pool_keys_markdown(), KEYS_END),

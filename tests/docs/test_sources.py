@@ -29,7 +29,7 @@ def generated() -> dict[Path, str]:
 
 @pytest.mark.parametrize(
     "page",
-    ["internals/modules.md", "reference/config.md", "start/coming-from.md", "scale/time-sharing.md", "llms.txt"],
+    ["internals/modules.md", "reference/config.md", "start/coming-from.md", "scale/simulate-a-pool.md", "llms.txt"],
 )
 def test_a_generated_page_is_current(generated: dict[Path, str], page: str) -> None:
     """`make docs-sources` writes it."""
@@ -73,7 +73,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages == set(re.findall(r'"([\w/-]+\.md)"', nav))
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
