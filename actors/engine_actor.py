@@ -203,7 +203,7 @@ class EngineActor(EngineHost):
 
     async def generate(self, call: GenerateCall) -> GenerateReply | None:
         """Generate completions with the hosted engine; see `Generator.generate`. Returns None if the caller abandoned
-        the request, because nobody reads the reply in that case."""
+        the request, because the reply is not read in that case."""
         request_id = call.request_id
         while request_id in self._abandoned:  # its caller sends it again before the first attempt has ended
             await asyncio.wait({self._running[request_id]})

@@ -26,7 +26,7 @@ import numpy as np
 from ..dataplane.owned_folder import try_lock
 from ..dataplane.section import Count, CountOrZero, Section
 
-if TYPE_CHECKING:  # the configuration imports this module, and a mistake in it is told without loading torch
+if TYPE_CHECKING:  # the configuration imports this module, and reports a mistake in it without loading torch
     from .protocols import Sample, Score
 
 EPISODE, TRAINED = "episode", "trained"

@@ -11,14 +11,14 @@ from torch.multiprocessing.spawn import spawn
 
 _LOOK_S = 0.25
 _END_S = 10.0
-"""Seconds in which a process that is told to end must have ended."""
+"""Seconds in which a process must have ended once it is asked to."""
 
 
 def run_ranks(run: Callable[..., None], task: Any, world: int, notes: Path, tell: Callable[[str], None]) -> None:
     """Call `run(rank, task)` in `world` processes and wait for them. Raises an exception of torch if one fails.
 
     notes: file to which rank 0 appends lines of JSON (`transfer.results.note`) meanwhile. Each that has a `phase` is
-    told.
+    reported.
     """
     offset = notes.stat().st_size if notes.exists() else 0
     context = spawn(run, args=(task,), nprocs=world, join=False)

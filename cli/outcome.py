@@ -88,8 +88,8 @@ class _Stop:
     """Handles the signals to stop.
 
     `timeout` sends its signal to the process and to its group. A second one within ONE_STOP_S of one that is heeded is
-    ignored, for it would end the cleaning up. An exception that nobody holds any more, while the body still runs, got
-    lost and is raised again: vLLM 0.30's `zmq_socket_ctx` swallows a KeyboardInterrupt while its engine starts.
+    ignored, for it would end the cleaning up. An exception that is no longer referenced while the body still runs was
+    lost, and is raised again: vLLM 0.30's `zmq_socket_ctx` swallows a KeyboardInterrupt while its engine starts.
     """
 
     def __init__(self) -> None:

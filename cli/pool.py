@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path("runs/pool")
 STOP_S = 60.0
-"""Seconds within which a pool that is told to stop must have ended."""
+"""Seconds within which a pool must have ended once it is asked to stop."""
 LOOK_S = 0.5
 PERFETTO = "trace.json"
 """Name of the timeline in a pool's folder."""

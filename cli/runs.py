@@ -123,7 +123,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     import_from_here()
     config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
-    simulation_section(config)  # a run reads none of it, but a mistake there is told at once
+    simulation_section(config)  # a run reads none of it, but a mistake there is reported at once
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)

@@ -121,7 +121,7 @@ class PartitionWriter:
 
 
 class PartitionReader:
-    """Reads one file. It is opened anew for each read, so that nothing has to be closed."""
+    """Reads one file. It is opened for each read, so that nothing has to be closed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the file once from beginning to end, and check every record.

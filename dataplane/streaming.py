@@ -152,7 +152,7 @@ class StreamingDataset(IterableDataset):
 
     def _give_back(self, client: DataPlaneClient, meta: KVBatchMeta, num_done: int) -> None:
         """Release the first `num_done` rows as done and the others for retry. A failure is only logged: the rows return
-        by themselves when nobody renews their lease."""
+        by themselves when their lease is not renewed."""
         try:
             if num_done:
                 self._finish(client, meta.select(np.arange(num_done)))

@@ -1,4 +1,4 @@
-"""Remembers where each socket of this process was opened, so that the warning about one that nobody closed says it.
+"""Remembers where each socket of this process was opened, so that the warning about an unclosed one says it.
 
 The garbage collector may find such a socket many tests later, and it is the test that runs just then that fails.
 """

@@ -1,4 +1,4 @@
-"""Whoever opened a socket that nobody closed is named in the warning, also when a later test gets it."""
+"""The warning about an unclosed socket names the test that opened it, also when a later test gets it."""
 
 from __future__ import annotations
 

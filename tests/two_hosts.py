@@ -4,8 +4,8 @@
         subprocess.run(near.command("ping", "-c1", far.address), check=True)
 
 The hosts share the file system but for /dev/shm and /tmp/ray. As on many machines, a host's own name stands for a
-loopback address, so whoever listens at the address of its name is not found by the other host. All processes of a host
-are in one process namespace, so they end with it, whatever happens to the test.
+loopback address, so a server at the address of its name is not found by the other host. All processes of a host are in
+one process namespace, so they end with it, whatever happens to the test.
 """
 
 from __future__ import annotations

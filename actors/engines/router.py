@@ -10,8 +10,8 @@ attempt     the engine's answer                  the answer, or EngineDied once 
 remove      the engine's requests in flight      their answers; after grace_s they move to other engines
 suspend     the engine's requests in flight      their answers, which an abort cuts short unless they may end
 
-Requests wait without a time limit while an engine is suspended, because whoever has suspended it lets it take requests
-again.
+Requests wait without a time limit while an engine is suspended, because the caller that suspended it lets it take
+requests again.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class ProcessMemory:
     host_bytes: int
     """Number of bytes resident in host memory, summed over the processes."""
     whole_device: bool = False
-    """True if `device_bytes` is what all processes together hold on the GPU, because nobody could tell them apart."""
+    """True if `device_bytes` is what all processes together hold on the GPU, because NVML could not attribute it to
+    processes."""
 
     @property
     def held_bytes(self) -> int:

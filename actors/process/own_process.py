@@ -1,4 +1,4 @@
-"""Settings of a process that an actor has for itself, which would be an imposition on a process that it shares."""
+"""Process-wide settings, applied only in actors that have a process of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAP_BYTES = 32 << 20
 
 def keep_freed_memory() -> bool:
     """Let the allocator keep up to KEPT_BYTES of freed memory instead of returning it to the operating system. Returns
-    whether this process has an allocator that can be told so, which is glibc's.
+    whether this process has an allocator with that setting, which is glibc's.
 
     A step on a CPU frees its tensors and needs as many in the next microbatch or token. With glibc's own limits the
     system took their pages away each time and cleared others for them, thousands a step.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # the configuration imports this module, and a mistake in it is told without loading torch
+if TYPE_CHECKING:  # the configuration imports this module, and reports a mistake in it without loading torch
     from ..protocols import Sample, Score
 
 VALIDATION = "val"

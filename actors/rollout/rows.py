@@ -187,8 +187,8 @@ def kv_staleness(versions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     keys and values that one of its tokens may have been generated from were older than the weights that generated it.
 
     A request computes all its keys and values itself, from its first token on, so the largest distance within a request
-    is that from its first token to its last. Requests of one row, such as the turns of an episode, are told apart by
-    the tokens between them that the policy did not choose.
+    is that from its first token to its last. Requests of one row, such as the turns of an episode, differ in the tokens
+    between them that the policy did not choose.
 
     versions: versions of the tokens of all rows in order, -1 where the policy did not choose the token, int32
     `[sum(lengths)]`.

@@ -227,7 +227,7 @@ class RolloutWorker:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
     async def close(self) -> None:
-        """Close the environment, the journal and the data-plane client; the engine is closed by whoever created it.
+        """Close the environment, the journal and the data-plane client; the engine is closed by its creator.
         Idempotent."""
         try:
             await self._environment.close()

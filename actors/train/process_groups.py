@@ -1,7 +1,7 @@
 """Forms the process groups of a train rank, destroys all of them to free their memory, and forms them again.
 
 An idle NCCL communicator keeps some hundred MiB of its GPU, so a rank that offloads its model destroys the groups too.
-torch cannot give a group object a new communicator. Therefore the groups are made anew, under the same names, and each
+torch cannot give a group object a new communicator. Therefore the groups are made again, under the same names, and each
 reference that model, optimizer and meshes have to an old group is replaced (`group_references`). Device meshes and
 functional collectives look groups up by name and need nothing.
 

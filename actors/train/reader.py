@@ -196,7 +196,7 @@ class ReplicaReader:
             role.give_up(reason)
         self._broken = self._broken or reason
         if self._links is None:
-            self._broken = ""  # nobody is out of step with a rank that reads for itself
+            self._broken = ""  # a rank that reads for itself holds no other up
 
     def keep(self, index: int, field: str, column: Jagged) -> None:
         """Cache a column of microbatch `index` that this rank has written, so that it is not read back. Does nothing on

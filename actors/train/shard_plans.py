@@ -130,7 +130,7 @@ def _longest_first(cost: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: float) -> np.ndarray:
-    """Improve the balance of ranks by assigning single rows anew, without regard to groups. Reassigns the rows of the
+    """Improve the balance of ranks by reassigning single rows, without regard to groups. Reassigns the rows of the
     heaviest and of the lightest rank, or of more light ranks if that does not help, until max/mean of the cost is
     within `tolerance` or all ranks have been tried."""
     rank_of, lightest = rank_of.copy(), 1

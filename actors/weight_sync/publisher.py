@@ -42,7 +42,7 @@ class WeightPublisher:
 
         bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are in transit at a time.
         keep_versions: whether the last versions are kept in host memory whatever `sync` says, because some are sent to
-        nobody at first.
+        no receiver at first.
         """
         self._sender = sender
         self._config = config

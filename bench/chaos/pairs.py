@@ -49,8 +49,8 @@ class Pair:
         return f"{self.fault} {self.process}"
 
 
-# A call that is under way when its connection is cut fails, as nobody can know whether it took effect, and the run goes
-# back to its last checkpoint. Idle connections are made again.
+# A call that is under way when its connection is cut fails, since it is unknown whether it took effect, and the run
+# goes back to its last checkpoint. Idle connections are made again.
 PAIRS: tuple[Pair, ...] = (
     Pair("driver", "stop", "goes on"),
     Pair("driver", "kill", "stops"),

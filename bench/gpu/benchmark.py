@@ -101,7 +101,7 @@ def run_gpu(options: GpuOptions, report: GpuReport) -> None:
     versions = {"trl": check_trl()} if options.baseline else {}
     model = (options.model or options.out / "model").resolve()
     tasks = [_task(options, layout, model, number) for number in range(options.repeat) for layout in layouts]
-    for layout in layouts:  # a mistake in the overrides is told before anything is made
+    for layout in layouts:  # a mistake in the overrides is reported before anything is made
         load_config(EXAMPLES / work.example, [*layout.overrides(), *options.overrides])
     trl_runs = ["TRL, run 1", "TRL, run 2"] if options.baseline else []
     report.tell.plan(*trl_runs[:1], *(task.folder.name for task in tasks), *trl_runs[1:])

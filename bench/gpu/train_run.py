@@ -23,7 +23,7 @@ from .works import EXAMPLES, Bounds, GrpoWork
 REWARD = "headrace.bench.gpu.rewards:spread"
 _LOOK_S = 0.25
 _END_S = 120.0
-"""Seconds in which a run that is told to end must have ended its processes."""
+"""Seconds in which a run must have ended its processes once it is asked to end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,7 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
         pattern = replace(pattern, ops=pattern.ops - {"gets"}, readers=())
     results = []
     for specs in options.second_specs():
-        # Everything is started anew for each list, because the baseline's master fails when its clients end, whose
+        # Everything is started again for each list, because the baseline's master fails when its clients end, whose
         # memory it uses.
         with ExitStack() as stack:
             open_one = _Opener(stack, absent, tell)

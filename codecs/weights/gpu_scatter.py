@@ -12,7 +12,8 @@ import torch
 
 from ..integers import round_up
 
-# ---------------- The GPU computes the digest of bytes that it holds, queued like any other work, so that nobody waits.
+# ---------------- The GPU computes the digest of bytes that it holds, queued like any other work, so that the host does
+# not wait.
 #
 # It is one pass over the bytes. Each 8-byte word is added to a multiple of its position and mixed, by a function that
 # has an inverse, so that every bit of it reaches every bit of the result; the results are summed modulo 2**64. Any one

@@ -319,5 +319,5 @@ class AsyncDataPlaneClient:
                 except asyncio.CancelledError:
                     continue  # it is being obeyed; the store's own bound ends this wait
             if not future.cancelled():
-                future.exception()  # seen: the cancellation is what the caller is told
+                future.exception()  # seen: the caller gets the cancellation instead
             raise

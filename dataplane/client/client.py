@@ -64,7 +64,7 @@ class DataPlaneClient:
         tasks: a TaskConfig says in what order the task's claims take rows; a name alone means lowest version first.
         Calling this again with equal arguments does nothing, from any process, also after fields were added. With other
         arguments it raises ValueError naming what differs; with `redefine` it removes the partition with its rows,
-        leases and tasks instead, and registers it anew, so that a notebook's cell can be run again. It also raises
+        leases and tasks instead, and registers it again, so that a notebook's cell can be repeated. It also raises
         ValueError for a sampler that the directory's process cannot build, or may not import because
         `dataplane.samplers` does not list it.
         """
@@ -183,7 +183,7 @@ class DataPlaneClient:
     def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
         """Set tags of existing rows without writing a field. tags: name -> a number or a string for each key, `[N]`.
 
-        Receipts that were issued before keep their tags. Claims that wait are served anew, because samplers may choose
+        Receipts that were issued before keep their tags. Waiting claims are tried again, because samplers may choose
         rows by their tags. Idempotent. Raises KeysNotFound naming the keys that do not exist, DuplicateKeys, and
         SchemaMismatch for values of another type than the tag's earlier ones; no tag is changed then.
         """
@@ -279,7 +279,7 @@ class DataPlaneClient:
         return self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
 
     def free(self, partition: str, keys: Keys, *, timeout_s: float | None = None) -> int:
-        """Give back the bytes of rows that nobody reads any more, and return how many rows they are. The rows stay
+        """Give back the bytes of rows that will not be read again, and return how many rows they are. The rows stay
         until `clear`, with their keys, versions, tags and leases; a task's claim does not get them again.
 
         Meant for a consumer of a large batch of rows that has room for a part of it only: the bytes of a block are free

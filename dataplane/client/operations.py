@@ -150,13 +150,13 @@ class Operations:
                 schema = yield from self._schema(partition, max(0.0, deadline - time.monotonic()))
                 if schema == cached:
                     raise
-                # Fields were added meanwhile, or the partition was registered anew.
+                # Fields were added meanwhile, or the partition was registered again.
                 put, blocks = yield Work("put", lambda: prepare(schema), deadline)
             if not names:
                 return Moved(empty_receipt(partition, schema, put.fields, self._plane_id), 0)
             written = yield from self._place(put, blocks, deadline)
         except SchemaMismatch:
-            self._schemas.pop(partition, None)  # it may have been registered anew
+            self._schemas.pop(partition, None)  # it may have been registered again
             raise
         return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
 

@@ -31,7 +31,7 @@ class LeaseRenewal:
 
     def __init__(self, link: Link, lease_s: float) -> None:
         self._renewer = _Renewer(link, lease_s)
-        self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that nobody closed
+        self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that was not closed
 
     def add(self, lease_id: int, keys: Iterable[str]) -> None:
         """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""

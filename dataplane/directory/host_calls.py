@@ -23,7 +23,7 @@ class HostCalls:
         """True when calls to the host are round trips. They are then made in a worker thread, because claims must not
         wait for a slow store."""
         self._host = host
-        # Asked once: isinstance of a protocol looks up every attribute of it anew.
+        # Asked once: isinstance of a protocol looks up every attribute of it each time.
         self._cuts = host if isinstance(host, Cuts) else None
         self._frees_many = host if isinstance(host, FreesMany) else None
         self._space_freed = space_freed

@@ -271,7 +271,7 @@ class Partition:
         check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
         if put.schema_id not in self._schemas:
-            raise self._mismatch("the writer knows another schema: the partition was registered anew", put.keys)
+            raise self._mismatch("the writer knows another schema: the partition was registered again", put.keys)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
             raise self._mismatch(f"blocks of {[at.num_rows for at in put.layouts]} rows", put.keys)
         self._check_groups(put)
@@ -281,7 +281,7 @@ class Partition:
             for name in put.fields:
                 written = old[self.rows.slots[name][rows[old]] != UNWRITTEN]
                 if len(written):
-                    message = f"field {name!r} is written already; replace=True writes it anew"
+                    message = f"field {name!r} is written already; replace=True overwrites it"
                     raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
         self._check_lengths(put, rows, old)
         self._check_identity(put, rows, old)

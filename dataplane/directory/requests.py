@@ -320,7 +320,7 @@ TAKE_EFFECT = frozenset(
 """Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
 the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))
-"""Names of the requests that undo something, and are carried out even if nobody waits for the reply."""
+"""Names of the requests that undo something. They are carried out even if no client waits for the reply."""
 REVOKED = b""
 """Body of the reply to a Commit if its space had been granted in advance and was revoked. Nothing became readable, and
 the put must reserve space."""

@@ -249,7 +249,7 @@ def chosen(sampler: Sampler, candidates: Candidates, request: ClaimRequest) -> n
     """
     try:
         positions = np.asarray(sampler.select(candidates, request))
-    except Exception as error:  # whatever a user's sampler raises: it is the claimer who must be told
+    except Exception as error:  # whatever a user's sampler raises, the claim must report it
         raise SamplerError(f"{_name(sampler)} raised {type(error).__name__}: {error}") from error
     if positions.ndim != 1 or (positions.dtype.kind not in "iu" and len(positions)):
         shape = list(positions.shape)

@@ -264,7 +264,7 @@ class _Call:
         reply = await self._task
         request = undoing(self._undo, reply)
         if request is not None:
-            _logger.debug("%s: nobody waits for its reply any more, it is undone by %s", self._op, request[0])
+            _logger.debug("%s: its reply is no longer waited for, it is undone by %s", self._op, request[0])
             await self._service.call(*request)
         self.taken_back.set_result(lasting_effect(self._op, self._undo, reply))
 

@@ -175,7 +175,7 @@ class _Session(asyncio.Protocol):
         cancelled = _cancelled_at_once(frames) if len(frames) > 1 else frozenset()
         for position, (number, op, payload) in enumerate(frames):
             if has_gone and op not in TAKE_BACK:
-                continue  # its caller was told that there was no answer
+                continue  # its caller already has the error that there was no answer
             if op == CANCEL:
                 self._cancel(number)
             elif position in cancelled:

@@ -51,7 +51,7 @@ class SocketLink:
         self._closed = False
         self._idle: list[socket.socket] = []
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that was not closed
         if connect_s is not None:
             self._idle.append(self._connect("connect", time.monotonic() + connect_s))
 
@@ -127,8 +127,8 @@ class SocketLink:
 
         Returns the text to append to the call's error: what `lasting_effect` returns if the directory answered in time,
         else what `unknown_outcome` returns. If the directory did not answer, the connection is closed: the directory
-        then drops the request if it has not read it yet, and a lease that the request obtained runs out, because nobody
-        renews it.
+        then drops the request if it has not read it yet, and a lease that the request obtained runs out, because it is
+        not renewed.
         """
         deadline = time.monotonic() + take_back_s()
         try:
@@ -211,7 +211,7 @@ def _connected(address: DirectoryAddress, key: bytes, deadline: float) -> socket
     """Open a blocking connection to the directory, and carry out the handshake.
 
     A directory that has too many new connections closes some of them, so this connects again until the deadline. Raises
-    TimeoutError at the deadline, ConnectionRefusedError when nobody listens, and HandshakeError when who listens does
+    TimeoutError at the deadline, ConnectionRefusedError when no server listens, and HandshakeError when the server does
     not know the run's key.
     """
     while True:
@@ -471,7 +471,7 @@ class _Channel(asyncio.Protocol):
                 await self.ask(_Request(*undo, None))
             request.is_open = False
         except ConnectionError:
-            pass  # nobody renews a lease that was granted, and room that was reserved expires
+            pass  # a granted lease is not renewed, and reserved room expires
         finally:
             self._waiting.pop(number, None)
 

@@ -29,7 +29,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05
 _BACKLOG = 1024
 _LOG_EVERY_S = 1.0
-"""Shortest time in seconds between two lines in the log about refused connections, which anybody can cause."""
+"""Shortest time in seconds between two lines in the log about refused connections, which any stranger can cause."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -53,8 +53,8 @@ def connect_authenticated(host: str, port: int, key: bytes, service: str, timeou
     """Connect to an AuthenticatedListener and carry out the handshake, and return the connected blocking socket.
 
     Connects again when the listener closes the connection in the middle of the handshake, as it does when it has too
-    many strangers. Raises HandshakeError when who listens there does not know the key, and OSError when nobody listens
-    there or `timeout_s` seconds are over.
+    many strangers. Raises HandshakeError when the server there does not know the key, and OSError when no server
+    listens there or `timeout_s` seconds are over.
     """
     deadline = time.monotonic() + timeout_s
     while True:

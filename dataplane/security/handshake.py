@@ -4,11 +4,11 @@ client -> server   MAGIC, the client's nonce                    HELLO_BYTES
 server -> client   the server's nonce, the server's proof       CHALLENGE_BYTES
 client -> server   the client's proof                           PROOF_BYTES
 
-A nonce is 32 random bytes, drawn anew for each connection. A proof is the HMAC-SHA256, under the run's key, of the role
+A nonce is 32 random bytes, drawn for each connection. A proof is the HMAC-SHA256, under the run's key, of the role
 (server or client), the name of the service, and both nonces. A recorded proof is worthless for another connection, as
 the other end's nonce differs; a server's proof is no client's proof; and a proof for one service is none for another.
 
-The handshake does not encrypt or authenticate what is sent later. Somebody who can change packets on the network
+The handshake does not encrypt or authenticate what is sent later. An attacker who can change packets on the network
 between the two ends can take over the connection after the handshake.
 """
 

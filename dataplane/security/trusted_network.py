@@ -6,7 +6,7 @@ import ipaddress
 
 from ..config import DataPlaneConfig
 
-_ALLOW = "set dataplane.trusted_network=true if everybody on that network may do so, or choose another store"
+_ALLOW = "set dataplane.trusted_network=true if everyone on that network may do so, or choose another store"
 
 
 def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
@@ -24,12 +24,12 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
         raise ValueError(
             f"dataplane.trusted_network: got false with dataplane.store.kind='simple', expected true, because "
             f"TransferQueue's units listen on Ray's address of their host, such as {address}, also in a run on one "
-            f"host, and run code that anybody sends there; {_ALLOW}"
+            f"host, and run code that anyone sends there; {_ALLOW}"
         )
     if kind == "mooncake":
         raise ValueError(
             "dataplane.trusted_network: got false with dataplane.store.kind='mooncake', expected true, because each "
-            "of Mooncake's clients listens on all addresses of its host, also in a run on one host, and lets anybody "
+            "of Mooncake's clients listens on all addresses of its host, also in a run on one host, and lets anyone "
             f"read and overwrite its memory; {_ALLOW}"
         )
 

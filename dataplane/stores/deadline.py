@@ -129,9 +129,9 @@ def keep_freed_memory() -> bool:
     """Make glibc keep up to a GiB of freed memory for later allocations. Returns whether the C library accepted the
     settings.
 
-    ZeroMQ receives every frame into memory from the heap. By default glibc maps large frames anew each time, and unmaps
-    them afterwards. The page faults, one for every 4 KiB, take as long as the transfer itself: a get of 8 MiB takes 10
-    ms by default and 5 ms with these settings.
+    ZeroMQ receives every frame into memory from the heap. By default glibc maps large frames each time, and unmaps them
+    afterwards. The page faults, one for every 4 KiB, take as long as the transfer itself: a get of 8 MiB takes 10 ms by
+    default and 5 ms with these settings.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -76,7 +76,7 @@ class MooncakeHost:
         master = self._master.address
         try:
             self._client = MooncakeClient(master, protocol, device)
-            # Without the segment the rows are gone: the master's end tells everybody at once.
+            # Without the segment the rows are gone: all clients notice the master's end at once.
             self._segment = MooncakeSegment(master, protocol, device, self._limit_bytes, self._master.close)
         except BaseException:
             self._master.close()

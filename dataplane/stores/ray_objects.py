@@ -114,8 +114,8 @@ class RayObjectsHost(CountingHost):
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Make the keepers (the actors that own the blocks) drop these blocks, so that nobody can read them any more.
-        It takes one round trip, about a millisecond. Idempotent.
+        """Make the keepers (the actors that own the blocks) drop these blocks, so that they can no longer be read. It
+        takes one round trip, about a millisecond. Idempotent.
 
         If a keeper does not answer, its blocks are remembered, and it is asked again at the next call unless it is
         dead.

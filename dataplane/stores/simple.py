@@ -5,8 +5,8 @@ ZeroMQ: the global index is the block id, the field name is the part number, and
 TransferQueue's controller and client are not used, because the directory already keeps the rows, and a unit works
 without both.
 
-A unit listens on its node's address in Ray, on a port that the system chooses. It trusts everybody who can reach it
-(its wire format holds pickles), so this store needs `dataplane.trusted_network`.
+A unit listens on its node's address in Ray, on a port that the system chooses. It trusts anyone who can reach it (its
+wire format holds pickles), so this store needs `dataplane.trusted_network`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class UnitLink:
         self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
         self._closed = False
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that was not closed
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
         """Send all requests to their storage units, then wait for all answers. Raises StoreLost if a unit does not

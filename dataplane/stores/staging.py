@@ -68,7 +68,7 @@ class StagingPool:
         return np.asarray(_Loan(self, memory, nbytes))
 
     def idle_bytes(self) -> int:
-        """Return the number of bytes in buffers that nobody uses."""
+        """Return the number of bytes in unused buffers."""
         return sum(size * len(idle) for size, idle in list(self._idle.items()))
 
     def _give(self, memory: _Memory) -> None:

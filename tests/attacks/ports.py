@@ -323,7 +323,8 @@ PORTS: dict[str, Callable[[], AttackedPort]] = {
 
 
 def recorded(port: AttackedPort) -> bytes:
-    """Return all that a client sends in one connection, the handshake included, as somebody on the network sees it."""
+    """Return all that a client sends in one connection, the handshake included, as a listener on the network sees
+    it."""
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
         between.settimeout(TIMEOUT_S)
@@ -360,13 +361,13 @@ def frames_of(port: AttackedPort) -> list[tuple[bytes, bytes]]:
 
 @contextlib.contextmanager
 def stranger(port: AttackedPort) -> Iterator[socket.socket]:
-    """A connection of somebody who has not proved anything."""
+    """A connection of a client that has not proved anything."""
     with socket.create_connection(port.address, TIMEOUT_S) as connection:
         yield connection
 
 
 def member(port: AttackedPort) -> socket.socket:
-    """A connection of somebody who has proved to know the key."""
+    """A connection of a client that has proved to know the key."""
     return connect_authenticated(*port.address, port.key, port.service, TIMEOUT_S)
 
 

@@ -1,4 +1,4 @@
-"""Recycled host memory: used again when nobody holds it, and never before."""
+"""Recycled host memory: used again when no reader holds it, and never before."""
 
 from __future__ import annotations
 

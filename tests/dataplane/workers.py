@@ -55,7 +55,7 @@ class Worker:
         return seen
 
     def read(self, receipt: Any, fields: tuple[str, ...] = FIRST) -> float:
-        """Read with a receipt of somebody else, check every byte. Returns the seconds the read took."""
+        """Read with another client's receipt, check every byte. Returns the seconds the read took."""
         started = time.monotonic()
         batch = self._client.get(receipt, fields)
         taken = time.monotonic() - started

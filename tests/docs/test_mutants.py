@@ -22,7 +22,7 @@ def mutants() -> ModuleType:
 
 
 def test_the_text_of_every_mutant_is_in_its_file_once(mutants: ModuleType) -> None:
-    """Whoever changes code that a mutant replaces, or moves it or its tests, changes the table too."""
+    """A change or move of code that a mutant replaces, or of its tests, changes the table too."""
     counts = {mutant.name: (ROOT / mutant.path).read_text().count(mutant.old) for mutant in mutants.MUTANTS}
     assert len(counts) == len(mutants.MUTANTS) >= 22
     assert {name: count for name, count in counts.items() if count != 1} == {}

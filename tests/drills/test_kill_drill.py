@@ -51,7 +51,7 @@ WHOLE = ("run.checkpoint_every=2", "algorithm.steps=8", "trainer.dp=2", "datapla
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Figures by step of a run that nobody disturbs."""
+    """Figures by step of an undisturbed run."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     code, output = runs.run(run_dir, *WHOLE)
     assert code == 0, output

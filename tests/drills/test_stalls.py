@@ -63,7 +63,7 @@ def stall(one: psutil.Process, seconds: float) -> None:
 
 
 def expect_unmoved(tmp_path: Path, variant: str, *, steps: int, stalls: int, seed: int) -> None:
-    """Compare a run in which `stalls` stalls begin at random moments with one that nobody disturbs."""
+    """Compare a run in which `stalls` stalls begin at random moments with an undisturbed one."""
     overrides = (*COMMON, *VARIANTS[variant], f"algorithm.steps={steps}")
     code, output = runs.run(tmp_path / "whole", *overrides, timeout_s=600)
     assert code == 0, output

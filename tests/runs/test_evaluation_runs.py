@@ -46,5 +46,5 @@ def test_a_run_s_last_evaluation_is_that_of_its_model(
     assert main(["eval", str(path), SETS, "--set", "gsm8k", "--model", str(folder / "model")]) == MISTAKE
     assert "--set: got 'gsm8k', expected some of validation, greedy, sampled" in capsys.readouterr().err
     assert main(["eval", str(path)]) == MISTAKE
-    assert "each run makes the built-in model anew" in capsys.readouterr().err
+    assert "each run makes the built-in model again" in capsys.readouterr().err
     assert not os.path.exists(tmp_path / "runs")

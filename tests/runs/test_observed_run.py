@@ -163,7 +163,7 @@ def check_timeline(events: list[dict[str, Any]]) -> None:
     assert sorted(steps) == [3, 4, 5]
     passes = [event for event in by_lane["train worker 0", "compute"] if event["name"] == "forward backward"]
     sent = [event for event in by_lane["train worker 0", "sync"] if event["name"] == "send weights"]
-    assert len(sent) == 3, "that of the last step is told of in the next"
+    assert len(sent) == 3, "that of the last step is reported in the next"
     overlaps = 0.0
     for step, drawn_step in steps.items():
         [trained] = [event for event in passes if overlap(event, drawn_step) > 0]

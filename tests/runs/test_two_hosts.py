@@ -17,7 +17,7 @@ from headrace.tests.two_hosts import Host, two_hosts
 
 pytestmark = pytest.mark.processes
 PORT = 6390
-ENVIRONMENT = {**cli_runs.environment(), "RAY_AUTH_MODE": "disabled"}  # nobody else reaches these hosts
+ENVIRONMENT = {**cli_runs.environment(), "RAY_AUTH_MODE": "disabled"}  # no stranger reaches these hosts
 SHORT = ("validation.every=0", "warmup.corpus=none", "dataplane.store.capacity_mib=64")
 SCRIPTED = ("rollout.engine=scripted", "trainer.backend=scripted")
 

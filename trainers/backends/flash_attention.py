@@ -12,8 +12,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 LONG_ROW = 8192
 """Least number of tokens of a row that has a call of cuDNN's kernel to itself. On an H200 that takes half of the time
-of the variable-length kernel at 4k to 64k tokens, but cuDNN plans each new length anew: only long rows make up for
-it."""
+of the variable-length kernel at 4k to 64k tokens, but cuDNN makes a plan for each new length: only long rows make up
+for it."""
 _WIDEST_HEAD = 128
 """Largest width of a head for cuDNN's kernel."""
 _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not

@@ -57,7 +57,7 @@ def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolic
 def compile_layers(layers: Sequence[nn.Module]) -> None:
     """Compile each layer's forward with torch.compile. It fuses its norms, rotary embeddings, activations and sums.
 
-    All layers of a kind share their compiled code. It is made when the first microbatches are seen, and made anew for
+    All layers of a kind share their compiled code. It is made when the first microbatches are seen, and made again for
     varying numbers of tokens at the second of them.
     """
     for layer in layers:

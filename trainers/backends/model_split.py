@@ -142,7 +142,7 @@ def resolved_packing(trainer: TrainerConfig, model: Any, *, gpu: bool) -> Packin
 
 def has_experts(model: Any) -> bool:
     """Return whether any decoder layer of a model has experts in place of an MLP."""
-    from ...codecs.tokens.routes import expert_layers  # imports torch; mistakes in a configuration are told without it
+    from ...codecs.tokens.routes import expert_layers  # imports torch, which checks do without
 
     return bool(expert_layers(model))
 

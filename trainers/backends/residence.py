@@ -174,7 +174,7 @@ class Residence:
 
     def _empty_allocator(self) -> None:
         if self._device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # they stay allocated otherwise; the next product makes them anew
+            torch._C._cuda_clearCublasWorkspaces()  # they stay allocated otherwise; the next product makes them again
             torch.cuda.empty_cache()
 
 

@@ -264,7 +264,7 @@ def rollout_setup(
 
 def sample_file(config: Config) -> SampleFile | None:
     """Return the run's file of episodes for people to read. None for a run that writes none, because it has no folder,
-    because it is told so, or because it trains on recorded groups, whose texts are not recorded."""
+    because its settings say so, or because it trains on recorded groups, whose texts are not recorded."""
     samples = config.logging.samples
     if not samples.every or config.run.dir is None or config.run.replay:
         return None

@@ -6,7 +6,7 @@
 Messages are small, and their bytes are counted. Errors name actor and stage. The handles with the methods of each kind
 of actor are in handles.py.
 
-Slow actors are told from stuck ones by questions about their progress. `gather_moving` waits for calls that may fail
+Questions about their progress tell slow actors from stuck ones. `gather_moving` waits for calls that may fail
 independently of each other, and returns each one's outcome. `gather_slow` waits for calls of train workers that are
 useful only together, and raises the first failure.
 """

@@ -474,7 +474,7 @@ def _mode_problems(config: Config, because: str) -> list[str]:
         )
     if config.resources.switch_roles == "always":
         problems.append(
-            f"resources.switch_roles: got 'always' {because}, expected 'auto', because the pool decides who has a GPU"
+            f"resources.switch_roles: got 'always' {because}, expected 'auto', because the pool grants the GPUs"
         )
     if config.sync.in_flight == "wait":
         problems.append(

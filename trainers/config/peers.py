@@ -1,7 +1,8 @@
 """Lists the settings of TRL, verl, prime-rl and NeMo-RL with the config keys that do the same here.
 
 The names are those of TRL's GRPOConfig, verl's ppo_trainer.yaml, prime-rl's rl.toml and NeMo-RL's grpo_math_1B.yaml, as
-published in 2025 and 2026. A user who types one of them is told ours, and docs/start/coming-from.md shows the table.
+published in 2025 and 2026. A user who types one of them gets ours in the error, and docs/start/coming-from.md shows the
+table.
 """
 
 from __future__ import annotations

@@ -208,8 +208,8 @@ def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: i
     of training.
 
     Each epoch has every row once. Groups stay whole, and the mini-batches of an epoch have the same number of groups,
-    or numbers that differ by one. Which groups meet in a mini-batch is drawn anew for each epoch and depends only on
-    `seed`, `step`, the epoch and the order of groups in `meta`. Rows keep their order within a mini-batch.
+    or numbers that differ by one. Which groups meet in a mini-batch is drawn for each epoch and depends only on `seed`,
+    `step`, the epoch and the order of groups in `meta`. Rows keep their order within a mini-batch.
     """
     if minibatches == 1:
         return [meta] * epochs

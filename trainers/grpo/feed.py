@@ -518,7 +518,7 @@ class Feed:
                     self._clear_stale()
                     self._fill(self._admitted)
                 left_s = max(0.0, deadline - time.monotonic())
-                # While calls are in flight, they end the wait: each gets on, ends, or is that of a stuck actor.
+                # While calls are in flight, they end the wait: each makes progress, ends, or is that of a stuck actor.
                 wait_s = LOOK_AFTER_S if self._issues else min(left_s, LOOK_AFTER_S)
                 try:
                     return self._client.claim(

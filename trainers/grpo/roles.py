@@ -214,7 +214,7 @@ class Roles(Protocol):
 
 
 class _OwnGpus:
-    """Answers of a run whose GPUs are its own: nobody outside the run gives it orders."""
+    """Answers of a run whose GPUs are its own: it takes no orders from outside the run."""
 
     lends = False
 
@@ -222,7 +222,7 @@ class _OwnGpus:
         """Do nothing: there are no such orders."""
 
     def engines_kept(self) -> AbstractContextManager[object]:
-        """Return an empty context: nobody outside the run puts engines to sleep."""
+        """Return an empty context: engines are put to sleep from inside the run only."""
         return nullcontext()
 
     def check(self) -> None:
@@ -400,7 +400,7 @@ class TakeTurns(_OwnGpus):
 
     def _limit(self, engine: Engine, held: ProcessMemory) -> int | None:
         """Return the largest number of bytes that a sleeping engine may hold on its GPUs, as `held` counts them. What
-        other processes hold there is counted, too, where nobody can tell them apart: it must then be less than when the
+        other processes hold there is counted, too, where they cannot be told apart: it must then be less than when the
         engine was awake. None: nothing is known."""
         if not held.whole_device:
             return self._residual_bytes * engine.num_workers

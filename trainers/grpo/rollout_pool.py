@@ -58,7 +58,7 @@ class RolloutPool:
         handled here. Raises NoEngineLeft if no engine can get requests any more.
         """
         self._roles.check()
-        if self._actors.engines.all_asleep:  # nobody can make progress until the pool gives GPUs back
+        if self._actors.engines.all_asleep:  # no engine can make progress until the pool gives GPUs back
             self.begin_watch()
             return True
         moved, failed = self._watch.look()
@@ -130,7 +130,7 @@ class RolloutPool:
                 engine.renew()
                 if self._roles.bring(engine, version):
                     engines.take_back(engine)
-        self.begin_watch()  # the others have made no progress that anybody has seen meanwhile
+        self.begin_watch()  # the progress of the others was not watched meanwhile
 
     def mend(self, version: int) -> None:
         """Sync the weights of the train workers to the engines that a failed sync left without complete ones. The

@@ -225,7 +225,7 @@ class WeightSync:
         ready = [engine for engine in engines if engine.name not in failures]
         joined = [engine for engine in ready if engine.joins]
         if failures and joined:
-            # They have only joined: nobody may start to load what will not come whole.
+            # They have only joined: no engine may start to load what will not come whole.
             gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
             self._drop(version, joined)
             ready = [engine for engine in ready if not engine.joins]

@@ -22,7 +22,7 @@ from .page import page, plot_html, short, table
 from .report import judged_key, seconds_text
 
 MAX_RUNS = 12
-"""Largest number of runs on one page, beyond which their lines cannot be told apart."""
+"""Largest number of runs on one page, beyond which their lines look alike."""
 UNTOLD = ("run.dir", "run.name")
 """Config keys that differ between any two runs, and are not shown."""
 

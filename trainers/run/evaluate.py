@@ -63,7 +63,7 @@ def evaluate_model(
     if config.model.builtin:
         raise UserError(
             f"--model: got {config.model.path!r}, expected a model folder or hub id, because each run makes the "
-            "built-in model anew; its folder has it as base_model, best and model"
+            "built-in model again; its folder has it as base_model, best and model"
         )
     plans = _chosen(config, names)
     check_evaluation(config)

@@ -121,7 +121,7 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
         if folder.metrics.begun and not folder.metrics.finished:
             progress.message(f"{folder.path} has no checkpoint, so this run cannot be continued")
         return
-    except OSError:  # a disk that fails has been told of
+    except OSError:  # the failed disk was already reported
         return
     progress.message(f"to go on from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
 
@@ -394,9 +394,9 @@ def launched(
     leaving, also after an error, it stops everything.
 
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
-    watch: the watchdog, which is told about the processes; None for a run without one. cluster: an open cluster, which
-    is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called
-    once the actors' processes are starting. times: told when each part of the start has ended.
+    watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
+    is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
+    the actors' processes are starting. times: told when each part of the start has ended.
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat

@@ -51,7 +51,7 @@ class Heartbeat:
 
     def __init__(self, descriptor: int = -1, *, bound_s: float = math.inf) -> None:
         """Write to the shared memory of `descriptor`, which `shared_memory` returned. If it is -1, write to memory that
-        nobody reads.
+        is not read.
 
         `bound_s` is the maximum number of seconds for the time between stages, and for stages without a time limit of
         their own.

@@ -100,7 +100,7 @@ class Decoding:
         return True
 
     def forget_keys_and_values(self) -> None:
-        """Drop all keys and values. The next step computes them anew, with the weights that the model then has, for the
+        """Drop all keys and values. The next step recomputes them, with the weights that the model then has, for the
         prompt and the tokens so far of every running row. Must not be called during `run`."""
         self._window = None
 

@@ -54,7 +54,7 @@ class HfEngine:
 
     Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. Weights can
     change between two decoding steps. A request that continues after such a change either keeps the keys and values
-    that the older weights computed for its earlier tokens, or computes them anew, as the commit says.
+    that the older weights computed for its earlier tokens, or recomputes them, as the commit says.
     """
 
     died = ""

@@ -131,7 +131,7 @@ class SampledLogprobs:
             ):
                 if row is None or not own:
                     continue
-                if place > len(row):  # tokens of the time before this object; nobody may take their log-probs
+                if place > len(row):  # tokens from before this object, whose log-probs must not be taken
                     row.extend([math.nan] * (place - len(row)))
                 # A request whose newest token was dropped while it waited samples that token again.
                 del row[place:]

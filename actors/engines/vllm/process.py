@@ -298,8 +298,8 @@ async def all_of(*calls: Coroutine[Any, Any, None]) -> None:
 
 
 def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs:
-    """Translate the settings into vLLM's own. vLLM is told to report log-probs of the distribution that it samples
-    from. Raises ValueError if one of `settings.options` is wrong."""
+    """Translate the settings into vLLM's own. vLLM is set to report log-probs of the distribution that it samples from.
+    Raises ValueError if one of `settings.options` is wrong."""
     given: dict[str, Any] = {
         "model": settings.model,
         "dtype": str(settings.dtype).removeprefix("torch."),

@@ -13,7 +13,7 @@ PATIENCE_S = 1.0
 
 
 def lives(process: psutil.Process) -> bool:
-    """Return whether the process runs. One that has ended and whose exit code nobody has taken yet does not."""
+    """Return whether the process runs. One that has ended, and whose exit code was not collected yet, does not."""
     try:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

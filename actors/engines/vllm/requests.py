@@ -48,7 +48,7 @@ class RequestChecks:
     """Checks requests against the model and converts their sampling parameters."""
 
     def __init__(self, model: str, context: int, vocab_size: int, seed: int, *, routes: bool = False) -> None:
-        """routes: whether vLLM records routes, and is told which ones a request wants."""
+        """routes: whether vLLM records routes, and gets the list of those that a request wants."""
         self._routes = routes
         self._context = context
         self._vocab_size = vocab_size

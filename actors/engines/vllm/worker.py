@@ -198,7 +198,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
-            # A last step of requests that have ended may still be running, but nobody gets its tokens.
+            # A last step of requests that have ended can still be running, but its tokens are dropped.
             self.start_weight_update()
             self.receive_weights(StagedVersion(version))
             self.finish_weight_update()

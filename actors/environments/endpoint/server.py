@@ -158,7 +158,7 @@ class EndpointServer:
         except BadRequest as refused:
             return _refusal(refused)
         except (_ClientGone, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has gone
         except Exception as error:  # of the engine; the rollout reports it, too
             _log.warning("endpoint: a call failed: %s: %s", type(error).__name__, error)
             return _refusal(BadRequest(f"the policy cannot answer: {type(error).__name__}", status=503, code="engine"))

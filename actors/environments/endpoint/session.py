@@ -122,8 +122,8 @@ class Session:
         return call
 
     def leave(self, call: Call) -> None:
-        """Tell that a client no longer waits for a call. One that nobody waits for and nobody was sent is ended after
-        LINGER_S."""
+        """Tell that a client no longer waits for a call. One that is not waited for and was sent to no client is ended
+        after LINGER_S."""
         call.waiters -= 1
         if call.recorded:
             self._open.discard(call)

@@ -169,7 +169,7 @@ class Receiver(ABC):
                 return self._open(update, before + self.worker, deadline)
             before += group.num_workers
         named = ", ".join(f"{group.engine} ({group.num_workers})" for group in update.receivers)
-        raise deadline.error(f"takes no part in the update, which is for {named or 'nobody'}")
+        raise deadline.error(f"takes no part in the update, which is for {named or 'no receiver'}")
 
     def interrupt(self) -> None:
         """Make an `open` that waits in another thread fail at once."""

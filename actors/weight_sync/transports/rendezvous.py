@@ -164,7 +164,7 @@ def _run(call: Callable[[], T], ended: Future[T], drop: Callable[[T], None]) -> 
     try:
         result = call()
     except Exception as error:
-        with contextlib.suppress(InvalidStateError):  # nobody waits for it
+        with contextlib.suppress(InvalidStateError):  # it is not waited for
             ended.set_exception(error)
         return
     try:

@@ -138,8 +138,8 @@ def _conditions(options: PoolOptions, work: GrpoWork, gpus: list[str]) -> dict[s
 def _run_tenants(
     options: PoolOptions, work: GrpoWork, model: Path, found: _Measured, *, gpu: bool, tell: Progress
 ) -> None:
-    """Run the pool with the tenant alone, then with both, and read what they have logged, also if interrupted. What
-    goes wrong is told in `found.problems`."""
+    """Run the pool with the tenant alone, then with both, and read what they have logged, also if interrupted.
+    `found.problems` reports what goes wrong."""
     out, steps = options.out.resolve(), options.steps or work.steps
 
     def task(name: str, train_gpu: int, num_steps: int) -> TenantTask:

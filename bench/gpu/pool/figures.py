@@ -162,7 +162,7 @@ def against_link(figures: Mapping[str, float], weight_bytes: int, to_host: float
 
 
 def double_grants(events: Iterable[tuple[float, PoolEvent]]) -> list[str]:
-    """Return a sentence for each GPU that was granted while somebody held it."""
+    """Return a sentence for each GPU that was granted while another tenant held it."""
     holder: dict[int, str] = {}
     wrong = []
     for _, event in events:

@@ -26,7 +26,7 @@ MICROBATCH = 4096
 """Number of tokens of a microbatch, with which the 2 G shape trains in 80 GiB beside what sleeps there."""
 _LOOK_S = 0.25
 _TAIL = 15
-"""Number of lines at the end of a failed process's output that are told."""
+"""Number of lines at the end of a failed process's output that are reported."""
 
 
 @dataclass(frozen=True, slots=True)

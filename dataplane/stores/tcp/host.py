@@ -65,8 +65,8 @@ class TcpHost(CountingHost):
         raise ValueError(f"store request: got {request[:16]!r}, expected 'units' or 'join'")
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Make the units delete these blocks, so that nobody can read them any more. It takes one round trip to each
-        unit that holds one. Idempotent.
+        """Make the units delete these blocks, so that they can no longer be read. It takes one round trip to each unit
+        that holds one. Idempotent.
 
         If a unit does not answer, its blocks are remembered, and it is asked again at the next call unless it is dead.
         """

@@ -20,7 +20,7 @@ DYING_S = 1.0
 
 
 class UnitDied(StoreLost):
-    """Nobody listens at a storage unit's address any more, so its process has ended, and its blocks with it."""
+    """A storage unit's address refuses connections, so its process has ended, and its blocks are lost."""
 
 
 class UnitLink:
@@ -37,7 +37,7 @@ class UnitLink:
         self._watch: list[Connection] = []
         """At most one connection, which carries nothing and whose end shows that the unit has died."""
         self._watch_pid = 0
-        self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)  # if nobody closes the client
+        self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)  # if the client is not closed
 
     def ask(self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> bytes:
         """Send a request that has no raw bytes in its reply, and return the head of the reply. op: the client's
@@ -52,8 +52,8 @@ class UnitLink:
         """Send a request and receive the beginning of its reply. Gives the connection, the reply's head, and the number
         of raw bytes that the context must receive from the connection.
 
-        Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, UnitDied when nobody
-        listens there, and StoreLost when the unit does not answer by the deadline or breaks the connection.
+        Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, UnitDied when its address
+        refuses connections, and StoreLost when the unit does not answer by the deadline or breaks the connection.
         """
         started = time.monotonic()
         try:
@@ -87,7 +87,7 @@ class UnitLink:
         """Raise UnitDied or StoreLost unless the unit's process still holds a connection. The check takes a
         microsecond. op: the client's operation, for errors.
 
-        The memory of a pool whose unit has died can be read on, but nobody marks cleared blocks in it any more.
+        The memory of a pool whose unit has died can still be read, but cleared blocks in it are no longer marked.
         """
         started = time.monotonic()
         with self._watching:
@@ -169,13 +169,13 @@ class UnitLink:
         elif isinstance(error, HandshakeError | ValueError):
             what = f"is lost: {error}"
         elif isinstance(error, ConnectionRefusedError) or isinstance(error, ConnectionError) and self._died(deadline):
-            kind, what = UnitDied, "has died: nobody listens at its address"
+            kind, what = UnitDied, "has died: no process listens at its address"
         else:
             what = f"is lost: the connection broke ({error.strerror if isinstance(error, OSError) else error})"
         return kind(f"the storage unit {what}", op=op, peer=self.address.peer, elapsed_s=time.monotonic() - started)
 
     def _died(self, deadline: float) -> bool:
-        """Return whether nobody listens at the unit's address after a connection to it broke.
+        """Return whether the unit's address refuses connections after one to it broke.
 
         A process that dies closes its sockets one by one, so its listener may outlive this connection by a moment.
         """

@@ -264,7 +264,7 @@ class TcpStore:
     # -------------------------------------------------------------- units
 
     def _number(self, block: BlockRef, deadline: float) -> int:
-        """Return the number of the unit that holds a block. Raises StoreLost for a unit that nobody knows."""
+        """Return the number of the unit that holds a block. Raises StoreLost if no such unit exists."""
         number = int.from_bytes(block.location[:UNIT_BYTES])
         if number >= len(self._units):
             self._ask_directory(deadline)
@@ -290,7 +290,7 @@ class TcpStore:
                         spec = StoreSpec("shm", "", {"folder": address.folder})
                         self._near[len(self._units)] = SharedMemoryStore(spec)
                     except StoreLost:
-                        pass  # it has died; who asks it for a block is told so
+                        pass  # it has died; a request for one of its blocks reports that
                 self._units.append(UnitLink(address, self._key))
 
 

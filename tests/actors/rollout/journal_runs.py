@@ -77,7 +77,7 @@ class _Noted(EpisodeHost):
 
 
 class Life:
-    """One run, from start to kill. `version` is that of its engine, by which its rows are told from others'."""
+    """One run, from start to kill. `version` is that of its engine, which tells its rows from others'."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ def test_dataset_folders(tmp_path: Path) -> None:
 
 
 def held_out(config: DataConfig) -> tuple[str, str | None]:
-    """Text of the first validation prompt, and what the user is told."""
+    """Text of the first validation prompt, and the notes for the user."""
     opened = open_prompts(config, None, seed=0, check_lengths=False, held_out="validation")
     return opened.source.row(0).text, " ".join(opened.notes) or None
 

@@ -197,7 +197,7 @@ class Ranks:
         """Until a rank has called `reach(folder, mark)`."""
         deadline = time.monotonic() + timeout_s
         while not (self._folder / mark).exists():
-            assert time.monotonic() < deadline, f"nobody reached {mark!r}"
+            assert time.monotonic() < deadline, f"no rank reached {mark!r}"
             time.sleep(0.02)
 
     def results(self, timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The thread that makes the items of a pass: what its consumer is told when it fails or ends."""
+"""The thread that makes the items of a pass: what its consumer sees when it fails or ends."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def test_weights_are_sent_again_by_an_actor_that_trains(
         training = worker.accumulate()
         assert (tmp_path / "started").read_text() == "train"
         report = got(worker.send_cached(got(worker.open_cached(1, [ReceiverGroup("late", 1)]))))
-        got(worker.abort_update("nobody is there"))
+        got(worker.abort_update("no receiver is there"))
         assert report.bytes_sent == report.num_bytes > 0
         assert ended([training], "test", 0) == []
         (tmp_path / "go").write_text("")

@@ -19,7 +19,7 @@ from headrace.codecs.weights.gpu_scatter import device_digest
 
 
 class MemorySender:
-    """Two buffers in turn, as a transport has; fails where it is told to."""
+    """Two buffers in turn, as a transport has; fails where the test says."""
 
     def __init__(self, *, lasting: bool = False, fails_at: str = "", device: str = "cpu") -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Tests of the publisher: weights arrive bit for bit, failures leave nobody waiting, deltas and late sends work."""
+"""Tests of the publisher: weights arrive bit for bit, failures leave no rank waiting, deltas and late sends work."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FAILURES = [*(f"{call} {bucket}" for bucket in range(NUM_BUCKETS) for call in ("
 
 @pytest.mark.parametrize("fails_at", FAILURES)
 def test_a_sender_that_fails(fails_at: str) -> None:
-    """Wherever it does, siblings are not left in a gather, receivers are told, and the next version goes through."""
+    """Wherever it does, siblings are not left in a gather, receivers get the error, and the next version arrives."""
     sender = MemorySender(fails_at=fails_at)
     target, named = publisher(sender), weights()
     gather = Gather(named)

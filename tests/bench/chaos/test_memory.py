@@ -1,4 +1,4 @@
-"""Memory that grows is told from memory that is flat."""
+"""Growing memory is told apart from flat memory."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class GRPOTrainer:
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_trl_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package in TRL's place makes steps and logs as TRL does; a process that fails is told of."""
+    """A package in TRL's place makes steps and logs as TRL does; a process that fails is reported."""
     site, model = tmp_path / "site", tmp_path / "model"
     site.mkdir()
     model.mkdir()

@@ -87,7 +87,7 @@ def test_a_lease_lasts_as_long_as_its_client() -> None:
             client.claim("p", "a", ("ids",), 1, timeout_s=0)
         holder.release(held.select([1]), "a", "retry")
         again = holder.claim("p", "a", ("ids",), 1)
-        del holder  # nobody closed it
+        del holder  # it was not closed
         assert client.claim("p", "a", ("ids",), 1).keys == again.keys, "its rows return"
 
 
@@ -108,7 +108,7 @@ def test_a_receipt_that_was_handed_over_is_renewed_by_its_new_holder() -> None:
             client.renew(meta)
         client.release(meta.select([1]), "a", "retry")  # the last row for which this client renews
         again = client.claim("p", "a", ("ids",), 2)
-        assert sorted(again.keys) == ["b.0", "c.0"], "the third row returns when nobody renews it"
+        assert sorted(again.keys) == ["b.0", "c.0"], "the third row returns when it is not renewed"
         with pytest.raises(LeaseLost, match="3 of 3"):
             client.renew(meta)
         with pytest.raises(ValueError, match="renew: the receipt has no lease"):

@@ -1,4 +1,5 @@
-"""Room granted ahead: one directory call a put, and nobody waits or loses bytes for it. Over the stores without Ray."""
+"""Room granted ahead: one directory call per put, and no put waits or loses bytes for it. Over the stores without
+Ray."""
 
 from __future__ import annotations
 

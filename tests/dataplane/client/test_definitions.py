@@ -1,4 +1,4 @@
-"""Partitions whose definition changes: fields that are added, and partitions that are registered anew."""
+"""Partitions whose definition changes: fields that are added, and partitions that are registered again."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_lookups_over_sockets_that_are_cancelled_wait_no_more() -> None:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert not waiters, "the directory was told before the caller went on"
+        assert not waiters, "the directory heard of it before the caller continued"
 
     async def use() -> None:
         async with connect_async(served.handle) as twin:

@@ -83,7 +83,7 @@ def test_a_partition_can_be_dropped(client: DataPlaneClient, plane: DataPlane) -
         with pytest.raises(ValueError, match="not registered"):
             call("p")
     client.register("p", Schema([Field("ids", Kind.PER_TOKEN, torch.int64)]), ("a",))
-    with pytest.raises(SchemaMismatch, match="registered anew"):
+    with pytest.raises(SchemaMismatch, match="registered again"):
         stale.put("p", ["b.0"], {"ids": ids(1)})
     wide = [torch.arange(3)]
     assert stale.get(stale.put("p", ["b.0"], {"ids": wide})).jagged("ids").values.dtype == torch.int64

@@ -225,7 +225,7 @@ def test_a_file_without_notes_is_loaded_and_damaged_notes_load_nothing(
         rewrite(path, lambda task: {name: getattr(task, name) for name in kept})
     assert path.read_bytes().startswith(b"hrpart1\n")
     client.load(path, "s")
-    assert shares(client, "s", 1, 1) == [("b.0", "d.0")], "its ranks are dealt shares anew"
+    assert shares(client, "s", 1, 1) == [("b.0", "d.0")], "its ranks are dealt shares again"
     path.write_bytes(path.read_bytes().replace(b"hrpart1", b"hrpart9"))
     with pytest.raises(ValueError, match="begins with b'hrpart9"):
         client.load(path, "t")

@@ -142,7 +142,7 @@ def test_rows_overwritten_while_they_are_read_are_never_torn(
 
 @pytest.mark.also_over(*OTHER_STORES)
 def test_rows_replaced_between_two_bytes_of_a_read(client: Any, plane: DataPlane, partition: str, kind: str) -> None:
-    """The worst moment: views are handed out, then their block goes and its memory is written anew."""
+    """The worst moment: views are handed out, then their block goes and its memory is overwritten."""
     raw = f"{partition}-raw"
     client.register(raw, BYTES, ("train",))
     keys = [f"r.{n}" for n in range(4)]
@@ -166,7 +166,7 @@ def test_rows_replaced_between_two_bytes_of_a_read(client: Any, plane: DataPlane
         assert reader.get(meta).tensor("x").unique().tolist() == [1], "views that pinned the old bytes"
     except RowsCleared as error:
         assert "r.0" in str(error)
-    assert not waiting and (overwritten or kind not in LENDING), "the memory was written anew, else this tests nothing"
+    assert not waiting and (overwritten or kind not in LENDING), "the memory was overwritten, else this tests nothing"
     assert client.get_keys(raw, keys, ("x",)).tensor("x").unique().tolist() == [2]
     client.clear(raw)
     reader.close()

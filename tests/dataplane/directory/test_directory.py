@@ -174,7 +174,7 @@ def test_a_renewed_lease_lasts_until_its_last_renewal_runs_out(directory: Direct
     for now in (4.0, 8.0, 9.5):
         assert directory.renew([kept.lease_id, done.lease_id, 99], now) == [kept.lease_id]
     assert directory.next_deadline() == 10.0
-    assert directory.expire(10.0).num_rows == 1, "the lease that nobody renewed"
+    assert directory.expire(10.0).num_rows == 1, "the lease that was not renewed"
     assert directory.renew([lost.lease_id], 10.0) == []
     assert directory.next_deadline() == 19.5
     assert directory.expire(19.4).num_rows == 0

@@ -98,7 +98,7 @@ def test_rows_that_are_reset_are_dealt_anew() -> None:
     assert directory.reset("p", "a", None).reset == 2 * GROUP
     assert taken(share(directory, 0)) == [0, 2], "dealt before"
     assert share(directory, 0) is None
-    assert taken(share(directory, 1, 1)) == [3], "of the two that are dealt anew"
+    assert taken(share(directory, 1, 1)) == [3], "of the two that are dealt again"
     assert taken(share(directory, 0, 1)) == [1]
 
 

@@ -232,7 +232,7 @@ def test_window_is_never_exceeded_and_each_prompt_is_leased_once(
                 head = next(n for n in itertools.count() if n not in story.settled)
                 assert prompt < head + window, f"{prompt} taken while {head} was still to come"
                 if prompt not in story.settled and window == 1:
-                    assert prompt == head, "in_order overtakes nobody"
+                    assert prompt == head, "in_order overtakes no prompt"
                 story.settled.add(prompt)
         elif event in ("retry", "done"):
             story.end(number, event)

@@ -131,7 +131,7 @@ def waits_for_its_answer() -> bool:
 
 def interrupt_when(ready: Callable[[], bool]) -> threading.Thread:
     """Press Ctrl-C, so to speak, once `ready` and the main thread waits. A request that is interrupted before costs the
-    connection, because nobody knows how much of it was sent."""
+    connection, because it is unknown how much of it was sent."""
 
     def press() -> None:
         wait_until(lambda: ready() and waits_for_its_answer())

@@ -1,4 +1,4 @@
-"""Frames on a socket: a size that nobody means is refused before anything is buffered."""
+"""Frames on a socket: an absurd size is refused before anything is buffered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What anybody sends to a port is not run, and stores whose processes would run it are refused by default."""
+"""Code that a stranger sends to a port is not run, and stores that would run it are refused by default."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_a_put_is_woken_by_the_end_of_a_writer_in_freed_memory(monkeypatch: pyte
             waiting.start()
             while not other.status().waiting_puts:
                 assert waiting.is_alive()
-            alive = False  # nobody tells the directory
+            alive = False  # the directory does not hear of it
             waiting.join(10)
             assert not waiting.is_alive() and other.status().rows == 1
 
@@ -253,7 +253,7 @@ def test_a_put_goes_on_when_other_programs_have_freed_the_memory(monkeypatch: py
         waiting = threading.Thread(target=lambda: client.put("t", ["a.0"], rows))
         waiting.start()
         assert refused.acquire(timeout=10) and refused.acquire(timeout=10), "it is tried twice before it waits"
-        monkeypatch.setattr(shared_memory, "reserve_memory", real)  # nobody tells the directory
+        monkeypatch.setattr(shared_memory, "reserve_memory", real)  # the directory does not hear of it
         waiting.join(10)
         assert not waiting.is_alive() and client.status().rows == 1
 

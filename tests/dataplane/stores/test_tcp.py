@@ -411,13 +411,13 @@ def test_a_client_of_a_plane_that_has_gone_is_told_so() -> None:
     address = UnitAddress("unit-9", 1, "127.0.0.1", listener.getsockname()[1], "elsewhere", "/nowhere")
     listener.close()
     link = UnitLink(address, KEY)
-    with pytest.raises(UnitDied, match="nobody listens at its address .*unit-9"):
+    with pytest.raises(UnitDied, match="no process listens at its address .*unit-9"):
         put(link, 1, bytes(64))
     assert "key" not in repr(StoreSpec("tcp", "r", {}))
 
 
 def test_a_unit_that_dies_amid_a_request_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel closes the connections of a killed process before its listener, which nobody serves any more."""
+    """The kernel closes the connections of a killed process before its listener, which is no longer served."""
     listeners: list[socket.socket] = []
 
     def kept(*args: Any, **kwargs: Any) -> socket.socket:
@@ -436,7 +436,7 @@ def test_a_unit_that_dies_amid_a_request_has_died(monkeypatch: pytest.MonkeyPatc
         raise ConnectionResetError
 
     monkeypatch.setattr(Connection, "receive", broken)
-    with pytest.raises(UnitDied, match="has died: nobody listens at its address .*unit-0"):
+    with pytest.raises(UnitDied, match="has died: no process listens at its address .*unit-0"):
         get(link, (1, 0, 64))
     link.close()
 

@@ -16,7 +16,7 @@ PENDING = object()
 """Answer of a call that has not ended."""
 Answer = Callable[[str], Any]
 """Function from a method's name to its result, PENDING, or an exception that the call raises at the driver. It is asked
-again each time that somebody looks at the call."""
+again each time that the call is looked at."""
 
 
 class FakeActor:

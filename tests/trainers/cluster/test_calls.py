@@ -1,4 +1,4 @@
-"""Slow is not stuck: a wait lasts as long as actors get on, and ends when they do not answer or stand still."""
+"""Slow is not stuck: a wait lasts as long as actors make progress, and ends when they do not answer or stand still."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_save_may_take_as_long_as_its_worker_gets_on(clock: Clock) -> None:
         on_look=lambda: looks.append(clock.now),
     )  # fmt: skip
     assert found == [None] and clock.now > 1000
-    assert max(later - earlier for earlier, later in zip(looks, looks[1:], strict=False)) <= 2, "the watchdog is told"
+    assert max(later - earlier for earlier, later in zip(looks, looks[1:], strict=False)) <= 2, "the watchdog hears it"
 
 
 def test_bytes_on_the_disk_are_progress(clock: Clock) -> None:

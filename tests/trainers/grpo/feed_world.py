@@ -217,7 +217,7 @@ class World:
         return True
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Return seconds without progress as if nobody were stuck but the `hung`."""
+        """Return seconds without progress as if no actor were stuck but the `hung`."""
         return 3600.0 * self.looks if actor in self.hung else 0.0
 
     def leave_out(self, engine: str, reason: str, called_s: float) -> None:

@@ -162,7 +162,7 @@ def test_a_new_engine_waits_for_the_next_sync_or_has_the_memory_passed_on(monkey
         engine = _renewed(it, 0)
         assert not it.roles.bring(engine, 1), "the other one generates"
         it.it.pool.leave_out(it.it.pool.engines[1], "set aside by the test")
-        assert it.roles.bring(engine, 1), "nobody generates"
+        assert it.roles.bring(engine, 1), "no engine generates"
         it.it.expect(1, 1.0)
         assert it.it.trainer.offloaded
 

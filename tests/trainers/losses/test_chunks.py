@@ -95,7 +95,7 @@ class ThreadRanks:
             self._brought[rank] = sums
             self._barrier.wait()
             total = torch.stack([self._brought[other] for other in sorted(self._brought)]).sum(0)
-            self._barrier.wait()  # nobody brings the next before all have taken this
+            self._barrier.wait()  # the next comes only after all have taken this
             self.calls += rank == 0
             return total
 

@@ -57,7 +57,7 @@ def test_an_error_of_its_own_is_none(
     error: Exception, monkeypatch: pytest.MonkeyPatch, actors: Callable[..., RunActors]
 ) -> None:
     for bound in ("DEATH_S", "NEWS_S"):
-        monkeypatch.setattr(restarts, bound, 0.05)  # nobody is dying here
+        monkeypatch.setattr(restarts, bound, 0.05)  # no process dies here
     assert blamed(error, actors(0, 0), ALIVE) is error
     assert lost_process(error) is None
 

@@ -50,7 +50,7 @@ class PoolJournal:
             if self.pool.num_gpus != pool.num_gpus:
                 raise UserError(
                     f"pool: {path} is of a pool of {self.pool.num_gpus} GPUs, expected {pool.num_gpus}; remove it to "
-                    "begin anew"
+                    "begin again"
                 )
             self.pool.bounds = pool.bounds
             self._compact()
@@ -98,7 +98,7 @@ def replay(path: Path) -> Pool:
     records = _records(path)
     first = next(records, None)
     if first is None:
-        raise UserError(f"pool: {path} is not the journal of a pool; remove it to begin anew")
+        raise UserError(f"pool: {path} is not the journal of a pool; remove it to begin again")
     pool = messages.decode(first, Pool)
     for body in records:
         now_s, name, command = messages.decode(body, tuple[float, str, bytes])

@@ -183,10 +183,10 @@ def pool_figures(pool: SimulatedPool) -> dict[str, float]:
     """Return the figures of a pool under one policy.
 
     `utilisation` is the share of all GPU seconds in which a GPU trained or generated, where an engine counts by the
-    groups that it has of those that it has room for. `idle_share` is that in which nobody held it. `train_wait_*` are
-    seconds from the question for train GPUs to the grant, `rollout_wait_*` those of groups for a first engine that is
-    awake. `fairness` is Jain's index of the GPU seconds that each tenant held for each unit of its weight (Jain, Chiu
-    and Hawe, 1984): 1 if all have the same, 1 / tenants if one has all.
+    groups that it has of those that it has room for. `idle_share` is that in which no tenant held it. `train_wait_*`
+    are seconds from the question for train GPUs to the grant, `rollout_wait_*` those of groups for a first engine that
+    is awake. `fairness` is Jain's index of the GPU seconds that each tenant held for each unit of its weight (Jain,
+    Chiu and Hawe, 1984): 1 if all have the same, 1 / tenants if one has all.
     """
     total = pool.num_gpus * (pool.end_s - pool.begin_s)
     train_waits = [wait for one in pool.tenants for wait in one.train_waits_s]

@@ -102,7 +102,7 @@ class _Tenant:
         self.num_active = 0
         self.num_held_gpus = 0
         self.told: tuple[int, int] | None = None
-        """Target that the pool was told last, and the bucket of the progress; None before the first time."""
+        """Target that was reported to the pool last, and the bucket of the progress; None before the first time."""
         self.settled_s = 0.0
         """Time up to which figures are counted."""
         self.starved_since_s: float | None = None

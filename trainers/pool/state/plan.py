@@ -117,7 +117,7 @@ class PoolState:
     now_s: float = 0.0
     """Time by the pool's clock."""
     blocked: frozenset[int] = frozenset()
-    """GPUs that are in nobody's hands but cannot be granted yet, such as those of processes that are being ended."""
+    """GPUs that no tenant holds but that cannot be granted yet, such as those of processes that are being ended."""
 
     def holders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield (who holds them, GPUs) for all GPUs that are held or blocked."""
@@ -127,7 +127,7 @@ class PoolState:
             for shard in sorted(tenant.awake):
                 yield f"{name} (shard {shard})", tenant.map.shards[shard]
         if self.blocked:
-            yield "nobody (blocked)", tuple(sorted(self.blocked))
+            yield "no tenant (blocked)", tuple(sorted(self.blocked))
 
     def held(self) -> list[int]:
         """Return the GPUs that are held or blocked, in no order; twice those that two hold."""
@@ -138,12 +138,12 @@ class PoolState:
         return [*gpus, *self.blocked]
 
     def idle(self) -> frozenset[int]:
-        """Return the GPUs that nobody holds."""
+        """Return the GPUs that no tenant holds."""
         return frozenset(range(self.num_gpus)).difference(self.held())
 
     @property
     def num_idle(self) -> int:
-        """Number of GPUs that nobody holds, if none is held twice."""
+        """Number of GPUs that no tenant holds, if none is held twice."""
         awake = sum(len(tenant.awake) * tenant.map.tp for tenant in self.tenants.values())
         return self.num_gpus - awake - sum(len(grant.gpus) for grant in self.grants) - len(self.blocked)
 

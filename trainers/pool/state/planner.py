@@ -70,7 +70,7 @@ class Gap:
 def gaps(state: PoolState, awake: Mapping[str, int], num_idle: int) -> dict[str, Gap]:
     """Return the gap of every tenant that takes part: it generates or waits to, and knows how much work it has left.
 
-    awake: number of awake shards of each tenant. num_idle: number of GPUs that nobody holds or has reserved.
+    awake: number of awake shards of each tenant. num_idle: number of GPUs that no tenant holds or has reserved.
     """
     taking_part = {name: tenant for name, tenant in sorted(state.tenants.items()) if _takes_part(tenant, awake[name])}
     weights = {name: _work(tenant) * tenant.map.tp * tenant.map.weight for name, tenant in taking_part.items()}
@@ -105,8 +105,8 @@ _logger = logging.getLogger(__name__)
 def plan_cycle(state: PoolState, *, starve_s: float) -> Plan:
     """Return what is to be done now.
 
-    starve_s: seconds after which a request that still waits comes before all others and reserves its GPUs, so that
-    nobody else gets them.
+    starve_s: seconds after which a request that still waits comes before all others and reserves its GPUs, so that no
+    other tenant gets them.
     """
     awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
     ends = any(tenant.ending and tenant.awake for tenant in state.tenants.values())
@@ -199,7 +199,7 @@ class Draft:
                     self.shrink(self.flat(ShardId(name, shard)))
 
     def take(self, gpus: tuple[int, ...]) -> None:
-        """Keep these GPUs from everybody for the rest of the plan. Shards that are awake on some of them stay so."""
+        """Keep these GPUs from all tenants for the rest of the plan. Shards that are awake on some of them stay so."""
         idle = [gpu for gpu in gpus if self.holder[gpu] == IDLE]
         self.holder[idle] = TAKEN
 
@@ -222,7 +222,7 @@ def _serve(draft: Draft, request: Request, *, starving: bool) -> None:
 
 
 def _balance(draft: Draft) -> None:
-    """Wake shards one at a time for who has too few GPUs, and compute the gaps anew after each."""
+    """Wake one shard at a time for the tenant with the largest gap, and recompute the gaps after each."""
     found = gaps(draft.state, draft.awake, draft.num_idle)
     givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
     in_vain: set[str] = set()

@@ -39,8 +39,8 @@ from .planner import is_uneven, plan_cycle
 MAX_FAILURES = 3
 """Number of failed attempts to wake a shard after which it is left out for good."""
 PAID = 0.25
-"""Seconds without a shard that one second with a shard makes good. It is below 1 because a tenant that has a shard for
-moments only, between two trainings of another, generates little in them."""
+"""Seconds of waiting that one second of holding a shard repays. It is below 1, because a tenant that gets a shard only
+briefly, between two trainings of another, generates little in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +357,8 @@ class Pool:
     # ------------------------------------------------------------ what follows
 
     def _expire(self, now_s: float) -> bool:
-        """Make suspect whoever has left an order or the pool without an answer for too long. Returns whether there was
-        one that had not been before."""
+        """Mark tenants as suspect that have left an order or the pool without an answer for too long. Returns whether
+        there was one that had not been before."""
         num_before = len(self.suspects)
         for order in list(self.orders.values()):
             if now_s > order.due_s:

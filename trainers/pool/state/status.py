@@ -107,7 +107,7 @@ class PoolFigures:
 
     num_gpus: int
     holders: tuple[tuple[int, str, Role], ...]
-    """GPUs that somebody holds: number, tenant and role."""
+    """GPUs that a tenant holds: number, tenant and role."""
     gaps: dict[str, float]
     """Gap of each tenant that takes part in the gap rule; see `Gap.gap`."""
     waits: tuple[tuple[str, str, float], ...]
@@ -128,7 +128,7 @@ class PoolStatus:
     age_s: float
     """Seconds since the pool was first started."""
     gpus: tuple[str, ...]
-    """Holder of each GPU in words; "idle" for one that nobody holds."""
+    """Holder of each GPU in words; "idle" for one that no tenant holds."""
     tenants: tuple[TenantLine, ...]
     waits: tuple[WaitLine, ...]
     rejected: tuple[str, ...]

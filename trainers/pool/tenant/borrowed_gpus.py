@@ -54,7 +54,7 @@ class BorrowsGpus:
         *,
         step_groups: int,
     ) -> None:
-        """client: data-plane client that nobody else uses. step_groups: number of groups of a step."""
+        """client: data-plane client of its own. step_groups: number of groups of a step."""
         self._actors = actors
         self._weights = weights
         self._stages = stages

@@ -93,9 +93,8 @@ class PoolMembership:
     def roles(
         self, actors: RunActors, weights: WeightSync, stages: Stages, client: DataPlaneClient, bucket_bytes: int
     ) -> BorrowsGpus:
-        """Return the operations on the memory of the borrowed GPUs. client: data-plane client that nobody else uses.
-        bucket_bytes: GPU memory that a train worker may keep in addition, for the buffers from which it sends
-        weights."""
+        """Return the operations on the memory of the borrowed GPUs. client: data-plane client of its own. bucket_bytes:
+        GPU memory that a train worker may keep in addition, for the buffers from which it sends weights."""
         config, residual_bytes = self._config, self._config.pool.residual_mib << 20
         shards = Shards(
             actors,

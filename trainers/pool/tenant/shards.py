@@ -93,7 +93,7 @@ class Shards:
         self._unready: set[str] = set()
         """Engines that could not wake by the present order because no version is kept."""
         self._trainer_death: tuple[int, ActorFailed] | None = None
-        """Process of train rank 0 that was found dead, and its failure, until the driver has been told."""
+        """Process of train rank 0 that was found dead, and its failure, until it is reported to the driver."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -239,8 +239,8 @@ class Shards:
     def _catch_up(self, engine: Engine, failed: dict[str, str]) -> None:
         """Bring an engine to the newest version, which is kept while the train workers do something else.
 
-        If these have died, the driver is told, and the engine is unready: its GPUs are more use to others, and to the
-        new train workers, than in a wait for these.
+        If these have died, the driver gets the error, and the engine is unready: its GPUs are more use to others, and
+        to the new train workers, than in a wait for these.
         """
         if self._weights.kept is not None:
             if engine.version == self._weights.kept and not engine.broken:

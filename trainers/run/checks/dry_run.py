@@ -246,7 +246,7 @@ def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
 
 def _memory_lines(config: Config) -> list[str]:
     """Return the estimated memory of a GPU that holds an engine and a train worker, part by part. It ends with what
-    `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if nobody can share a GPU here."""
+    `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if no GPU can be shared here."""
     sizes = gpu_sizes()
     memory = estimate(config, min(sizes, default=None))
     if memory is None or (not sizes and config.resources.switch_roles != "always"):

@@ -172,7 +172,7 @@ def _check_engine_arguments(config: Config) -> None:
 def _check_loss(config: Config) -> None:
     """Try a loss of the user's own on made-up rows, and check the names of the columns that it reads."""
     if ":" in config.loss.kind:
-        from ....actors.protocols import row_schema  # imports torch; mistakes in a configuration are told without it
+        from ....actors.protocols import row_schema  # imports torch, which checks do without
         from ...cluster.actor_specs import backend_config
         from ...losses.factory import build_loss
 

@@ -21,7 +21,7 @@ class ModelLoader:
     In place means that weights are written into the live parameters, which is safe only while these are still as the
     model's loaders made them. The first such session runs the loaders and records their copies (`copy_plan`); later
     ones repeat the copies, as long as the parameters stay where they are. Layer by layer means that vLLM lays the
-    checkpoint's parameters out anew, loads them, has its kernels repack them, and copies the result to where the
+    checkpoint's parameters out again, loads them, has its kernels repack them, and copies the result to where the
     kernels read. The model in memory decides which of the two is used.
     """
 

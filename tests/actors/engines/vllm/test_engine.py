@@ -161,7 +161,7 @@ def test_an_aborted_request_keeps_what_it_has(subject: Subject) -> None:
 
 
 def test_cached_prefixes_of_old_weights_are_not_used(subject: Subject) -> None:
-    """Also while requests run that are kept: theirs are computed anew, too."""
+    """Also while requests run that are kept: theirs are recomputed, too."""
 
     async def main() -> None:
         engine, prompt, params = subject.engine, PROMPTS[3], SamplingParams(max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""Tests of how the end of a process is told; no vLLM is needed."""
+"""Tests of how the end of a process is reported; no vLLM is needed."""
 
 from __future__ import annotations
 

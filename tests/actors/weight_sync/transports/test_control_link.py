@@ -1,4 +1,4 @@
-"""Links between a sender and its receivers: who does not know the run's key is kept out, and holds up nobody."""
+"""Links between a sender and its receivers: a peer without the run's key is kept out, and delays no other."""
 
 from __future__ import annotations
 

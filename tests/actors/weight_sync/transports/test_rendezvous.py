@@ -44,7 +44,7 @@ def test_a_process_that_has_left_its_group_ends_well() -> None:
     assert done.returncode == 0 and not done.stderr, (done.returncode, done.stderr)
 
 
-# ------------------------------------------------------------------ groups that nobody waits for any more
+# ------------------------------------------------------------------ abandoned groups
 
 
 @pytest.fixture

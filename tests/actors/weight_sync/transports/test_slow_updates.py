@@ -1,4 +1,4 @@
-"""An update that gets on may take longer than `sync.timeout_s`, which bounds each of its waits."""
+"""An update that makes progress can take longer than `sync.timeout_s`, which bounds each of its waits."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Wire:
         self._messages.put(message, timeout=BOUND_S)
 
     def wait(self) -> None:
-        assert self._taken.acquire(timeout=BOUND_S), "nobody received it"
+        assert self._taken.acquire(timeout=BOUND_S), "the stage did not receive it"
 
     def receive(self) -> Any:
         message = self._messages.get(timeout=BOUND_S)

@@ -1,4 +1,4 @@
-"""Trainers with the routes of vLLM give its log-probs token by token, for tokens that nobody sampled.
+"""Trainers with the routes of vLLM give its log-probs token by token, for given tokens.
 
 vLLM can be forced along given tokens (`trace_decode_token_ids`) only where Triton is. On a CPU two substitutes show the
 same: it scores whole rows as prompts, in prefills, and a worker generates given tokens, in decoding steps.

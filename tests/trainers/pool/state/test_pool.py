@@ -167,7 +167,7 @@ def test_a_tenant_is_not_kept_from_generating_by_another_that_trains_and_generat
             obey(pool, second + tick)
             if pool.tenants["b"].awake:
                 had.append(second + tick)
-            assert len(pool.tenants["a"].awake) + len(pool.tenants["b"].awake) == 1, "nobody trains on GPU 1"
+            assert len(pool.tenants["a"].awake) + len(pool.tenants["b"].awake) == 1, "no tenant trains on GPU 1"
         pool.apply(second + 5.0, Release("a", "train"))
         obey(pool, second + 5.0)
     waits = [later - earlier for earlier, later in zip([0, *had], [*had, 400], strict=True)]

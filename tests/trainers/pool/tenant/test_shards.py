@@ -137,11 +137,11 @@ def test_a_shard_that_finds_the_train_worker_dead_sleeps_on_and_tells_the_driver
         outcome = it.order("expand", 0, 1)
         assert outcome.done == () and outcome.unready == (0, 1), "neither has failed"
         assert all("no version is kept since the train workers died" in why for why in outcome.failed.values())
-        assert it.sync.kept is None, "nobody tries again before another one is kept"
+        assert it.sync.kept is None, "no retry before another one is kept"
         with pytest.raises(ActorFailed, match="died") as raised:
             it.shards.check()
         assert raised.value.died
-        it.shards.check()  # it is told once
+        it.shards.check()  # it is reported once
         assert all(engine.asleep and not engine.dead for engine in it.it.pool.engines)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes are told before an actor is built, by the dry run and by the start alike, and leave no folder behind."""
+"""Mistakes are reported before an actor is built, by dry run and start alike, and leave no folder behind."""
 
 from __future__ import annotations
 

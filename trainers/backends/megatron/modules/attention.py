@@ -37,7 +37,7 @@ class Reach:
     """Number of keys of each span, at least its number of queries."""
     longest: tuple[int, int]
     """Largest number of queries and largest number of keys of a span. A compiled layer that looked at the sizes of all
-    spans would be compiled anew for others."""
+    spans would be compiled again for others."""
     query_ends: torch.Tensor
     """Boundaries of the spans among the queries: 0, then the end of each span, int32 `[spans + 1]`."""
     key_ends: torch.Tensor
@@ -157,7 +157,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scal
     return _attend_by_span(q, k, v, reach, scale)
 
 
-@uncompiled  # it looks at the size of each span, for which a compiled layer would be compiled anew
+@uncompiled  # it looks at the size of each span, for which a compiled layer would be compiled again
 def _attend_by_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
     """Compute what `attend` does with one call of SDPA if all spans have the same size, else with one for each span."""
     if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:

@@ -106,7 +106,7 @@ def loader_with_plan(model: Fused) -> Any:
 
 
 def test_parameters_replaced_in_mid_session_are_found() -> None:
-    """The plan is looked at before the session; what was copied since went to memory that nobody computes with."""
+    """The plan is looked at before the session; what was copied since went to memory that no kernel reads."""
     model, sent = Fused(), weights(0)
     loader = loader_with_plan(model)
     for _ in range(2):
