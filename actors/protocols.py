@@ -124,7 +124,7 @@ class PromptRow:
     fields: Mapping[str, Any]
     """Other columns of the dataset row, for use by environments and custom reward functions."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Chat messages that `text` was rendered from, for environments that go on with them; () for a text prompt."""
+    """Chat messages that `text` was rendered from, for environments that continue with them; () for a text prompt."""
 
 
 class PromptSource(Protocol):
@@ -164,7 +164,7 @@ class Prompt:
     fields: Mapping[str, Any]
     """Other columns of the dataset row, for use by environments and custom reward functions."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Chat messages that `text` was rendered from, for environments that go on with them; () for a text prompt."""
+    """Chat messages that `text` was rendered from, for environments that continue with them; () for a text prompt."""
 
 
 @dataclass(frozen=True, slots=True)

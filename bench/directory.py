@@ -168,8 +168,8 @@ def directory_table(summary: dict[str, float]) -> Table:
     """Return a table with one row per operation."""
     rows = int(summary["directory.rows"])
     title = f"directory: {rows} rows x {NUM_FIELDS} fields, {summary['directory.mib']:.0f} MiB, "
-    table = Table(title=title + f"{summary['directory.bytes_per_row']:.0f} bytes a row", title_justify="left")
-    for name in ("operation", "rows a call", "median us", "p99 us", "rows/s"):
+    table = Table(title=title + f"{summary['directory.bytes_per_row']:.0f} bytes per row", title_justify="left")
+    for name in ("operation", "rows per call", "median us", "p99 us", "rows/s"):
         table.add_column(name, justify="left" if name == "operation" else "right")
     ops = [name.split(".", 1)[1].rsplit(".", 1)[0] for name in summary if name.endswith(".latency_us")]
     for op in ops:

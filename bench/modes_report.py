@@ -55,7 +55,7 @@ def write_report(report: StepReport, options: StepOptions, command: str) -> Path
 def meaning(options: StepOptions) -> str:
     """Return the paragraph of the report that explains what was measured, and how."""
     return (
-        f"{options.prompts} groups of {options.group_size} rows a step, generated at once, a group in a log-normal "
+        f"{options.prompts} groups of {options.group_size} rows per step, generated at once, a group in a log-normal "
         f"time of sigma {options.sigma:g}; the slowest of a step takes {options.train_s:g} s on average, and so does "
         f"its training. Seconds a step: wall time of {options.counted} steps over their number, without the first "
         f"{options.warm} and the last {LAST}. `streaming` trains on {options.chunk_groups} groups at a time, staleness "

@@ -39,7 +39,7 @@ def add_gpu_commands(kinds: Any) -> None:
     add("--steps", type=int, metavar="N", help="steps of each run, the first of which is not counted; default: 6")
     add("--repeat", type=int, default=1, metavar="N", help="runs of each layout; default: 1")
     add("--prompts", type=int, metavar="N", help="pool-*: prompts of a step; default: 8")
-    add("--weak", action="store_true", help="as many prompts a step for each GPU as there are for one")
+    add("--weak", action="store_true", help="as many prompts per step for each GPU as there are for one")
     add(
         "--baseline", choices=("trl", "none"),
         help="trl: also run TRL twice on one GPU, where it is installed; none: train-* without plain torch beside it",

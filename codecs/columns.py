@@ -127,7 +127,7 @@ def _objects(field: Field, value: Any) -> list[Any]:
         return value.tolist()
     if isinstance(value, list | tuple):
         return list(value)
-    raise ValueError(f"field {field.name!r}: got {_what(value)}, expected a list of objects, one a row")
+    raise ValueError(f"field {field.name!r}: got {_what(value)}, expected a list of objects, one per row")
 
 
 def _jagged_from_nested(field: Field, value: Any) -> Jagged | None:
@@ -160,7 +160,7 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
     if not rows:
         return torch.empty((0, *field.trailing), dtype=field.dtype)
     try:
-        # Lists and arrays are converted once for all rows, not once a row; on an error the row is looked for.
+        # Lists and arrays are converted once for all rows, not once per row; on an error the row is looked for.
         if kinds <= {list, tuple} and not field.trailing:
             flat = _from_python(field, list(itertools.chain.from_iterable(rows)), "the rows")
             _expect_shape(field, "the rows", flat.shape, ("L",))

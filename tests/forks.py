@@ -2,7 +2,7 @@
 
 Importing these takes 4 seconds of a core. A run through the command line does so in its driver and in each of its
 actors, which are workers of Ray. Ray starts this file in place of its own `setup_worker.py`, and the server below forks
-a process that goes on with Ray's `default_worker.py`, as a worker that Ray starts does.
+a process that continues with Ray's `default_worker.py`, as a worker that Ray starts does.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def serve(address: str) -> None:
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
-    """Go on as the main process of a request: run its script or module."""
+    """Continue as the main process of a request: run its script or module."""
     null = os.open(os.devnull, os.O_RDONLY)
     for target, file in enumerate([null, *files]):
         os.dup2(file, target)

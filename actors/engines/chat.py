@@ -84,7 +84,7 @@ class ChatFormat(Protocol):
         messages: Sequence[Message],
         tools: Sequence[Message] = (),
     ) -> list[int] | None:
-        """Return the token ids of a conversation that goes on with new messages. They begin with exactly `prompt_ids`
+        """Return the token ids of a conversation that continues with new messages. They begin with exactly `prompt_ids`
         and `answer_ids`. None if the format cannot do that, as when it would change an earlier turn."""
         ...
 

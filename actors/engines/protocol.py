@@ -21,7 +21,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 them finish first. `abort` ends them at once with the tokens generated so far (finish_reason `abort`)."""
 
 KeysAndValues = Literal["keep", "recompute"]
-"""Treatment of the keys and values of requests that go on after new weights were committed. `keep` uses those that
+"""Treatment of the keys and values of requests that continue after new weights were committed. `keep` uses those that
 older weights computed for the earlier tokens; `recompute` computes them again with the new weights, before the next
 token. Requests that begin after the commit never read older keys and values."""
 

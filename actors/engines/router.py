@@ -63,7 +63,7 @@ class Suspension:
     ended: int
     """Number of samples whose requests ended by themselves."""
     moved: int
-    """Number of samples whose requests were cut off. They go on elsewhere from the tokens that they have."""
+    """Number of samples whose requests were cut off. They continue elsewhere from the tokens that they have."""
     kept_tokens: int
     """Number of tokens with which the cut-off samples came back."""
     lost_tokens: int

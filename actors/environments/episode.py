@@ -1,7 +1,7 @@
 """`Episode` is what an environment is handed to play one episode; `Environment` is what a user writes.
 
     async def play(episode: Episode) -> float:
-        turn = await episode.generate()            # the policy goes on from the tokens so far
+        turn = await episode.generate()            # the policy continues from the tokens so far
         episode.add_text(f"\\n{answer_to(turn.text)}\\n")
         turn = await episode.generate()
         return float(turn.text == episode.prompt.answer)
@@ -158,7 +158,8 @@ class Episode:
         self._row().give(ids)
 
     async def generate(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
-        """Let the policy go on from the tokens so far, and return its turn. The first call goes on from the prompt.
+        """Let the policy continue from the tokens so far, and return its turn. The first call continues from the
+        prompt.
 
         stop: texts that end the turn, besides those of `rollout.stop`; the text itself stays in the turn.
         max_new_tokens: largest number of tokens of the turn; None is as many as are left. Raises OutOfTokens if none
@@ -273,7 +274,7 @@ class Episode:
         stop_token_ids: Sequence[int] = (),
         routes_from: int = 0,
     ) -> tuple[Completion, str]:
-        """Let the policy go on from `prompt_ids`, and return its tokens with their text, without recording them.
+        """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
         engine records routes. Raises as `generate` does.

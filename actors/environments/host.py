@@ -2,7 +2,7 @@
 
 prompt -> n episodes -> Gate (so many at once) -> environment.play(episode), a task of its own -> samples
                                                       |  an error, or no time left
-                                                      +--> this episode has failed, the others go on
+                                                      +--> this episode has failed, the others continue
 """
 
 from __future__ import annotations

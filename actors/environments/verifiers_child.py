@@ -1,6 +1,6 @@
 """Plays episodes of a verifiers environment in a process of its own, whose Python needs verifiers but not Headrace.
 
-It reads one JSON object a line from its standard input and writes one a line to its standard output:
+It reads one JSON object per line from its standard input and writes one per line to its standard output:
     in   {"env": {...}}                                              the configuration of the environment, first
     out  {"ready": true} or {"failed": "..."}
     in   {"id": 7, "task": 3, "url": "...", "secret": "...", "model": "..."}    play task 3

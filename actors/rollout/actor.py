@@ -98,7 +98,7 @@ class RolloutSetup:
     """True if samples that were cut off at the largest number of new tokens are not trained on
     (`algorithm.mask_truncated`)."""
     keeps_old_kv: bool = False
-    """True if requests that go on after a weight update keep their keys and values (`sync.kv`)."""
+    """True if requests that continue after a weight update keep their keys and values (`sync.kv`)."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
     samples: SampleFile | None = None

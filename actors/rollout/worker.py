@@ -99,7 +99,8 @@ class RolloutWorker:
         self.progress = 0
         """Number that grows when calls make progress: whenever the episodes of a prompt end, a sample is scored, or
         finished groups are recorded or written to the data plane."""
-        # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls go on.
+        # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls
+        # continue.
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
         self._mask_truncated = mask_truncated

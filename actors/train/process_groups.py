@@ -35,7 +35,7 @@ _GRACE_S = 30.0
 
 class DestroyedGroup:
     """Stands in the place of a process group that was destroyed. Every use raises RuntimeError, where torch would let
-    gloo go on with the old connections, and NCCL wait for ranks that are not there."""
+    gloo continue with the old connections, and NCCL wait for ranks that are not there."""
 
     def __init__(self, name: str) -> None:
         self._name = name

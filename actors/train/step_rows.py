@@ -1,4 +1,4 @@
-"""Reads a step's rows from the store for one rank, and caches them so that each column is read only once a step."""
+"""Reads a step's rows from the store for one rank, and caches them so that each column is read only once per step."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ _HeaderMessage = tuple[_Facts | None, tuple[str, ...], tuple[int, ...], dict[str
 
 
 def encode_header(header: Header) -> bytes:
-    """Encode `header` as a message of 7 to 9 bytes a row."""
+    """Encode `header` as a message of 7 to 9 bytes per row."""
     facts, packed = header.facts, None
     if facts is not None:
         counts = [None if count is None else pack_ints(count) for count in (facts.group_tokens, facts.row_tokens)]

@@ -344,8 +344,8 @@ class TrainWorker:
         self._publishes().abort(reason)
 
     def save(self, path: str) -> None:
-        """Start a sharded checkpoint at `path`. It is written in the background while training goes on, and appears at
-        `path` once it is complete; see `wait_saved`.
+        """Start a sharded checkpoint at `path`. It is written in the background while training continues, and appears
+        at `path` once it is complete; see `wait_saved`.
 
         The call is collective.
         """

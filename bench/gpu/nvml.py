@@ -51,7 +51,7 @@ class GpuSamples:
 
 
 class GpuSampler:
-    """Context manager that samples the GPUs four times a second for as long as its body runs."""
+    """Context manager that samples the GPUs four times per second for as long as its body runs."""
 
     def __init__(self, nvml: Any, devices: list[Any], names: list[str], interval_s: float = INTERVAL_S) -> None:
         """nvml: the module `pynvml`, which is initialised. devices: NVML's handle of each GPU."""

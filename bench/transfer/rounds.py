@@ -143,7 +143,7 @@ def close_cases(cases: Sequence[Case]) -> None:
 
 def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
     """Call `run`, unless the case has failed before. An error is recorded as the failure of this case, and the other
-    cases go on."""
+    cases continue."""
     if case.failure:
         return
     try:

@@ -21,7 +21,7 @@ WRITE_BACK = "written_back"
 MOE = "moe"
 """Name of the workload with routes in groups that share their prompts; the summary has figures of its own for it."""
 MOE_ROUTES = RouteSpec(tuple(range(48)), 8, 128, 48)
-"""Shape of the routes of Qwen3-30B-A3B: 384 bytes a token."""
+"""Shape of the routes of Qwen3-30B-A3B: 384 bytes per token."""
 MOE_GROUP = 8
 """Number of rows of a prompt in the workload `moe`."""
 STEP_ENDS = "step-ends"

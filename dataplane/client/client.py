@@ -75,7 +75,8 @@ class DataPlaneClient:
 
         tasks: as for `register`. A task that the partition has already is left as it is if it was declared with equal
         settings, and is a ValueError if not; no task is added then. Idempotent; any process may call it. Calls of
-        `register` with the tasks of before go on to be accepted. Raises ValueError for a sampler that cannot be built.
+        `register` with the tasks of before continue to be accepted. Raises ValueError for a sampler that cannot be
+        built.
         """
         self._run("add_tasks", self._operations.add_tasks(partition, tasks, timeout_s))
 
@@ -91,7 +92,7 @@ class DataPlaneClient:
         """Add fields to a partition's schema; no row has a value of them yet. A field that the partition has already is
         ignored.
 
-        Processes that know the schema without these fields go on working; a client learns of them when a put names one.
+        Processes that know the schema without these fields keep working; a client learns of them when a put names one.
         Idempotent. Raises ValueError for a field that is declared in another way already, and then adds none.
         """
         self._run("add_fields", self._operations.add_fields(partition, fields, timeout_s))
@@ -283,8 +284,8 @@ class DataPlaneClient:
         until `clear`, with their keys, versions, tags and leases; a task's claim does not get them again.
 
         Meant for a consumer of a large batch of rows that has room for a part of it only: the bytes of a block are free
-        once all of its rows were freed or cleared, so that writers that wait for room go on. Afterwards the fields of
-        the rows count as not written, for every task, and reading with an older receipt raises RowsCleared. Raises
+        once all of its rows were freed or cleared, so that writers that wait for room continue. Afterwards the fields
+        of the rows count as not written, for every task, and reading with an older receipt raises RowsCleared. Raises
         KeysNotFound for unknown keys, and then frees nothing.
         """
         return self._run("free", self._operations.free(partition, keys, timeout_s))
@@ -324,7 +325,7 @@ class DataPlaneClient:
         """Write a partition into one file, and return how many rows it has.
 
         The file holds the rows with all fields, tags, versions and groups, the schema, the group size, and the tasks
-        with their progress, as they were at one moment; other calls go on meanwhile. Rows that are leased then are
+        with their progress, as they were at one moment; other calls continue meanwhile. Rows that are leased then are
         saved as rows that their task has not finished. The file gets its name only once it is whole and on the disk; it
         replaces a file of that name. Memory holds one chunk of rows at a time. timeout_s bounds each call that this
         takes, not their sum. Raises RowsCleared when rows are cleared or replaced before they have been read, and

@@ -18,7 +18,7 @@ class RankShares:
     or it is cleared. The rank that is given an item back (by `retry`, or because its lease ran out) gets it again, and
     before its later shares.
 
-    A claim takes what is left of its rank's oldest share, and goes on to the next share only if that is less than the
+    A claim takes what is left of its rank's oldest share, and continues to the next share only if that is less than the
     claim takes at least. So ranks that ask for equally many items get shares of the same rounds, in whatever order they
     ask. Which items a round has depends only on the items that are ready when it is dealt.
     """

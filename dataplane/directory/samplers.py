@@ -212,7 +212,7 @@ class Windowed:
     first unsettled one on.
 
     `in_order` has a window of 1, so it takes a prompt only after all prompts before it. Both wait at a prompt that is
-    not put. They go on once it is put, even if it is then cleared instead of claimed, or once it is skipped.
+    not put. They continue once it is put, even if it is then cleared instead of claimed, or once it is skipped.
     """
 
     order: Order = "prompt"

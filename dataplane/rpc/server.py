@@ -150,7 +150,7 @@ class _Session(asyncio.Protocol):
 
     def _admit(self, stranger: Stranger, data: bytes) -> bytes:
         """Handle bytes of a connection whose client has not proved yet that it knows the run's key. Returns the bytes
-        that follow the handshake; b"" while it goes on, and after it has failed, which ends the connection."""
+        that follow the handshake; b"" while it continues, and after it has failed, which ends the connection."""
         num_missing = stranger.num_missing
         part, rest = data[:num_missing], data[num_missing:]
         try:

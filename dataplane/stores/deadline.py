@@ -22,7 +22,7 @@ MAX_THREADS = 16
 class DeadlineThreads:
     """Runs calls on daemon threads, each with a time limit. Thread-safe.
 
-    A call that exceeds its time limit goes on in its thread. Whatever it was given must stay alive until it returns,
+    A call that exceeds its time limit continues in its thread. Whatever it was given must stay alive until it returns,
     and its result is dropped.
     """
 

@@ -1,6 +1,6 @@
 """Lends a run's memory to its Mooncake master (metadata server) from a separate process that ends with the master.
 
-If a process lends memory and the master dies, the threads of Mooncake's library go on calling the dead master for ever,
+If a process lends memory and the master dies, the threads of Mooncake's library keep calling the dead master for ever,
 and disconnecting from it takes 20 s under Python's global interpreter lock. In a separate process these threads end
 with the process, and the directory's process is not disturbed.
 """

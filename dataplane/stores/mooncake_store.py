@@ -193,7 +193,7 @@ class MooncakeStore:
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Copy the blocks into one registered buffer and write them to Mooncake, which holds them when this returns.
 
-        The library never reads the caller's own memory, because a call that has run out of time would go on reading it.
+        The library never reads the caller's own memory, because a call that has run out of time would keep reading it.
         Raises CapacityExceeded if the memory lent to Mooncake has no free range that is large enough, and StoreLost if
         the write fails or Mooncake does not answer.
         """

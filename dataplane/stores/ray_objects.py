@@ -234,7 +234,7 @@ class RayObjectsStore:
         copy."""
 
     def close(self) -> None:
-        """Drop this process's handles to the keepers (the actors that own the blocks), which go on running."""
+        """Drop this process's handles to the keepers (the actors that own the blocks), which keep running."""
         self._keepers = []
 
     def _wait(self, op: str, number: int, reference: Any, started: float, timeout_s: float) -> Any:

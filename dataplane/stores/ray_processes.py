@@ -35,7 +35,7 @@ def end_actors(actors: Sequence[Any], local_pids: Sequence[int]) -> None:
     """Kill `actors`, and wait for at most 5 s until the processes of those on this node have ended. A warning names
     processes that have not ended by then.
 
-    Ray's kill returns before the process has ended, and until then the actor would go on answering.
+    Ray's kill returns before the process has ended, and until then the actor would keep answering.
     """
     if ray.is_initialized():
         for actor in actors:

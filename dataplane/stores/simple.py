@@ -331,7 +331,7 @@ class SimpleStore:
         """No-op: `get` has already copied the data into this process's memory, so it cannot have changed."""
 
     def close(self) -> None:
-        """Close the sockets. The storage units go on."""
+        """Close the sockets. The storage units continue."""
         self._link.close()
 
     def _columns(self, reply: ZMQMessage, peer: str) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""An agent of pydantic-ai, unmodified, as an environment: three model calls an episode, over the run's endpoint.
+"""An agent of pydantic-ai, unmodified, as an environment: three model calls per episode, over the run's endpoint.
 
 The policy is rewarded for digits. A real agent would have tools, and a reward that looks at what it did.
 """

@@ -1,4 +1,4 @@
-"""Attacks on the handshakes of all ports are refused and lose nothing, while a real client goes on working."""
+"""Attacks on the handshakes of all ports are refused and lose nothing, while a real client keeps working."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SCHEMA = Schema(
     ]
 )
 BYTES = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, trailing=(100_000,))])
-"""100 kB a row."""
+"""100 kB per row."""
 FIRST = ("ids", "mask", "routes", "reward", "image", "info")
 """What a rollout writes."""
 LATER = ("logp", "advantage")

@@ -74,7 +74,7 @@ class Worker:
         return meta, time.monotonic(), self._client.stats.directory_calls - before
 
     def put_and_hang(self, partition: str, keys: list[str], mark: str) -> None:
-        """Write the first block of a put, create file `mark`, and never go on."""
+        """Write the first block of a put, create file `mark`, and never continue."""
 
         def hang() -> None:
             open(mark, "w").close()

@@ -1,4 +1,4 @@
-"""The whole system through the command line: stores agree, ranks agree, the driver stays light, resume goes on."""
+"""The whole system through the command line: stores agree, ranks agree, the driver stays light, resume continues."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Whole runs on GPUs: in each layout the figures are right, and they go on after kills of every kind.
+"""Whole runs on GPUs: in each layout the figures are right, and they continue after kills of every kind.
 
     pytest -m gpu tests/runs/test_gpu_runs.py
 

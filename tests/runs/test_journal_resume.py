@@ -15,7 +15,7 @@ from headrace.tests.runs.test_end_to_end import FIGURES, steps_of
 pytestmark = pytest.mark.processes
 
 GROUPS, ROWS = 8, 8
-"""Prompts a step, and samples a prompt."""
+"""Prompts per step, and samples per prompt."""
 EVERY = 5
 """Steps between checkpoints: the kill comes two steps behind the second, so that it has steps to take again, and has
 trimmed before."""

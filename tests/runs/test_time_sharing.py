@@ -119,7 +119,7 @@ COUNTED = {
 )  # fmt: skip
 def test_random_deaths_cost_the_other_tenant_nothing(tmp_path: Path, victim: str, kills: int) -> None:
     """At random moments, in one tenant or of the pool itself: the other tenant makes every step and loses no token. A
-    tenant whose driver was killed, or hung until the pool ended it, is started again and goes on."""
+    tenant whose driver was killed, or hung until the pool ended it, is started again and continues."""
     more = (
         *SCRIPTED, "scripted.latency_s=0.3", "scripted.train_step_s=0.1", "algorithm.steps=5000",
         "run.checkpoint_every=2", f"run.max_restarts={kills}",

@@ -78,8 +78,8 @@ class TrainerConfig(Section):
     train worker; `megatron` does not support it."""
     reshard_after_forward: bool = True
     """If true, a rank of `fsdp` gives back the weights of a layer that it gathered from the other ranks after each pass
-    over the layer. If false, it keeps them until the last microbatch that it was given, which is faster and takes
-    2 bytes a parameter (4 without mixed precision) of its GPU, divided by `trainer.tp`."""
+    over the layer. If false, it keeps them until the last microbatch that it was given, which is faster and takes 2
+    bytes per parameter (4 without mixed precision) of its GPU, divided by `trainer.tp`."""
     lr: NonNegative = 1e-6
     """Peak learning rate. With 0 the policy stays as it is: a control for runs that train."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)

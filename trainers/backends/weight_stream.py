@@ -118,7 +118,7 @@ def stream_weights(
         dist.all_reduce(torch.zeros(1, device=device))
     stream = _receive(weights, own, device) if rank == 0 else _send(weights, own, rank, device)
     try:
-        for item in stream:  # noqa: UP028 - `yield from` would close the stream, which has to go on
+        for item in stream:  # noqa: UP028 - `yield from` would close the stream, which has to continue
             yield item
     except GeneratorExit:
         for _ in stream:  # the other ranks do not know that it was closed and would wait

@@ -354,7 +354,7 @@ def gather_slow(
 
     silence_s: seconds for which a worker may leave a progress query unanswered. stall_s: seconds within which the
     progress number of some worker must change, or the number of bytes written so far, which `num_bytes` returns.
-    on_look: callback after each check, about once a second, that found no worker stuck.
+    on_look: callback after each check, about once per second, that found no worker stuck.
 
     Raises ActorFailed if a worker died, raised an exception (see its `cause`), or makes no progress.
     """

@@ -355,7 +355,7 @@ def _identify(
 def _build(
     generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float, times: StartTimes
 ) -> None:
-    builds: list[Call[None]] = [handle.build() for handle in generators]  # they go on while rank 0 opens its server
+    builds: list[Call[None]] = [handle.build() for handle in generators]  # they continue while rank 0 opens its server
     meeting_point = None
     if workers and workers[0].setup.has_groups:
         [meeting_point] = _started([workers[0].open_rendezvous()], "start", timeout_s)

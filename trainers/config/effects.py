@@ -83,7 +83,7 @@ CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
 OWN_LOSS = Need("loss.kind", "a loss of your own", lambda config: ":" in config.loss.kind)
 MOVING_RATIO = Need(
     "algorithm.prev_logprobs",
-    "algorithm.prev_logprobs=rollout or several updates a step (algorithm.minibatches, algorithm.epochs)",
+    "algorithm.prev_logprobs=rollout or several updates per step (algorithm.minibatches, algorithm.epochs)",
     lambda config: config.algorithm.prev_logprobs == "rollout" or config.algorithm.updates_per_step > 1,
 )
 WITH_KL = _above_zero("loss.kl_coef")

@@ -61,9 +61,9 @@ class Checkpoints:
 
     def save(self, run: Run, state: State) -> None:
         """Start writing a checkpoint of `state`. Returns once the train workers have copied their state, which they
-        then write in the background while training goes on. If engines and train workers take turns in memory, returns
-        once the checkpoint is complete. A kill at any moment leaves the earlier checkpoints intact, and a checkpoint
-        that cannot be written only causes a warning.
+        then write in the background while training continues. If engines and train workers take turns in memory,
+        returns once the checkpoint is complete. A kill at any moment leaves the earlier checkpoints intact, and a
+        checkpoint that cannot be written only causes a warning.
 
         Collective over the train workers. Raises ActorFailed when a train worker dies or makes no progress, or when a
         rollout actor could not trim its journal.

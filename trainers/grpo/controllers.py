@@ -133,7 +133,7 @@ class Steps:
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
             after_step(state, {**metrics, "policy/version": float(state.version)})
-        run.meter.take()  # what was said before the first step is not part of its bytes a row
+        run.meter.take()  # what was said before the first step is not part of its bytes per row
 
     @property
     def go_on(self) -> bool:

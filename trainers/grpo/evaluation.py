@@ -249,7 +249,7 @@ class Evaluations:
 
     def before_first_step(self, state: State) -> dict[str, float]:
         """Evaluate the initial policy; returns the metrics of the evaluations that the run waits for. Background
-        evaluations of named sets go on during the first steps."""
+        evaluations of named sets continue during the first steps."""
         metrics: dict[str, float] = {}
         if not self._all or self._run.engines.ahead_of(state.version):
             return metrics

@@ -1,4 +1,4 @@
-"""Manages a run's rollout actors and engines for its steps: those that die are replaced while the others go on."""
+"""Manages a run's rollout actors and engines for its steps: those that die are replaced while the others continue."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class RolloutPool:
         """Sync the weights of the train workers to the engines that a failed sync left without complete ones. The
         weights are of `version`.
 
-        Their requests in flight go on with these weights. If such an engine had generated with a later version, all
+        Their requests in flight continue with these weights. If such an engine had generated with a later version, all
         rollouts are ended first, so that no row continues with an older policy.
         """
         broken = [engine for engine in self._actors.engines.engines if engine.broken and not engine.dead]

@@ -130,7 +130,7 @@ class Busy:
     start_s: float
     """Time at which the work started, on the driver's `time.monotonic` clock."""
     end_s: float
-    """Time at which the work ended, on the same clock; infinite while it goes on."""
+    """Time at which the work ended, on the same clock; infinite while it continues."""
 
 
 def covered_s(work: Iterable[Busy], start_s: float, end_s: float) -> float:

@@ -133,7 +133,7 @@ class Progress:
             # The first step is left out of the estimate, because it includes one-time work.
             self._first_step = (step, time.monotonic())
         for key, value in metrics.items():
-            # A step may lack a figure, such as tokens a second when all its groups come from the journal.
+            # A step may lack a figure, such as tokens per second when all its groups come from the journal.
             if value is None or not math.isfinite(value):
                 continue
             old = self._metrics.get(key)

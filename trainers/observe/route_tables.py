@@ -17,7 +17,7 @@ BY_STEP = {
     "routes/missing_share": "missing share",
     "routes/rows_missing": "rows missing",
     "routes/mixed_context_share": "mixed context",
-    "routes/bytes_per_token": "bytes a token",
+    "routes/bytes_per_token": "bytes per token",
     "routes/native_agreement": "agreement",
     "routes/native_mismatch_mean": "mismatch without replay",
     "logprob/mismatch_mean": "mismatch",

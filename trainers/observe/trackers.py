@@ -56,10 +56,10 @@ class TrackedRun:
 
 class Tracker(Protocol):
     """A service or file that metrics and samples are sent to. All calls come from one thread, which nothing waits for
-    until the end. Any of them may raise any exception: it is reported, and the run goes on."""
+    until the end. Any of them may raise any exception: it is reported, and the run continues."""
 
     def start(self, run: TrackedRun) -> str:
-        """Begin a run, or go on with the earlier one that `run.previous` names. Returns the name by which a resumed
+        """Begin a run, or continue with the earlier one that `run.previous` names. Returns the name by which a resumed
         run finds it again."""
         ...
 

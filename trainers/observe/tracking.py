@@ -146,7 +146,7 @@ class _Line:
 
 
 class _Ids:
-    """The names that trackers gave their runs, kept in a file so that a resumed run goes on with them."""
+    """The names that trackers gave their runs, kept in a file so that a resumed run continues with them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,7 +177,7 @@ class SampleTail:
 
     def read(self) -> list[SampleRow]:
         """Return the episodes that were appended since the last call. Lines whose end is not written yet are left for
-        the next call. After the file was rewritten, which thins out old lines, reading goes on at its end."""
+        the next call. After the file was rewritten, which thins out old lines, reading continues at its end."""
         identity = self._identity()
         if identity is None:
             return []

@@ -342,8 +342,8 @@ class _Training:
     def _restart_workers(
         self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
     ) -> Feed:
-        """Restart the train workers from the newest complete checkpoint, while rollouts in flight go on. Sets `state`
-        back to that checkpoint, and returns a new feed to continue with.
+        """Restart the train workers from the newest complete checkpoint, while rollouts in flight continue. Sets
+        `state` back to that checkpoint, and returns a new feed to continue with.
 
         Engines keep the version that they serve; those without a complete version get the checkpoint's. Until the train
         workers have caught up with the engines, they train again on the groups since the checkpoint, which come from

@@ -1,4 +1,4 @@
-"""Decides whether a failure means that a process was lost, after which a run can go on from its last checkpoint."""
+"""Decides whether a failure means that a process was lost, after which a run can continue from its last checkpoint."""
 
 from __future__ import annotations
 

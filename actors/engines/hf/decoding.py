@@ -3,7 +3,7 @@
 `model.generate` would prefill a prompt once for each of its samples and would keep computing finished rows until the
 whole batch ends. Here a prompt is prefilled once for all its samples, and finished rows leave the batch. Log-probs are
 gathered step by step, so that no [steps, B, V] tensor is held. The loop can also stop between two steps, let the
-weights change, and go on.
+weights change, and continue.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class CoreLog:
         if size <= MAX_BYTES:
             return
         newest = os.pread(self._descriptor, MAX_BYTES // 2, size - MAX_BYTES // 2)
-        os.ftruncate(self._descriptor, 0)  # all writers append, so they go on at the new end
+        os.ftruncate(self._descriptor, 0)  # all writers append, so they continue at the new end
         os.write(self._descriptor, b"--- older lines were dropped\n" + newest[newest.find(b"\n") + 1 :])
         self._start = 0
 

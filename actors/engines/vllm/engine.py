@@ -385,7 +385,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- weights
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Have the workers receive and verify `update`, while the engine goes on serving the old version.
+        """Have the workers receive and verify `update`, while the engine keeps serving the old version.
 
         Cancelling the call stops the transfer.
         """
@@ -505,14 +505,14 @@ class VllmEngine:
         await self._alone(sleep())
 
     async def wake(self) -> None:
-        """Take back the memory that `sleep` released, and go on generating, unless a caller has paused the engine.
+        """Take back the memory that `sleep` released, and keep generating, unless a caller has paused the engine.
         Idempotent."""
 
         async def wake() -> None:
             if not self._asleep:
                 return
             if self._process.can_sleep:
-                await self._process.wake()  # which also has vLLM's scheduler go on
+                await self._process.wake()  # which also resumes vLLM's scheduler
                 self._frozen = False
                 self._busy.change(paused=False)
             self._asleep = 0

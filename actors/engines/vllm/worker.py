@@ -1,6 +1,6 @@
 """Runs in vLLM's worker processes: receives weights in a thread of its own, and loads them there on command.
 
-    prepare   receives a version into staging, verifies it, compares names and shapes; the worker goes on generating
+    prepare   receives a version into staging, verifies it, compares names and shapes; the worker keeps generating
     load      does the steps of vLLM's weight-update session (start, receive, finish); nothing else runs meanwhile
     verify    compares the weights in service with digests that the trainer made of them
     drop      forgets a prepared version, or stops receiving it

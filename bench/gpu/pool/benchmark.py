@@ -219,7 +219,7 @@ def _judge(report: Figures, options: PoolOptions, found: _Measured, *, gpu: bool
     report.complaints = [*found.problems, *double_grants(events)]
     rows = (options.prompts or work.prompts) * work.group_size
     for tenant in (found.alone, *found.both):
-        wrong = complaints(tenant.steps, work.half, rows)  # samples that go on at a sync have tokens of older weights
+        wrong = complaints(tenant.steps, work.half, rows)  # kept samples have tokens of older weights
         report.complaints += [f"{tenant.name}: {line}" for line in wrong] + _losses(tenant)
     if gpu:
         report.complaints += _growth(figures)

@@ -253,7 +253,7 @@ class TcpStore:
                 near.settle([_in_pool(want)])
 
     def close(self) -> None:
-        """Disconnect from the units, which go on. Idempotent."""
+        """Disconnect from the units, which continue. Idempotent."""
         with self._lock:
             self._closed = True
             for near in self._near.values():

@@ -1,4 +1,4 @@
-"""Completions that a weight commit cuts off go on where they were, and keep the versions of their tokens."""
+"""Completions that a weight commit cuts off continue where they were, and keep the versions of their tokens."""
 
 from __future__ import annotations
 

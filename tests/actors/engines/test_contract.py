@@ -151,7 +151,7 @@ def test_pause_and_resume_with_requests_in_flight(subject: Subject, mode: Any) -
             assert ("abort" in {one.finish_reason for one in completions}) == (mode == "abort")
             await asyncio.sleep(0.05)
         assert not late.done()
-        await subject.engine.pause("wait")  # paused already: returns, and nothing goes on
+        await subject.engine.pause("wait")  # paused already: returns, and nothing continues
         assert not late.done() and running.done() == (mode != "keep")
         await subject.engine.resume()
         await subject.engine.resume()

@@ -236,7 +236,7 @@ def test_kept_requests_go_on_under_the_new_weights_token_by_token(
         steps = Steps(engine)
         running = asyncio.gather(engine.generate("a", prompt, params), engine.generate("b", longer, params))
         steps.allow(5)
-        await until(lambda: steps.begun == 6)  # five tokens a row are there, the sixth is on its way
+        await until(lambda: steps.begun == 6)  # five tokens per row are there, the sixth is on its way
         await engine.prepare_weights(publisher.publish(1, new))
         commit = asyncio.create_task(engine.commit_weights(1, "keep", kv))
         await until(engine._interrupt.is_set)
@@ -263,8 +263,8 @@ def test_kept_requests_go_on_under_the_new_weights_token_by_token(
 def mixed_logprobs(
     folder: str, new: dict[str, torch.Tensor], prompt: list[int], response: list[int], change_at: int, *, kept: bool
 ) -> list[float]:
-    """Log-probs of the response when the weights change before its token `change_at`. kept: whether the new weights go
-    on from the keys and values of the old."""
+    """Log-probs of the response when the weights change before its token `change_at`. kept: whether the new weights
+    continue from the keys and values of the old."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     cache, fed, result = DynamicCache(), prompt, []
     for index, token in enumerate(response):

@@ -134,7 +134,7 @@ async def begun(subject: Subject, answer: asyncio.Task[list[Completion]]) -> Non
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_routes_belong_to_the_version_that_sampled_the_next_token(subject: Subject, mode: Any, tokenizer: Any) -> None:
-    """An aborted request goes on as a new one, and its pieces are joined once; `keep` goes on in place."""
+    """An aborted request continues as a new one, and its pieces are joined once; `keep` continues in place."""
     prompt = [5, 6, 7, 13, 9, 3]
     params = SamplingParams(n=2, max_new_tokens=400, seed=2)
 

@@ -11,7 +11,7 @@ Note = dict[str, Any]
 
 
 class Story:
-    """The notes of a run of 2 groups of 2 rows a step, as its processes would write them."""
+    """The notes of a run of 2 groups of 2 rows per step, as its processes would write them."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []

@@ -85,7 +85,7 @@ def directory_pid(plane: DataPlane) -> int:
 
 
 def store_process(plane: DataPlane) -> tuple[int, str, type[DataPlaneError]]:
-    """(pid, how errors name it, their class) of the process without which the store cannot go on."""
+    """(pid, how errors name it, their class) of the process without which the store cannot continue."""
     address: Any = plane.handle.store.address
     if plane.handle.store.kind == "simple":
         return address["units"][0][2], address["units"][0][1], StoreLost
@@ -152,7 +152,7 @@ def test_driver_moves_receipts_only(driver: Any, partition: str, workers: list[A
     )
     driver.release(meta, "train", "done")
     moved = driver.stats.directory_bytes - before + sum(len(shard) for shard in shards)
-    assert moved / 256 < 100, f"{moved / 256:.0f} bytes a row through the driver"
+    assert moved / 256 < 100, f"{moved / 256:.0f} bytes per row through the driver"
     assert (driver.stats.bytes_put, driver.stats.bytes_got) == (0, 0)
 
 

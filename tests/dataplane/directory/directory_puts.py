@@ -23,7 +23,7 @@ GROUP = 2
 
 
 def make_put(keys: list[str], fields: tuple[str, ...], lengths: list[int] | None = None, **options: object) -> PutRows:
-    """A put of blocks of at most 3 rows, 64 bytes a row."""
+    """A put of blocks of at most 3 rows, 64 bytes per row."""
     sizes = [3] * (len(keys) // 3) + ([len(keys) % 3] if len(keys) % 3 else [])
     layouts = tuple(BlockLayout(fields, n, 0, (64 * n, *[0] * len(fields))) for n in sizes)
     tokens = any(SCHEMA[name].kind is Kind.PER_TOKEN for name in fields)

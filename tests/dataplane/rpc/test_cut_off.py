@@ -28,7 +28,7 @@ from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, config, wait_until
 
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1 << 20,)), Field("y", Kind.PER_SAMPLE, torch.float32)])
-"""A field of 1 MiB a row, and a small one."""
+"""A field of 1 MiB per row, and a small one."""
 STORE = {"kind": "shm", "capacity_mib": 8}
 
 

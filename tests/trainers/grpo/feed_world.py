@@ -188,7 +188,7 @@ class World:
     def ended(
         self, calls: Sequence[Call[RolloutReport]], timeout_s: float
     ) -> list[tuple[Call[RolloutReport], RolloutReport | ActorFailed]]:
-        """Calls whose groups are all put, or whose actor is dead; a feed that waits makes the rollouts go on."""
+        """Calls whose groups are all put, or whose actor is dead; a feed that waits makes the rollouts continue."""
         works = [work for work in self.works if work.call in calls]
         if timeout_s and self.looks < self.slow_looks:
             return []

@@ -252,7 +252,7 @@ class Dying(FsdpBackend):
 
 
 def test_a_resume_inside_an_epoch_is_exact(plane: DataPlane, model: str, tmp_path: Path) -> None:
-    """Killed at the second of a step's four updates, the run goes on from the checkpoint before that step."""
+    """Killed at the second of a step's four updates, the run continues from the checkpoint before that step."""
     config = settings("sync", 2, minibatches=2, epochs=2, prev_logprobs="recompute")
     budget, path = Budget(48), str(tmp_path / "checkpoint")
     whole, expected = trained(plane, config, model, FsdpBackend, seed=0, budget=budget)

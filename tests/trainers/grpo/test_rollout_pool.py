@@ -58,7 +58,7 @@ class Run:
         self.gone.pop(index, None)
 
     def look(self, seconds: float) -> None:
-        """Look at the actors once a second, for so many seconds."""
+        """Look at the actors once per second, for so many seconds."""
         for _ in range(int(seconds)):
             self.now += 1.0
             self.pool.look(0)

@@ -110,7 +110,7 @@ def test_an_engine_that_fails_twice_is_left_out_and_the_others_have_the_version(
 
 
 def test_no_engine_goes_back_to_an_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a restart, in which the trainer goes on from a checkpoint and the engines live on."""
+    """As after a restart, in which the trainer continues from a checkpoint and the engines live on."""
     with world(monkeypatch, [DirectEngine, ScriptedEngine]) as it:
         it.sync.sync(3, it.pool.engines[:1])
         it.restart_trainer()

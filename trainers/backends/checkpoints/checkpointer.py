@@ -1,4 +1,4 @@
-"""Saves and loads one rank's part of checkpoints. Saving can run in the background while training goes on."""
+"""Saves and loads one rank's part of checkpoints. Saving can run in the background while training continues."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class FsdpBackend:
         """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
 
         An older checkpoint at `path` is replaced once the new one is complete. Without `wait` the checkpoint is written
-        while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
+        while training continues (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
         offloaded, and ValueError when `path` exists and is not a checkpoint.
         """
         self._config.require_trains("save")

@@ -38,7 +38,7 @@ def holders(pool: Pool) -> dict[int, Holder]:
 
 
 class TraceWriter:
-    """The file pool_trace.jsonl of one pool. A pool that is started again goes on with it."""
+    """The file pool_trace.jsonl of one pool. A pool that is started again continues with it."""
 
     def __init__(self, path: Path, began: float, held: Mapping[int, Holder]) -> None:
         """began: time (`time.time()`) from which times are counted. held: who holds which GPU now."""

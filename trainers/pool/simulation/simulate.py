@@ -3,9 +3,9 @@
     simulated tenant -> command -> Pool -> orders, grants -> simulated tenant, some seconds later
 
 The pool is the real state machine with the real planner; only time, engines and trainers are simulated. An engine
-generates a number of groups at the same time, each for as long as it takes. Groups of an engine that is put to sleep go
-on elsewhere from where they were. What tenants do not do here is fail, or build their engines and trainers: these are
-built when they arrive.
+generates a number of groups at the same time, each for as long as it takes. Groups of an engine that is put to sleep
+continue elsewhere from where they were. What tenants do not do here is fail, or build their engines and trainers: these
+are built when they arrive.
 """
 
 from __future__ import annotations

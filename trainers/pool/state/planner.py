@@ -95,7 +95,7 @@ def _work(tenant: TenantState) -> int:
 
 
 MAX_EXPANDS = 1_000
-"""Largest number of shards that one cycle wakes. The next cycle goes on."""
+"""Largest number of shards that one cycle wakes. The next cycle continues."""
 
 IDLE, TAKEN = -1, -2
 

@@ -1,6 +1,6 @@
 """Puts engines to sleep and wakes them as a pool of GPUs orders, so that no request and no token is lost.
 
-    shrink   no new requests -> those in flight end, or are cut off and go on elsewhere -> sleep -> memory has fallen
+    shrink   no new requests -> those in flight end, or are cut off and continue elsewhere -> sleep -> memory has fallen
     expand   (a new process if the old one died) -> newest version from host memory -> wake -> requests
 
 stage       waits for                          unblocked by
@@ -49,7 +49,7 @@ class Resizes:
     resizes: int = 0
     """Number of shards that fell asleep or woke."""
     moved: int = 0
-    """Number of samples that were cut off by a shrink and went on elsewhere."""
+    """Number of samples that were cut off by a shrink and continued elsewhere."""
     kept_tokens: int = 0
     """Number of tokens that these samples took along."""
     lost_tokens: int = 0

@@ -226,7 +226,7 @@ def _gpu_lines(config: Config) -> list[str]:
 def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
     """Return what the routes cost in the store and in a vLLM engine's host memory. It is the bytes per token in the
     store, and the memory in which the engine keeps one route for each token of its key-value cache, with all layers."""
-    lines = [f"  routes           {routes.token_bytes} bytes a token, beside {ROLLOUT_TOKEN_BYTES} without them"]
+    lines = [f"  routes           {routes.token_bytes} bytes per token, beside {ROLLOUT_TOKEN_BYTES} without them"]
     rollout = config.rollout
     if rollout.engine != "vllm":
         return lines

@@ -145,7 +145,7 @@ class ModelLoader:
 
     def abandon(self) -> None:
         """End a session that failed half way. The model holds a mix of two versions, but the next session starts from
-        the beginning; without this call, vLLM's layerwise reload would go on counting from where this session
+        the beginning; without this call, vLLM's layerwise reload would keep counting from where this session
         stopped."""
         self._recorder, self._looked = None, None
         if not self.in_place:

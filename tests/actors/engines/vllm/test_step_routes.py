@@ -213,7 +213,7 @@ def request(name: str, prompt: int, start: int | None = None) -> Any:
 def scheduled(new: Mapping[str, int], cached: Mapping[str, tuple[int, int]]) -> Any:
     """Return what the scheduler decided for a step.
 
-    new: tokens of requests that begin. cached: tokens of those that go on, and their number of output tokens.
+    new: tokens of requests that begin. cached: tokens of those that continue, and their number of output tokens.
     """
     return SimpleNamespace(
         num_scheduled_tokens={**new, **{name: tokens for name, (tokens, _) in cached.items()}},
@@ -256,7 +256,7 @@ def test_the_scheduler_lists_blocks_of_prompts_alone(scheduler: Any) -> None:
 
 
 def test_a_prompt_in_two_parts_gets_its_routes_with_the_first_token(scheduler: Any) -> None:
-    """`new` computes three tokens of its prompt, then two, while `old` goes on; then both go on."""
+    """`new` computes three tokens of its prompt, then two, while `old` continues; then both continue."""
     step = scheduled({"new": 3}, {"old": (1, 1)})
     scheduler._update_after_schedule(step)
     done = scheduler.update_from_output(step, ran(step, [8, 9, 10, 0], silent=["new"]))[0].outputs

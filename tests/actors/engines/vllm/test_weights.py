@@ -170,7 +170,7 @@ def mixed_logprobs(
     models: list[Any], prompt: list[int], response: list[int], change_at: int, *, kept: bool
 ) -> list[float]:
     """Log-probs of the response if the second of `models` takes over before the token `change_at`. kept: whether it
-    goes on from the keys and values of the first."""
+    continues from the keys and values of the first."""
     cache, fed, result = DynamicCache(), prompt, []
     for index, token in enumerate(response):
         if index == change_at and not kept:

@@ -151,7 +151,7 @@ def test_a_sender_that_comes_late_names_the_receiver_that_is_missing(group: Call
 
 
 def test_the_sender_is_killed(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
-    """Receivers say so and go on with the next sender, which finds nothing of the last one in its way."""
+    """Receivers say so and continue with the next sender, which finds nothing of the last one in its way."""
     # With store and disk nothing but time tells that a sender is dead.
     _kill_senders(group(kind, 1.5), kind, dice, 3 if kind in ("store", "disk") else TIMES)
 
@@ -278,7 +278,7 @@ def test_a_byte_is_flipped_on_the_way_to_one_worker(
 
 
 def test_a_receiver_is_stopped(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
-    """Longer than the bound: the error names it, the others have the next version, and so has it once it goes on."""
+    """Longer than the bound: the error names it, the others have the next version, and so has it once it continues."""
     _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 3)
 
 
@@ -342,7 +342,7 @@ def test_the_rendezvous_s_port_is_taken(sender_config: Callable[..., SenderConfi
 
 
 def test_a_version_that_is_held_is_never_overwritten(group: Callable[..., PeerGroup]) -> None:
-    """ipc: who holds on to an old version keeps its bytes; the sender takes other memory and goes on."""
+    """ipc: who holds on to an old version keeps its bytes; the sender takes other memory and continues."""
     peers = group("ipc", 5.0)
     peers.update(1, 256)
     held = peers.workers["engine-1", 1]

@@ -1,6 +1,6 @@
 """The order of passes in `OpenPipeline`: no stage waits for ever, however a step is cut into calls, or runs ahead.
 
-Stages are threads; a message is taken by its receiver before its sender goes on, as with the strictest of transports.
+Stages are threads; a message is taken by its receiver before its sender continues, as with the strictest of transports.
 """
 
 from __future__ import annotations

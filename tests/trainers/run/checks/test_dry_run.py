@@ -147,10 +147,10 @@ def with_routes(folder: Path, sizes: dict[str, Any], **sections: Any) -> Config:
 
 
 def test_routes_are_counted_in_the_store_and_in_vllms_host_memory(tmp_path: Path) -> None:
-    """Two layers of 8 experts: 16 bytes a token; a slot of keys and values takes 2 x 2 x 4 x 32 x 4 bytes."""
+    """Two layers of 8 experts: 16 bytes per token; a slot of keys and values takes 2 x 2 x 4 x 32 x 4 bytes."""
     plain = describe(with_routes(tmp_path, MOE, router_replay=RouterReplayConfig()))
     text = describe(with_routes(tmp_path, MOE))
-    assert "  routes           16 bytes a token, beside 9 without them" in text and "routes  " not in plain
+    assert "  routes           16 bytes per token, beside 9 without them" in text and "routes  " not in plain
     assert "route buffer" not in text
     vllm = RolloutConfig(engine="vllm", kv_cache=256, max_new_tokens=config().rollout.max_new_tokens)
     text = describe(with_routes(tmp_path, MOE, rollout=vllm))
