@@ -1,4 +1,4 @@
-"""Implements the advantage estimators GRPO, Dr. GRPO, RLOO, REINFORCE++ and GDPO.
+"""Computes one advantage per row from the rewards of grouped rows: GRPO, Dr. GRPO, RLOO, REINFORCE++ and GDPO.
 
 The group-relative advantage is from Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2.
 """
@@ -6,12 +6,82 @@ The group-relative advantage is from Shao et al. 2024, "DeepSeekMath", arXiv:240
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import numpy as np
 
-from .estimator import RewardRows
+from .config import AdvantageConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardRows:
+    """Rewards and groups of N rows, the input of an advantage estimator; a row is one sampled response.
+
+    Construction raises ValueError when the arrays have different lengths or when a valid row's reward is not finite.
+    """
+
+    rewards: np.ndarray
+    """Total reward of each row: float `[N]`. Values of rows that are not valid are ignored."""
+    valid: np.ndarray
+    """Validity of each row: bool or 0/1 `[N]`. A row that is not valid has failed; it gets the advantage 0 and is
+    left out of every mean."""
+    group_ids: np.ndarray
+    """Id of each row's group: int `[N]`, in any order. The rows of one prompt have the same id."""
+    components: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Unweighted values of the individual rewards: name of the reward -> float `[N]`. Every name in the estimator's
+    `components` must be present."""
+
+    def __post_init__(self) -> None:
+        if not len(self.rewards) == len(self.valid) == len(self.group_ids):
+            raise ValueError(
+                f"advantages: got {len(self.rewards)} rewards, {len(self.valid)} valid marks and "
+                f"{len(self.group_ids)} group ids, expected as many of each"
+            )
+        for name, values in {"": self.rewards, **self.components}.items():
+            if len(values) != len(self.rewards):
+                raise ValueError(f"advantages: got {len(values)} values of reward {name!r} for {len(self.valid)} rows")
+            bad = np.flatnonzero(np.asarray(self.valid).astype(bool) & ~np.isfinite(values))
+            if len(bad):
+                which = f"reward {name!r}" if name else "reward"
+                raise ValueError(
+                    f"advantages: the {which} of valid row {bad[0]} is {values[bad[0]]}, expected a finite number"
+                )
+
+    @property
+    def valid_rows(self) -> np.ndarray:
+        """Indices of the V valid rows: int64 `[V]`."""
+        return np.flatnonzero(self.valid)
+
+    def scatter(self, advantages: np.ndarray) -> np.ndarray:
+        """Return the advantages of all rows, float32 `[N]`, from those of the valid rows; failed rows have 0.
+        `advantages` is `[V]` for the V valid rows."""
+        result = np.zeros(len(self.rewards), np.float32)
+        result[self.valid_rows] = advantages
+        return result
+
+
+class AdvantageEstimator(Protocol):
+    """Computes one advantage per row. If all rows that the estimator compares with each other have the same reward,
+    their advantages are exactly 0."""
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the individual rewards that the estimator needs in addition to the total reward."""
+        ...
+
+    @property
+    def whole_step(self) -> bool:
+        """True when a row's advantage depends on rows of other groups, so that one call must get all rows of a step.
+
+        False when it depends only on the row's own group, so that groups may be passed one at a time.
+        """
+        ...
+
+    def __call__(self, rows: RewardRows) -> np.ndarray:
+        """Return one advantage per row, float32 `[N]`, computed in float64."""
+        ...
+
 
 # ---------------- Rewards compared with those of their group: arithmetic that the estimators share, all in float64.
 
@@ -170,3 +240,22 @@ class GdpoAdvantage:
         for name, weight in self.weights.items():
             total += weight * group_rewards(rows.components[name][index], rows.group_ids[index]).normalised()
         return rows.scatter(over_std(total))
+
+
+def build_advantages(config: AdvantageConfig, weights: Mapping[str, float]) -> AdvantageEstimator:
+    """Build the advantage estimator that `config` names.
+
+    weights: name of each reward in the run's list of rewards (the rubric) -> its weight. Only `gdpo` uses them. Raises
+    ValueError when `gdpo` has no reward with a weight other than 0, or when the kind is unknown.
+    """
+    if config.kind == "grpo":
+        return GrpoAdvantage(config.normalize_std)
+    if config.kind == "dr_grpo":
+        return GrpoAdvantage(normalize_std=False)
+    if config.kind == "rloo":
+        return RlooAdvantage()
+    if config.kind == "reinforce_pp":
+        return ReinforcePpAdvantage(config.baseline)
+    if config.kind == "gdpo":
+        return GdpoAdvantage({name: weight for name, weight in weights.items() if weight})
+    raise ValueError(f"advantage.kind: got {config.kind!r}, which no estimator here has")

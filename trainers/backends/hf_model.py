@@ -1,16 +1,25 @@
-"""Loads a HF causal LM for training and writes trained weights back as a HF model folder."""
+"""Reads HF causal LMs, whole or one tensor at a time, and writes trained weights back as a HF model folder.
+
+Each rank reads only the weights of its part of the model.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
 
-from .checkpoints.checkpoint import draft_of, publish, start_draft
+from ...codecs.tokens.routes import num_experts
+from .checkpoint_files import draft_of, publish, start_draft
 
 SHARD_BYTES = 4 << 30
 """Largest size of one weight file in bytes. Writing a file needs that much additional host memory."""
@@ -52,3 +61,160 @@ def collect(stream: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[s
     """Read the pairs (name, tensor) of `stream` to the end and return copies of the tensors in host memory, by name.
     Without `keep` the tensors are dropped and the result is {}."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
+
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+class HfSource:
+    """The config and the safetensors weights of a Hugging Face model, given as a local folder or hub id. Tensors are
+    read only when they are requested."""
+
+    def __init__(self, model: str) -> None:
+        """Read the config and find out which safetensors file contains each tensor. Raises ValueError when there is no
+        such model or it has no safetensors files."""
+        self._model = model
+        self._reading = False
+        self._open: tuple[str, Any] | None = None
+        """Path of the file that `reading` keeps open, and what safetensors opened; None for none."""
+        try:
+            self.config: Any = AutoConfig.from_pretrained(model)
+            self._files = self._locate()
+        except OSError as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ValueError(
+                f"model.path: got {model!r}, expected a folder with a HF causal LM or a hub id of one ({reason})"
+            ) from error
+
+    def has(self, name: str) -> bool:
+        """Return whether the safetensors files contain the tensor `name`, or its experts one by one. `tensor` and
+        `pieces` can then read it."""
+        match = _EXPERTS.fullmatch(name)
+        return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context manager in which a file stays open until another is read. Its list of tensors is then read once and
+        not for each tensor. No more than one file is mapped into memory at a time."""
+        self._reading = True
+        try:
+            yield
+        finally:
+            self._reading, self._open = False, None
+
+    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Yield a part of the tensor `name` in pieces: each piece's place in that part, and its values. The values have
+        the dtype of the file. `ranges` has one slice for each dimension.
+
+        Only that part is read. A tensor in the files is one piece; where the folder stores experts one by one, each of
+        their matrices is a piece, so that no more than one of them is in memory. Values may lie in the mapped file
+        itself. Raises ValueError when the tensor does not exist.
+        """
+        match = _EXPERTS.fullmatch(name)
+        if name in self._files or match is None:
+            yield tuple(slice(0, part.stop - part.start) for part in ranges), self._read(name, ranges)
+            return
+        experts, rows, columns = ranges
+        heights = [self._shape(part)[0] for part in self._expert(match, experts.start)]  # alike for all experts
+        for expert in range(experts.start, experts.stop):
+            start = 0  # of the rows of the matrix in the stacked tensor
+            for part, height in zip(self._expert(match, expert), heights, strict=True):
+                end = start + height
+                first, last = max(rows.start, start), min(rows.stop, end)
+                if first < last:
+                    place = slice(expert - experts.start, expert - experts.start + 1)
+                    values = self._read(part, (slice(first - start, last - start), columns))
+                    yield (place, slice(first - rows.start, last - rows.start), slice(0, values.shape[1])), values
+                start = end
+
+    def tensor(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
+        """Return the tensor `name`, or only `[start:stop]` of it along dimension 0, in the dtype of the file.
+
+        `name` is the HF model's own name. Experts that the folder stores one by one are stacked. Raises ValueError when
+        the tensor does not exist.
+        """
+        match = _EXPERTS.fullmatch(name)
+        if name in self._files or match is None:
+            return self._read(name, () if start is None and stop is None else (slice(start, stop),))
+        experts = range(num_experts(self.config))[start:stop]
+        shapes = [self._shape(part) for part in self._expert(match, experts.start)]
+        rows, columns = sum(shape[0] for shape in shapes), shapes[0][1]
+        ranges = (slice(experts.start, experts.stop), slice(0, rows), slice(0, columns))
+        whole: torch.Tensor | None = None
+        for place, values in self.pieces(name, ranges):
+            if whole is None:
+                whole = torch.empty((len(experts), rows, columns), dtype=values.dtype)
+            whole[place] = values
+        assert whole is not None, "a rank has at least one expert"
+        return whole
+
+    @staticmethod
+    def _expert(match: re.Match[str], expert: int) -> list[str]:
+        """Return the names under which the folder stores the parts of one expert of a stacked tensor. `match` is the
+        match of `_EXPERTS` with the name of the stacked tensor; `expert` is the number of the expert."""
+        prefix, kind = match.groups()
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        return [f"{prefix}.{expert}.{part}.weight" for part in parts]
+
+    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+        """Return the HF model on the meta device, without values of weights and buffers, with dropout off.
+
+        dtype: dtype of the weights; None for the dtype in the model's config.
+        """
+        with torch.device("meta"):
+            options = {} if dtype is None else {"dtype": dtype}
+            model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", **options)
+        with contextlib.suppress(OSError):  # a model without one has what its config says
+            model.generation_config = GenerationConfig.from_pretrained(self._model)
+        return model.eval()
+
+    def _read(self, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
+        with self._opened(name) as file:
+            return file.get_slice(name)[ranges] if ranges else file.get_tensor(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        with self._opened(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """Context manager that provides the safetensors file that contains the tensor `name`."""
+        if name not in self._files:
+            raise ValueError(f"model.path: {self._model!r} has no tensor {name!r} in its safetensors files")
+        path = self._files[name]
+        if not self._reading:
+            with safe_open(path, framework="pt") as file:
+                yield file
+            return
+        if self._open is None or self._open[0] != path:
+            self._open = path, safe_open(path, framework="pt")  # the file before it is closed with its last tensor
+        yield self._open[1]
+
+    def _locate(self) -> dict[str, str]:
+        """Return the path of the safetensors file that contains each tensor: tensor name -> path. Raises OSError when a
+        safetensors file is missing."""
+        index = self._path(INDEX)
+        if index is None:
+            path = self._path(ONE_FILE)
+            if path is None:
+                raise OSError(f"no {ONE_FILE} and no {INDEX}")
+            with safe_open(path, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), path)
+        with open(index) as file:
+            shards: dict[str, str] = json.load(file)["weight_map"]
+        return dict(zip(shards, self._paths(shards.values()), strict=True))
+
+    def _paths(self, names: Iterable[str]) -> list[str]:
+        names = list(names)
+        found = {name: self._path(name) for name in set(names)}
+        missing = sorted(name for name, path in found.items() if path is None)
+        if missing:
+            raise OSError(f"{INDEX} names {missing[0]}, which is not there")
+        return [str(found[name]) for name in names]
+
+    def _path(self, name: str) -> str | None:
+        if os.path.isdir(self._model):
+            path = os.path.join(self._model, name)
+            return path if os.path.exists(path) else None
+        return cached_file(self._model, name, _raise_exceptions_for_missing_entries=False)

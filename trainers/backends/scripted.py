@@ -11,8 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ...actors.protocols import MicroBatch, OffloadReport
-from .checkpoints.checkpoint import draft_of, publish, start_draft
-from .checkpoints.checkpointer import Checkpointer
+from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
 from .residence import Residence
 

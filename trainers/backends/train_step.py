@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..losses.mismatch import MISMATCH_MAX, MISMATCH_SUMS, mismatch
+from ..losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
 from .config import BackendConfig
 from .optimizer import clip_coefficient, learning_rate

@@ -29,7 +29,7 @@ from ...actors.weight_sync.transports.protocol import ReceiverConfig, SenderConf
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.handle import DataPlaneHandle
-from ..advantages.factory import build_advantages
+from ..advantages.estimators import build_advantages
 from ..backends.config import BackendConfig, PrevSource
 from ..backends.factory import MODULES as BACKEND_MODULES
 from ..backends.factory import build_backend

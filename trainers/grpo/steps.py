@@ -25,7 +25,7 @@ from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import REF, WorkerReport
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import POSITION, KVBatchMeta
-from ..advantages.estimator import AdvantageEstimator, RewardRows
+from ..advantages.estimators import AdvantageEstimator, RewardRows
 from ..cluster import actor_specs
 from ..cluster.calls import Call, DriverMeter, gather, gather_slow
 from ..cluster.engine_pool import EnginePool, NoEngineLeft

@@ -10,8 +10,7 @@ from typing import Literal
 
 import torch
 
-from .aggregation import Aggregation
-from .terms import Denominator, LossInputs, TermSums
+from .terms import Aggregation, Denominator, LossInputs, TermSums
 
 KlKind = Literal["k1", "k2", "k3"]
 

@@ -16,7 +16,7 @@ from ...actors.process.memory import gpu_sizes
 from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
-from ..advantages.factory import build_advantages
+from ..advantages.estimators import build_advantages
 from ..base_model.prepare import model_config, prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter

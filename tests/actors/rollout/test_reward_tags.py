@@ -13,8 +13,7 @@ from headrace.actors.rollout.rows import kv_staleness, rollout_rows
 from headrace.actors.rollout.worker import _score_one
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.advantages.config import AdvantageConfig
-from headrace.trainers.advantages.estimator import RewardRows
-from headrace.trainers.advantages.factory import build_advantages
+from headrace.trainers.advantages.estimators import RewardRows, build_advantages
 from headrace.trainers.grpo.steps import with_advantages
 
 

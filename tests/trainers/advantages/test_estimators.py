@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.trainers.advantages.config import AdvantageConfig
-from headrace.trainers.advantages.estimator import RewardRows
-from headrace.trainers.advantages.factory import build_advantages
+from headrace.trainers.advantages.estimators import RewardRows, build_advantages
 
 EPS = 1e-6
 WEIGHTS = {"exact": 0.7, "shape": -1.5, "only logged": 0.0}

@@ -29,7 +29,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     weights_of,
 )
 from headrace.tests.trainers.backends.backend_reference import TEMPERATURE, ReferenceTrainer
-from headrace.trainers.backends.checkpoints.checkpoint import on_first_rank
+from headrace.trainers.backends.checkpoint_files import on_first_rank
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.train_step import TrainStep
 from headrace.trainers.backends.vocab import logprobs as vocab_logprobs

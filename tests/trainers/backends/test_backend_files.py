@@ -17,8 +17,8 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_model,
     weights_of,
 )
+from headrace.trainers.backends import checkpoint_files as checkpoint
 from headrace.trainers.backends import hf_model
-from headrace.trainers.backends.checkpoints import checkpoint
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 
 

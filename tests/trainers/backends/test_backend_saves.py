@@ -14,8 +14,8 @@ import torch
 
 from headrace.tests.process_pool import FORKSERVER
 from headrace.tests.trainers.backends.backend_ranks import backend_config, random_rows, run_step, save_tiny_model
-from headrace.trainers.backends.checkpoints import checkpointer
-from headrace.trainers.backends.checkpoints.checkpointer import Checkpointer
+from headrace.trainers.backends import checkpoint_files as checkpointer
+from headrace.trainers.backends.checkpoint_files import Checkpointer
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 
 KILLS = 10

@@ -21,9 +21,8 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_moe,
 )
 from headrace.trainers.backends import throughput
-from headrace.trainers.backends.flops import flop_model
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.throughput import StepMeter
+from headrace.trainers.backends.throughput import StepMeter, flop_model
 
 
 @pytest.mark.parametrize("save", [save_tiny_model, save_tiny_moe, save_tiny_llama])

@@ -19,7 +19,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     summed_gradients,
 )
 from headrace.trainers.backends.config import TrainerConfig
-from headrace.trainers.backends.fsdp import varlen_attention
+from headrace.trainers.backends.fsdp import causal_lm as varlen_attention
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.model_split import mesh_problems
 

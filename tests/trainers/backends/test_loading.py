@@ -27,9 +27,9 @@ from headrace.tests.trainers.backends.backend_ranks import (
     weights_of,
 )
 from headrace.trainers.backends import hf_model
-from headrace.trainers.backends.fsdp import loading
+from headrace.trainers.backends.fsdp import sharding as loading
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.hf_source import HfSource
+from headrace.trainers.backends.hf_model import HfSource
 
 MODELS = ("tied", "untied", "moe", "llama")
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from headrace.trainers.backends.fsdp.norms import use_closed_form_norms
+from headrace.trainers.backends.fsdp.causal_lm import use_closed_form_norms
 
 
 def pair(kind: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -47,7 +47,7 @@ def test_outputs_are_the_same_bits_and_gradients_are_close(kind: Any) -> None:
 
 
 def test_gradients_are_right_to_double_precision() -> None:
-    from headrace.trainers.backends.fsdp.norms import _RmsNorm
+    from headrace.trainers.backends.fsdp.causal_lm import _RmsNorm
 
     x, weight = torch.randn(3, 4, 5).double().requires_grad_(), torch.randn(5).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda x, weight: _RmsNorm.apply(x, weight, 1e-3), (x, weight))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from headrace.trainers.backends.flash_attention import LONG_ROW
-from headrace.trainers.backends.fsdp.varlen_attention import attend, use_varlen_attention
+from headrace.trainers.backends.fsdp.causal_lm import attend_varlen, use_varlen_attention
 
 
 def test_what_it_cannot_do_is_told() -> None:
@@ -19,7 +19,7 @@ def test_what_it_cannot_do_is_told() -> None:
     q = torch.zeros(1, 2, 3, 4)
     ends = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"for a model with sliding-window attention \(window 8\)"):
-        attend(nothing, q, q, q, None, scaling=1.0, row_ends=ends, longest_row=3, sliding_window=8)
+        attend_varlen(nothing, q, q, q, None, scaling=1.0, row_ends=ends, longest_row=3, sliding_window=8)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
     model._supports_attention_backend = False
     with pytest.raises(ValueError, match="trainer.packing: got 'packed', expected .* for GPT2LMHeadModel, whose"):
@@ -34,7 +34,7 @@ def test_packed_rows_attend_as_if_alone(lengths: tuple[int, ...]) -> None:
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     shape = (sum(lengths), 64)
     q, k, v = (torch.randn(1, h, *shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
-    out, _ = attend(torch.nn.Identity(), q, k, v, None, scaling=0.125, row_ends=ends, longest_row=max(lengths))
+    out, _ = attend_varlen(torch.nn.Identity(), q, k, v, None, scaling=0.125, row_ends=ends, longest_row=max(lengths))
     weight = torch.randn_like(out)
     grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
     rows = zip(*(part.float().split(lengths, dim=2) for part in (q, k, v)), strict=True)

@@ -25,7 +25,7 @@ from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.weight_sync.memory_sender import MemorySender
 from headrace.tests.trainers.grpo.feed_world import World
-from headrace.trainers.advantages.factory import build_advantages
+from headrace.trainers.advantages.estimators import build_advantages
 from headrace.trainers.cluster.actor_specs import backend_config, reward_weights
 from headrace.trainers.config.config import Config
 from headrace.trainers.grpo.controllers import AfterStep, run_steps

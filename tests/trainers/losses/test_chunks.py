@@ -24,7 +24,7 @@ from headrace.tests.trainers.losses.reference import (
     random_rows,
 )
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.losses.factory import build_loss
+from headrace.trainers.losses.policy_loss import build_loss
 from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 
 EXTRAS = ({"kl_coef": 0.3, "entropy_coef": 0.1}, {"kl_coef": 0.3, "kl_in": "reward"})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.trainers.losses.mismatch import mismatch
+from headrace.trainers.losses.correction import mismatch
 from headrace.trainers.losses.terms import LossInputs
 
 

@@ -12,31 +12,35 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....actors.protocols import MicroBatch, OffloadReport
 from ....codecs.batch import Batch
-from ...losses.factory import build_loss
-from ..checkpoints.checkpoint import training_state
-from ..checkpoints.checkpointer import Checkpointer
+from ...losses.policy_loss import build_loss
+from ..checkpoint_files import Checkpointer, training_state
 from ..config import BackendConfig
-from ..expert_balance.balance import ExpertBalance
-from ..flops import flop_model
+from ..expert_balance import ExpertBalance
 from ..hf_model import collect, write_folder
 from ..layers import compile_layers, recompute_layers
-from ..loss_inputs import loss_inputs
 from ..model_split import check_split, resolved_packing
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
 from ..residence import Residence
-from ..router_replay.replay import RouterReplay, require_replay, route_spec
-from ..row_layout import RowLayout, lay_out
-from ..throughput import StepMeter
+from ..router_replay import RouterReplay, require_replay, route_spec
+from ..row_layout import RowLayout, lay_out, loss_inputs
+from ..throughput import StepMeter, flop_model
 from ..train_step import TrainStep
 from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
-from .causal_lm import CausalLM
-from .half_parameters import half_parameters, halve_parameters
-from .loading import WeightSource, fill, open_source
-from .norms import use_closed_form_norms
+from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
 from .output_checks import check_head, check_packing
 from .router_replay import balance_experts, replay_routers, router_biases
-from .sharding import build_mesh, give_back, give_back_unfinished, own_piece, spread, spread_weights
+from .sharding import (
+    WeightSource,
+    build_mesh,
+    fill,
+    give_back,
+    give_back_unfinished,
+    open_source,
+    own_piece,
+    spread,
+    spread_weights,
+)
 from .tensor_parallel import split_dim, sum_per_head_gradients
 
 
@@ -299,7 +303,7 @@ class FsdpBackend:
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
         self._packed = packing == "packed"
         if self._packed and self._half and self._device.type == "cuda":
-            from .varlen_attention import use_varlen_attention  # its kernels need a GPU and half precision
+            from .causal_lm import use_varlen_attention  # its kernels need a GPU and half precision
 
             use_varlen_attention(model)
         if self._device.type == "cpu" and not self._config.trainer.compile:

@@ -1,13 +1,27 @@
-"""Wraps a HF causal language model so that it maps rows to log-probs and computes logits only for wanted tokens."""
+"""Adapts a HF causal LM to training: log-probs of wanted tokens, packed rows, half precision, and norms on CPUs.
+
+`CausalLm` computes logits only for wanted tokens. On a GPU, packed rows attend through torch's variable-length flash
+attention; without it, HF finds where packed rows begin from the position ids and gives SDPA a dense block-diagonal
+causal mask of S x S, where S is the number of tokens of the microbatch, which `trainer.tokens_per_microbatch` bounds.
+
+A single rank computes in bfloat16 with copies of its float32 parameters or, without training, with no others; on
+several ranks FSDP makes such copies itself. On CPUs, RMS norms get a backward pass in closed form: autograd's own takes
+some ten passes over memory for each norm, and this one four. The forward pass is the same to the bit.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
 from ..config import Head
+from ..flash_attention import attend_rows
 from ..row_layout import RowLayout
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 
@@ -58,3 +72,150 @@ class CausalLM(nn.Module):
         if not found:
             raise ValueError(f"model.path: {type(self.model).__name__} does not name its layers, cannot be sharded")
         return found
+
+
+def halve_parameters(module: nn.Module) -> None:
+    """Change the dtype of the parameters of `module` to bfloat16, for a module that is not trained. Passes compute with
+    the same values as those in `half_parameters`."""
+    for param in module.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(torch.bfloat16)
+
+
+@contextmanager
+def half_parameters(module: nn.Module) -> Iterator[None]:
+    """Replace the parameters of `module` by bfloat16 copies inside the context. Gradients flow to the float32
+    originals.
+
+    The backward pass must be inside the context too, because parts of the forward pass may be computed again in it. A
+    parameter that several modules share has one copy. The copies take 2 bytes per parameter; a parameter that is in
+    bfloat16 already is not copied.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for child in module.modules():
+            for name, param in child._parameters.items():
+                if param is not None and param.is_floating_point():
+                    if id(param) not in copies:
+                        copies[id(param)] = param.to(torch.bfloat16)
+                    replaced.append((child._parameters, name, param))
+        for owner, name, param in replaced:
+            owner[name] = copies[id(param)]
+        yield
+    finally:
+        for owner, name, param in replaced:
+            owner[name] = param
+
+
+def use_closed_form_norms(model: nn.Module) -> None:
+    """Make the RMS norms of `model` use the closed form, for inputs and weights that are plain float32 tensors. Norms
+    with another formula stay as they are. The model may be on the meta device."""
+    for module in model.modules():
+        closed = _closed_form(type(module)) if hasattr(module, "variance_epsilon") else None
+        if closed is not None:
+            module.__class__ = closed
+
+
+@functools.cache
+def _closed_form(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return a subclass of the norms `kind` that uses the closed form; None if they have another formula."""
+    width, epsilon = 8, 1e-3
+    with torch.device("cpu"), torch.no_grad():
+        try:
+            norm: Any = kind(width, eps=epsilon)
+        except TypeError:
+            return None
+        weight = getattr(norm, "weight", None)
+        if weight is None or weight.shape != (width,):
+            return None
+        steps = torch.arange(width, dtype=torch.float32)
+        norm.weight.copy_(torch.sin(1 + steps))
+        x = torch.stack([torch.cos(steps), torch.exp(steps / 4)])
+        if not torch.equal(norm(x), _RmsNorm.apply(x, norm.weight, epsilon)):
+            return None
+    own: Any = kind.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        plain = type(hidden_states) is torch.Tensor and type(self.weight) is nn.Parameter
+        if not plain or not hidden_states.dtype == self.weight.dtype == torch.float32:
+            return own(self, hidden_states)
+        return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Computes `y = w * x * r` with `r = rsqrt(mean(x^2) + epsilon)` over the last dimension. It is Zhang and Sennrich
+    2019, arXiv:1910.07467.
+
+    With the gradient `g` of `y`, that of `x` is `r * w * g - x * r^3 * mean(g * w * x)`, and that of `w` is the sum of
+    `g * x * r` over all positions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        width = x.shape[-1]
+        # Laid out as `x` is: the gradient of queries and keys comes transposed, and would be copied once more.
+        product = torch.mul(x, grads[0], out=torch.empty_like(x))
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.mv(product.reshape(-1, width).t(), inverse.reshape(-1))
+        factor = (product @ weight).unsqueeze(-1).mul_(inverse.pow(3)).div_(width)
+        of_x = torch.mul(grads[0], weight, out=product).mul_(inverse).addcmul_(x, factor, value=-1)
+        return of_x, of_weight, None
+
+
+VARLEN = "headrace_varlen"
+
+
+def attend_varlen(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    row_ends: torch.Tensor,
+    longest_row: int,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention within each packed row.
+
+    `query` is `[1, heads, S, D]`, `key` and `value` are `[1, kv_heads, S, D]`. `row_ends` (int32 `[rows + 1]`) and
+    `longest_row` are `ends` and `longest` of `RowLayout`. Returns `[1, S, heads, D]` in the dtype of `value`. Raises
+    ValueError for layers with sliding-window attention, because every token would see the whole past of its row.
+    """
+    if sliding_window is not None:
+        raise ValueError(
+            f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for a model with sliding-window attention "
+            f"(window {sliding_window})"
+        )
+    assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
+    # Some models leave normalised queries and keys in float32, but flash attention takes half precision only.
+    q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
+    out = attend_rows(q, k, v, row_ends, row_ends, (longest_row, longest_row), scaling)
+    return out[None], None
+
+
+def use_varlen_attention(model: Any) -> None:
+    """Make a HF model use `attend_varlen`. Its forward then needs the arguments `row_ends` and `longest_row`.
+
+    Raises ValueError for a model whose attention function cannot be replaced.
+    """
+    if not model._supports_attention_backend:
+        raise ValueError(
+            f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(model).__name__}, whose attention "
+            "function cannot be replaced"
+        )
+    AttentionInterface.register(VARLEN, attend_varlen)
+    model.set_attn_implementation(VARLEN)

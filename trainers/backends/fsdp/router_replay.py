@@ -12,9 +12,8 @@ from torch import nn
 
 from ....codecs.tokens.routes import RouteSpec
 from ..config import BackendConfig
-from ..expert_balance.balance import ExpertBalance
-from ..expert_balance.formulas import ScoreKind
-from ..router_replay.replay import RouterReplay
+from ..expert_balance import ExpertBalance, ScoreKind
+from ..router_replay import RouterReplay
 
 ROUTERS: dict[str, ScoreKind] = {
     "Qwen3MoeTopKRouter": "softmax",

@@ -1,14 +1,27 @@
-"""Builds the fsdp backend's mesh, shards a model over it, and lists which rank has which piece of each weight."""
+"""Builds the fsdp backend's mesh, shards a model over it, and fills each rank's pieces with the weights of a HF model.
+
+The model is built on the meta device, split and sharded there, and gets memory for this rank's pieces only. Therefore a
+rank needs host memory for its shard and the largest piece of a weight, however large the model is.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from ....actors.train.topology import Place, Topology
-from ..weight_stream import Cut, Piece, SpreadWeight
+from ..hf_model import HfSource, load_causal_lm
+from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
 from .router_replay import router_biases
 from .tensor_parallel import split_dim, split_over
@@ -116,3 +129,142 @@ def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut
 def own_piece(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of a parameter, without gradient. It shares memory with the parameter."""
     return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+
+_log = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """Interface for reading parts of a HF model's weights. They are in host memory, in the dtype of the source."""
+
+    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+        """Return the HF model on the meta device, without values of its weights."""
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context manager in which many reads are fast."""
+        ...
+
+    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
+        """Return a part of the tensor `name` in pieces: the place of each in that part, and its values. `ranges` has
+        one slice for each dimension."""
+        ...
+
+
+class WholeModel:
+    """A `WeightSource` that holds the whole model in host memory. It serves models that cannot be read tensor by
+    tensor, for example because they are quantized or have no safetensors files."""
+
+    def __init__(self, model: str) -> None:
+        """Load `model`, a local folder or hub id. Raises ValueError when there is no such model."""
+        self._model = load_causal_lm(model)
+        self._tensors = self._model.state_dict()
+
+    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+        with torch.device("meta"):
+            empty = type(self._model)(self._model.config)
+        empty.generation_config = self._model.generation_config
+        return empty.eval()
+
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pieces(self, name: str, ranges: tuple[slice, ...]) -> Iterable[tuple[tuple[slice, ...], torch.Tensor]]:
+        return [(tuple(slice(0, part.stop - part.start) for part in ranges), self._tensors[name][ranges])]
+
+
+def open_source(model: str) -> WeightSource:
+    """Return a source of the weights of `model`, a local folder or hub id.
+
+    The weights are read piece by piece if the safetensors files contain them as the model uses them. Otherwise the
+    source holds the whole model in host memory, and a warning is logged. Raises ValueError when there is no such model.
+    """
+    try:
+        source = HfSource(model)
+        why = _why_whole(source)
+    except ValueError as error:  # it has other files, or there is no model, which the next line tells
+        whole, why = WholeModel(model), str(error)
+    else:
+        if not why:
+            return source
+        whole = WholeModel(model)
+    _log.warning("every train worker holds the whole model in host memory while it starts: %s", why)
+    return whole
+
+
+def _why_whole(source: HfSource) -> str:
+    """Return why the model's tensors cannot be read one by one from its files; "" when they can."""
+    if getattr(source.config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    model = source.empty_model()
+    for conversion in get_model_conversion_mapping(model):
+        patterns = conversion.source_patterns if isinstance(conversion, WeightConverter) else ()
+        if not all("experts" in pattern for pattern in patterns):
+            return f"transformers converts {', '.join(patterns)} of {type(model).__name__}"
+    tied = set(model.all_tied_weights_keys)
+    missing = next((name for name in _stored(model) if name not in tied and not source.has(name)), None)
+    return "" if missing is None else f"its safetensors files have no tensor {missing!r}"
+
+
+def _stored(model: nn.Module) -> list[str]:
+    """Return the names of the tensors in a model folder: parameters, tied ones once, and persistent buffers."""
+    kept = model.state_dict()
+    return [
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, _ in model.named_buffers() if name in kept),
+    ]
+
+
+@torch.no_grad()
+def fill(
+    module: CausalLM, source: WeightSource, topology: Topology, rank: int, device: torch.device, *, host: bool
+) -> None:
+    """Give `module` memory for this rank's pieces of its parameters, and read the pieces from `source`.
+
+    Before the call the module is on the meta device. Its buffers are filled too and are always on `device`. host: true
+    to keep the pieces of parameters in host memory instead of on `device`.
+    """
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, param in parent.named_parameters(recurse=False):
+            shared.setdefault(id(param), []).append((parent, name))
+    module.to_empty(device="cpu" if host else device)
+    for (first, name), *others in shared.values():  # `to_empty` gives each owner a parameter of its own
+        for parent, other in others:
+            parent.register_parameter(other, first.get_parameter(name))
+    model, place = module.model, topology.place(rank)
+    with source.reading():
+        _compute_buffers(model, source, device)
+        for name, param in model.named_parameters():
+            ranges = cut_box(param.shape, own_cuts(param, topology, place))
+            if all(part.start < part.stop for part in ranges):
+                _read_into(own_piece(param), source, name, ranges)
+
+
+def _read_into(target: torch.Tensor, source: WeightSource, name: str, ranges: tuple[slice, ...]) -> None:
+    """Read a part of a tensor into `target`. Its pieces get the dtype of `target` on its device, which takes no memory
+    of the host."""
+    for place, values in source.pieces(name, ranges):
+        target[place].copy_(values.to(target.device))
+
+
+def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> None:
+    """Fill the model's buffers and move them to `device`.
+
+    Persistent buffers, which model folders contain, are read from `source`; the others are computed by the model's own
+    code.
+    """
+    kept = model.state_dict()
+    for module in model.modules():
+        module._is_hf_initialized = not module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for param in model.parameters():
+        param._is_hf_initialized = True  # so that only buffers are computed
+    model.initialize_weights()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if full in kept:
+                _read_into(buffer, source, full, tuple(slice(0, size) for size in buffer.shape))
+            module._buffers[name] = buffer.to(device)

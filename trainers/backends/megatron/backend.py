@@ -14,33 +14,28 @@ import torch.distributed as dist
 
 from ....actors.protocols import MicroBatch, OffloadReport
 from ....codecs.tokens.routes import RouteSpec
-from ...losses.factory import build_loss
-from ..checkpoints.checkpointer import Checkpointer
+from ...losses.policy_loss import build_loss
+from ..checkpoint_files import Checkpointer
 from ..config import BackendConfig
-from ..flops import flop_model
-from ..hf_model import collect, write_folder
-from ..hf_source import HfSource
+from ..hf_model import HfSource, collect, write_folder
 from ..layers import compile_layers, recompute_layers, uncompiled
-from ..loss_inputs import loss_inputs
 from ..model_split import resolved_packing
 from ..residence import Residence
-from ..router_replay.replay import require_replay, route_spec
-from ..throughput import StepMeter
+from ..router_replay import require_replay, route_spec
+from ..row_layout import loss_inputs
+from ..throughput import StepMeter, flop_model
 from ..train_step import TrainStep
 from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .architecture import check_fits
-from .balance import PipelineBalance
 from .calls import megatron_calls
-from .gathering import OwnPieces, spread_weights
 from .library import ChainedOptimizer, DistributedDataParallel, MoELayer, get_forward_backward_func
 from .mesh import clear_scratch, global_groups, open_mesh
 from .model import build_model
+from .pieces import OwnPieces, TrainingState, spread_weights
 from .pipeline import OpenPipeline
-from .router_replay import PipelineReplay
-from .row_sums import sum_rows, whole_counts
-from .rows import PackedRows, pack_rows
-from .training_state import TrainingState
+from .router_replay import PipelineBalance, PipelineReplay
+from .rows import PackedRows, pack_rows, sum_rows, whole_counts
 from .updates import (
     Swapped,
     apply,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ....codecs.integers import ceil_div
 from ....codecs.tokens.routes import is_expert_layer
 from ..config import BackendConfig
-from ..hf_source import HfSource
+from ..hf_model import HfSource
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import rotary_frequencies, transformer_config
 from .library import (
@@ -22,10 +22,7 @@ from .library import (
     get_gpt_layer_local_spec,
 )
 from .mesh import Mesh
-from .modules.attention import PackedAttention
-from .modules.experts import GroupedExperts
-from .modules.linear import RowLinear
-from .modules.norm import RMSNorm
+from .modules import GroupedExperts, PackedAttention, RMSNorm, RowLinear
 from .rows import PackedRows
 from .weights import cut, entries_of, expert_range
 

@@ -8,9 +8,11 @@ longest row. With context parallelism each row is cut into 2 * cp chunks, of whi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Place, Topology
@@ -18,7 +20,7 @@ from ....codecs.gather import exclusive_cumsum
 from ....codecs.integers import round_up
 from ....codecs.tokens.context_slices import chunks
 from ..row_layout import to_device
-from .modules.attention import AttentionPlan, plan_attention, runs
+from .modules import AttentionPlan, plan_attention, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,3 +224,43 @@ def _place_tokens(micro: MicroBatch, sent: _Sent, size: int) -> tuple[torch.Tens
         index=index,
         whole_index=row_starts[rows] + sent.position[index],
     )
+
+
+def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Return the tokens of each of N rows, the sum of the context-parallel ranks' `counts`: int64 `[N]` on the CPU.
+    Collective over `cp`."""
+    if cp.size() == 1:
+        return counts
+    total = counts.to(device)
+    dist.all_reduce(total, group=cp)
+    return total.cpu()
+
+
+def sum_rows(cp: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+    """Sum `values` `[N]` over the context-parallel ranks, differentiably, as `LossInputs.reduce_rows` requires.
+
+    Collective over `cp`, also in backward.
+    """
+    summed = _SumRows.apply(values, cp)
+    assert isinstance(summed, torch.Tensor)
+    return summed
+
+
+class _SumRows(torch.autograd.Function):
+    """Sums values over ranks in forward, and gradients over ranks in backward.
+
+    The gradients are summed because every rank's loss uses the sum and the losses of all ranks are added up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -174,7 +174,7 @@ def _check_loss(config: Config) -> None:
     if ":" in config.loss.kind:
         from ....actors.protocols import row_schema  # imports torch, which checks do without
         from ...cluster.actor_specs import backend_config
-        from ...losses.factory import build_loss
+        from ...losses.policy_loss import build_loss
 
         row_schema(None, config.data.columns)
         build_loss(backend_config(config, config.model.path).loss, config.data.columns)

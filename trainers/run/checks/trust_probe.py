@@ -28,7 +28,7 @@ from ...backends.factory import build_backend
 from ...cluster import actor_specs
 from ...config.config import Config
 from ...errors import UserError
-from ...losses.mismatch import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
+from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
 from ...observe.trust import SOUND_RATIO
 
 PROMPTS = (

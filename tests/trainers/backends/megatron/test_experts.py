@@ -14,7 +14,7 @@ pytestmark = pytest.mark.megatron
 
 @pytest.mark.parametrize("sizes", [(3, 0, 4), (0, 0, 0), (7, 0, 0)])
 def test_each_group_is_multiplied_with_its_own_matrix(sizes: tuple[int, ...]) -> None:
-    from headrace.trainers.backends.megatron.modules.experts import grouped_linear
+    from headrace.trainers.backends.megatron.modules import grouped_linear
 
     generator = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,7 @@ def test_each_group_is_multiplied_with_its_own_matrix(sizes: tuple[int, ...]) ->
 
 @pytest.mark.gpu
 def test_the_grouped_kernel_does_what_the_loop_does() -> None:
-    from headrace.trainers.backends.megatron.modules.experts import grouped_linear
+    from headrace.trainers.backends.megatron.modules import grouped_linear
 
     torch.manual_seed(0)
     sizes = torch.tensor([130, 0, 7, 63])
@@ -51,7 +51,7 @@ def test_the_grouped_kernel_does_what_the_loop_does() -> None:
 
 def test_expert_parallel_weights_are_marked() -> None:
     """Megatron would otherwise sum their gradients over ranks that hold other experts."""
-    from headrace.trainers.backends.megatron.modules.experts import GroupedExperts
+    from headrace.trainers.backends.megatron.modules import GroupedExperts
 
     groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 2))
     for ep in (1, 2):

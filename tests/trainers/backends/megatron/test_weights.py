@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from headrace.tests.trainers.backends.backend_ranks import TINY, save_tiny_model, save_tiny_moe
-from headrace.trainers.backends import hf_source
-from headrace.trainers.backends.hf_source import HfSource
-from headrace.trainers.backends.megatron.gathering import spread_weight
+from headrace.trainers.backends import hf_model as hf_source
+from headrace.trainers.backends.hf_model import HfSource
+from headrace.trainers.backends.megatron.pieces import spread_weight
 from headrace.trainers.backends.megatron.weights import (
     Entry,
     Part,

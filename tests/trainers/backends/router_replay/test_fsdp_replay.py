@@ -32,7 +32,7 @@ from headrace.tests.trainers.backends.router_replay.routed_rows import (
     with_own_logprobs,
 )
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.router_replay.replay import RoutesDiffer
+from headrace.trainers.backends.router_replay import RoutesDiffer
 
 ON = RouterReplayConfig(enabled=True, native_agreement_every=0)
 SHORT = ("padded", "packed, recomputed")

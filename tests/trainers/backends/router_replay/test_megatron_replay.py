@@ -22,7 +22,7 @@ from headrace.tests.trainers.backends.router_replay.routed_rows import (
     spec_of,
     with_own_logprobs,
 )
-from headrace.trainers.backends.router_replay.replay import RoutesDiffer
+from headrace.trainers.backends.router_replay import RoutesDiffer
 
 pytestmark = pytest.mark.megatron
 

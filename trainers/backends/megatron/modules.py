@@ -1,9 +1,15 @@
-"""Computes causal attention over packed rows in Megatron layers, with context parallelism, without TransformerEngine.
+"""Replaces modules of Megatron's layers that need TransformerEngine: attention, experts, norms, and a linear layer.
 
-With context parallelism the keys and values of all ranks are gathered, one all-gather per layer, and each of a rank's
-two chunks of a row sees the row up to the chunk's end (Llama 3, arXiv:2407.21783, section 3.3.2). Every rank therefore
-needs memory for the keys of the whole microbatch. The queries of a chunk are always the last of the tokens that they
-see, so one kernel with a causal mask aligned at the lower right covers all cases.
+Attention is causal over packed rows. With context parallelism the keys and values of all ranks are gathered, one
+all-gather per layer, and each of a rank's two chunks of a row sees the row up to the chunk's end (Llama 3,
+arXiv:2407.21783, section 3.3.2). Every rank therefore needs memory for the keys of the whole microbatch. The queries of
+a chunk are always the last of the tokens that they see, so one kernel with a causal mask aligned at the lower right
+covers all cases.
+
+Experts are computed by grouped matrix products. Megatron's own grouped experts need TransformerEngine or the package
+grouped_gemm. Here torch's `grouped_mm` multiplies each expert's tokens with its weights in one kernel, on GPUs in
+bfloat16. On CPUs and in float32, for which torch has no such kernel everywhere, the products are made one after
+another.
 """
 
 from __future__ import annotations
@@ -17,10 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .....codecs.gather import exclusive_cumsum
-from ...flash_attention import attend_rows
-from ...layers import uncompiled
-from ...row_layout import to_device
+from ....codecs.gather import exclusive_cumsum
+from ..flash_attention import attend_rows
+from ..layers import uncompiled
+from ..row_layout import to_device
+from .library import RowParallelLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +214,66 @@ class _Gather(torch.autograd.Function):
         own = every.new_empty(2, *every.shape[1:])
         dist.reduce_scatter_tensor(own, every, group=ctx.group)
         return own, None
+
+
+class GroupedExperts(nn.Module):
+    """The experts of one rank, gated MLPs whose weights are stacked, as the `experts` of a Megatron MoE layer."""
+
+    def __init__(self, num_local_experts: int, config: Any, *, pg_collection: Any, **_: Any) -> None:
+        super().__init__()
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        hidden, dtype = config.hidden_size, config.params_dtype
+        self.weight1 = nn.Parameter(torch.empty(num_local_experts, 2 * width, hidden, dtype=dtype))
+        """Gate and up matrices of each expert, `[experts, 2 * width, hidden]`."""
+        self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden, width, dtype=dtype))
+        """Down matrix of each expert, `[experts, hidden, width]`."""
+        for weight in (self.weight1, self.weight2):
+            # Megatron sums the gradients of parameters without this mark over the expert-data-parallel ranks.
+            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+
+    def forward(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Return each token's output of its expert, `[T, hidden]`, times its weight.
+
+        `hidden` `[T, hidden]` has the tokens of the first expert, then those of the second, and so on.
+        `tokens_per_expert` (integers `[experts]`) has their numbers, and `weights` (`[T]`) the router's weights.
+        """
+        gate, up = grouped_linear(hidden, self.weight1, tokens_per_expert).chunk(2, -1)
+        inner = (F.silu(gate) * up * weights[:, None]).to(hidden.dtype)
+        return grouped_linear(inner, self.weight2, tokens_per_expert), None
+
+
+def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Multiply groups of consecutive rows with a matrix each.
+
+    `rows` is `[T, K]`, `weights` `[groups, N, K]`, and `sizes` (integers `[groups]`, on any device) the number of rows
+    of each group, which add up to T. Returns `[T, N]`.
+    """
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows):
+        ends = sizes.to(rows.device, non_blocking=True).cumsum(0).int()
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    parts = rows.split(sizes.tolist())
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
+
+
+class RowLinear(RowParallelLinear):
+    """Megatron's linear layer whose input is split over the tensor-parallel ranks.
+
+    megatron-core 0.16.1 does not tell its own function the layer's group, and the function then warns at every call
+    that it takes the default one, which is the same. torch.compile cannot trace a warning, so that it would leave most
+    of the layer uncompiled. Delete when the pin moves to a release that passes `tp_group` (tensor_parallel/layers.py,
+    RowParallelLinear.forward).
+    """
+
+    def _forward_impl(self, *args: Any, **options: Any) -> torch.Tensor:
+        return super()._forward_impl(*args, **{**options, "tp_group": self.tp_group})
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) in the precision of the parameters."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

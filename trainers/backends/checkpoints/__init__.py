@@ -1,1 +1,0 @@
-"""Reads, writes and schedules the sharded checkpoints of train backends."""

@@ -1,1 +1,0 @@
-"""Modules of a Megatron model that replace those which need TransformerEngine."""

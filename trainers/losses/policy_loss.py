@@ -1,0 +1,130 @@
+"""Builds the loss of a step from the section `loss`, with the terms of the policy and of the entropy.
+
+The policy's term takes an objective's token losses, weights them by an off-policy correction and aggregates them. The
+entropy bonus rewards an uncertain policy (Williams & Peng 1991; Mnih et al. 2016, arXiv:1602.01783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...actors.columns import ColumnConfig
+from .config import LossConfig
+from .correction import CORRECTION_METRICS, Correction, IcePop, MaskedSequences, TruncatedSequences, TruncatedTokens
+from .kl import ReferenceKl, RewardKl
+from .objective import Cispo, Gspo, Objective, PpoClip, Reinforce, build_own_objective, count
+from .terms import Aggregation, Denominator, LossInputs, LossTerm, PolicyLoss, TermSums
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerm:
+    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If `reward_kl` is given, it
+    lowers the advantages first."""
+
+    objective: Objective
+    aggregation: Aggregation = Aggregation()
+    correction: Correction | None = None
+    """Off-policy correction; None means no correction, so that the engine's policy is treated as the previous
+    policy."""
+    reward_kl: RewardKl | None = None
+    """KL penalty on the advantages; None leaves them as they are."""
+
+    @property
+    def name(self) -> str:
+        return self.objective.name
+
+    @property
+    def denominator(self) -> Denominator:
+        return self.aggregation.denominator
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        correction = () if self.correction is None else CORRECTION_METRICS
+        return (*self.objective.metrics, *correction, *(() if self.reward_kl is None else self.reward_kl.metrics))
+
+    def __call__(self, inputs: LossInputs) -> TermSums:
+        kl_metrics = {}
+        if self.reward_kl is not None:
+            inputs, kl_metrics = self.reward_kl(inputs)
+        losses = self.objective(inputs)
+        values, metrics = losses.values, dict(losses.metrics)
+        if self.correction is not None:
+            weights = self.correction(inputs)
+            values = weights.values * values
+            sums = (weights.values.sum(), count(weights.cut))
+            metrics.update(zip(CORRECTION_METRICS, sums, strict=True))
+        return TermSums(self.aggregation(values, inputs), {**metrics, **kl_metrics})
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyBonus:
+    """Loss term that subtracts the policy's entropy from the loss at each trained token. The entropy is taken over the
+    whole vocabulary."""
+
+    aggregation: Aggregation = Aggregation()
+
+    name = "entropy_bonus"
+    metrics = ()
+    """Names of the metrics of this term: none, because the train step itself reports `train/entropy` whenever the
+    backend computes an entropy."""
+
+    @property
+    def denominator(self) -> Denominator:
+        return self.aggregation.denominator
+
+    def __call__(self, inputs: LossInputs) -> TermSums:
+        """Return the negative entropies of a microbatch, summed with the weights of `aggregation`. Raises ValueError
+        when `inputs` has no `entropy`."""
+        if inputs.entropy is None:
+            raise ValueError("loss.entropy_coef is not 0, but the microbatch has no entropy; the backend computes it")
+        assert inputs.entropy.requires_grad == inputs.logprobs.requires_grad, "an entropy without grad trains nothing"
+        return TermSums(self.aggregation(-inputs.entropy, inputs), {})
+
+
+def build_loss(config: LossConfig, columns: Sequence[ColumnConfig] = ()) -> PolicyLoss:
+    """Build the step's loss from the policy term and, where `config` asks for them, a KL term and an entropy bonus.
+
+    columns: columns that the user brings, which a loss of their own reads. Raises ValueError, naming the key, when
+    `sequence_sum` has no `length_norm`, when a kind is unknown, and when a loss of the user's own cannot be imported or
+    does not return a plain loss at each token.
+    """
+    aggregation = Aggregation(config.aggregation, config.length_norm)
+    in_reward = config.kl_coef > 0 and config.kl_in == "reward"
+    reward_kl = RewardKl(config.kl_kind, config.kl_coef) if in_reward else None
+    terms: list[tuple[float, LossTerm]] = [
+        (1.0, PolicyTerm(_objective(config), aggregation, _correction(config), reward_kl))
+    ]
+    if config.kl_coef > 0 and not in_reward:
+        terms.append((config.kl_coef, ReferenceKl(config.kl_kind, aggregation)))
+    if config.entropy_coef > 0:
+        terms.append((config.entropy_coef, EntropyBonus(aggregation)))
+    return PolicyLoss(terms, columns)
+
+
+def _objective(config: LossConfig) -> Objective:
+    if config.kind == "ppo_clip":
+        return PpoClip(config.clip_low, config.clip_high, config.clip_dual)
+    if config.kind == "gspo":
+        return Gspo(config.clip_low, config.clip_high)
+    if config.kind == "cispo":
+        return Cispo(config.clip_low, config.clip_high)
+    if config.kind == "reinforce":
+        return Reinforce()
+    if ":" in config.kind:
+        return build_own_objective(config.kind, config.options)
+    raise ValueError(f"loss.kind: got {config.kind!r}, which no objective here has")
+
+
+def _correction(config: LossConfig) -> Correction | None:
+    if config.correction == "none":
+        return None
+    if config.correction == "tis":
+        return TruncatedTokens(config.correction_bounds[1])
+    if config.correction == "icepop":
+        return IcePop(*config.correction_bounds)
+    if config.correction == "sequence":
+        return TruncatedSequences(config.correction_bounds[1])
+    if config.correction == "sequence_mask":
+        return MaskedSequences(*config.correction_bounds)
+    raise ValueError(f"loss.correction: got {config.correction!r}, which no correction here has")
