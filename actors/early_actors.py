@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..dataplane.imports import import_ahead, import_object
-from .engines.vllm.standby import start_ahead
-from .process.actor_info import ActorInfo
-from .process.own_process import keep_freed_memory, settle
-from .process.visible_gpus import show_gpus
+from .engines.vllm.start import start_ahead
+from .process.own_process import ActorInfo, keep_freed_memory, settle, show_gpus
 
 if TYPE_CHECKING:
     from .engine_actor import EngineHost

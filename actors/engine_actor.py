@@ -26,7 +26,7 @@ from .engines.protocol import (
     ServingEngine,
     WeightHost,
 )
-from .process.actor_info import ActorInfo
+from .process.own_process import ActorInfo
 from .process.remote_methods import decode_result, encode_arguments, invoke, submit
 
 P = ParamSpec("P")

@@ -263,10 +263,6 @@ class Sleeper(Protocol):
         """Continue generating after `pause`. Idempotent."""
         ...
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop the cached keys and values of earlier prompts. Requests in flight are not affected."""
-        ...
-
     async def sleep(self, level: int = 1) -> None:
         """Free memory and refuse requests until `wake`. Level 1 keeps the weights in host memory. Level 2 drops them,
         so a version must be committed before requests are answered again, before or after `wake`. Engines that cannot

@@ -1,14 +1,22 @@
-"""Samples one token per row from logits, with random numbers that depend only on the row and not on its batch."""
+"""Samples tokens in the same way in every engine: checks of a prompt, random numbers of a row, draws, stop texts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+from .protocol import SamplingParams
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_LEAD_IN = 8
+"""Number of extra tokens that are decoded before those that a stop text can span. They are needed because tokenizers
+treat the first tokens specially (leading spaces), and because special tokens have no text."""
 
 
 def row_keys(seed: int, request_id: str, num_samples: int) -> np.ndarray:
@@ -70,3 +78,64 @@ def draw(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     threshold = uniform[:, None] * cumulated[:, -1:]
     tokens = torch.searchsorted(cumulated, threshold, right=True)[:, 0]
     return tokens.clamp_(max=log_probs.shape[-1] - 1)
+
+
+def checked_prompt(
+    request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, context: int | None, vocab_size: int
+) -> np.ndarray:
+    """Check a prompt and return its token ids as int64 `[L]`.
+
+    Raises ValueError if the prompt is empty, has ids outside the vocabulary, does not reach `params.routes_from`, or is
+    too long: prompt plus `params.max_new_tokens` must fit into `context` tokens. With `context=None` no prompt is too
+    long.
+    """
+    prompt = np.asarray(prompt_ids, dtype=np.int64)
+    if prompt.ndim != 1 or not len(prompt):
+        raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
+    if params.routes_from >= len(prompt):
+        raise ValueError(
+            f"request {request_id!r}: routes are wanted from token {params.routes_from} on, expected one of its "
+            f"{len(prompt)} prompt tokens"
+        )
+    if context is not None and len(prompt) + params.max_new_tokens > context:
+        raise ValueError(
+            f"request {request_id!r}: {len(prompt)} prompt tokens + {params.max_new_tokens} new tokens exceed "
+            f"the model's context of {context}"
+        )
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise ValueError(
+            f"request {request_id!r}: token ids {prompt.min()}..{prompt.max()}, "
+            f"expected 0..{vocab_size - 1}; does the tokenizer belong to the model?"
+        )
+    return prompt
+
+
+class StopTexts:
+    """Finds any of `texts` at the end of rows of tokens, even where a text begins or ends inside a token."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        """tokenizer: a Hugging Face tokenizer."""
+        self._tokenizer = tokenizer
+        self._texts = tuple(texts)
+        # Every token with text has at least one byte of it.
+        self._window = max(len(text.encode()) for text in texts) + _LEAD_IN
+
+    def ended(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Return for each row whether its last tokens contain a stop text, bool `[len(rows)]`. Earlier tokens are not
+        decoded, so this method must be called after every new token."""
+        if not len(rows):
+            return np.zeros(0, dtype=bool)
+        tails = self._tokenizer.batch_decode(
+            [row[-self._window :].tolist() for row in rows],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        return np.array([any(text in tail for text in self._texts) for tail in tails], dtype=bool)
+
+    def first_end(self, tokens: Sequence[int]) -> int | None:
+        """Return the number of tokens up to the one that completes the first stop text; None without a stop text."""
+        row = np.asarray(tokens)
+        for length in range(1, len(row) + 1):
+            if self.ended([row[:length]])[0]:
+                return length
+        return None

@@ -16,26 +16,21 @@ import torch
 from ...codecs.tokens.routes import RouteSpec
 from ...codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ..process.memory import ProcessMemory, measure
-from ..weight_sync.transports.protocol import ReceiverConfig, WeightUpdate
-from .incoming_weights import IncomingWeights
+from ..weight_sync.transports.protocol import ReceiverConfig
+from .in_process import DROPPED, InProcessEngine
 from .protocol import (
-    CommitReport,
     Completion,
     EngineBroken,
-    EngineStats,
     KeysAndValues,
     PauseMode,
-    Prepared,
     SamplingParams,
     expect_pause_mode,
 )
-from .stop_texts import StopTexts
+from .sampling import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
 """Type of a function that makes up a response: it takes the request id, the prompt's token ids and the index of the
 sample, and returns the response's token ids, including the stop token."""
-
-_ASLEEP = "asleep: wake it first"
 
 
 def random_tokens(vocab_size: int, seed: int = 0, median: int = 8) -> Script:
@@ -69,7 +64,7 @@ def request_latency(request_id: str, seed: int, latency_s: float, sigma: float) 
     return latency_s and latency_s * random.Random(f"{seed}/{request_id}").lognormvariate(0.0, sigma)
 
 
-class ScriptedEngine:
+class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
     """Engine without a model. All requests run in parallel; each takes its own simulated latency, and its tokens appear
     at an even pace during that time.
 
@@ -77,8 +72,6 @@ class ScriptedEngine:
     the rest of its script, at least one token, for the rest of its latency. After a commit in mode `keep`, the tokens
     that appeared before the commit carry the old version.
     """
-
-    died = ""
 
     def __init__(
         self,
@@ -101,16 +94,14 @@ class ScriptedEngine:
         weights; None when weights never change. routes: shape of the routes that it makes up (see `scripted_routes`);
         None to report none.
         """
+        super().__init__(receiver, _copied, version)
         self._script = script
         self._latency_s = latency_s
         self._latency_sigma = latency_sigma
         self._logprob = logprob
         self._tokenizer = tokenizer
         self._seed = seed
-        self._version = version
         self._routes = routes
-        self._incoming: IncomingWeights[dict[str, torch.Tensor]] = IncomingWeights(receiver, _copied)
-        self._name = "" if receiver is None else receiver.engine
         self._clock = _FlowClock()
         self._requests: dict[str, _Request] = {}
         self._resumed = asyncio.Event()
@@ -118,22 +109,8 @@ class ScriptedEngine:
         self._num_flowing = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._unusable = ""
-        self._broken = ""
-        self._differs = ""
-        """How `loaded` differs from the trainer's weights, as `verify_weights` found; "" if it does not. Requests wait
-        meanwhile."""
         self.loaded: Mapping[str, torch.Tensor] = {}
         """Copies of the weights that are served, by name; empty before the first commit."""
-        self.stats = EngineStats()
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def num_workers(self) -> int:
-        return 1
 
     @property
     def progress(self) -> int:
@@ -150,12 +127,7 @@ class ScriptedEngine:
         an engine without a tokenizer. Raises EngineBroken if `sleep` has dropped the weights, and RuntimeError if the
         engine is asleep or closed.
         """
-        if self._unusable:
-            raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
-        if self._broken:
-            raise EngineBroken(f"request {request_id!r}: {self._broken}")
-        if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
+        self._expect_usable(request_id, self._requests)
         if not len(prompt_ids):
             raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
         if params.stop and self._tokenizer is None:
@@ -297,51 +269,28 @@ class ScriptedEngine:
         for request in self._requests.values():
             request.changed.set()
 
-    async def reset_prefix_cache(self) -> None:
-        """No-op: this engine has no cache of keys and values."""
+    @property
+    def _is_paused(self) -> bool:
+        return not self._resumed.is_set()
 
-    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Receive and verify the new version `update`. Tensors of any names and shapes are accepted, because there is
-        no model."""
-        return await self._incoming.prepare(update, lambda: -1 if self._broken or self._differs else self._version)
+    @property
+    def _num_running(self) -> int:
+        return self._num_flowing
 
-    async def commit_weights(
-        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
-    ) -> CommitReport:
-        """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
-        froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far. A sleeping engine stays asleep. There are no keys and values, which `kv` is about."""
-        if self._serves(version):
-            return CommitReport(version, 0.0, 0.0, 0, 0)
-        self._incoming.expect(version)
-        if self._unusable not in ("", _ASLEEP):
-            raise RuntimeError(f"weights: the engine is {self._unusable}")
-        clock = time.perf_counter()
-        was_paused, running = not self._resumed.is_set(), self._num_flowing
-        await self.pause(in_flight)
-        paused = time.perf_counter()
+    async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
+        """Serve the prepared version. There are no keys and values, which `kv` is about."""
         kept = [request for request in self._requests.values() if request.versions]
-        try:
-            if not self._serves(version):  # else a commit that began earlier has done it
-                async with self._incoming.committing(version) as weights:
-                    self.loaded, self._version = weights, version
-                    self._broken = self._differs = ""
-                    kept = [request for request in self._requests.values() if request.versions]
-                    for request in kept:
-                        request.versions.append((self._clock.now() - request.started_s, version))
-        finally:
-            if not was_paused:
-                await self.resume()
-        done = time.perf_counter()
-        aborted = running if in_flight == "abort" else 0
-        return CommitReport(version, paused - clock, done - paused, len(kept), aborted)
-
-    def _serves(self, version: int) -> bool:
-        return self._version == version and not self._broken and not self._differs
+        if not self._serves(version):  # else a commit that began earlier has done it
+            async with self._incoming.committing(version) as weights:
+                self.loaded = weights
+                self._put_in_service(version)
+                kept = [request for request in self._requests.values() if request.versions]
+                for request in kept:
+                    request.versions.append((self._clock.now() - request.started_s, version))
+        return len(kept)
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
-        if not self._serves(digests.version):
-            raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+        self._expect_served(digests)
         count, self._differs = await asyncio.to_thread(
             compare_digests, digests, lambda weight: [self.loaded[weight.name]], self._name
         )
@@ -351,22 +300,17 @@ class ScriptedEngine:
             raise EngineBroken(self._differs)
         return count
 
-    async def drop_weights(self, version: int) -> None:
-        self._incoming.drop(version)
-
     async def sleep(self, level: int = 1) -> None:
         """Wait until running requests have ended, and refuse others until `wake`. Level 2 drops `loaded`, the copies of
         the weights, and requests are then also refused until a version is committed."""
-        if level not in (1, 2):
-            raise ValueError(f"sleep level: got {level}, expected 1 or 2")
-        self._unusable = self._unusable or _ASLEEP
+        self._fall_asleep(level)
         if not self._clock.frozen:  # frozen requests stay where they are
             await self._idle.wait()
         if level == 2:
-            self.loaded, self._broken = {}, "its weights were dropped (sleep level 2), commit a version"
+            self.loaded, self._broken = {}, DROPPED
 
     async def wake(self) -> None:
-        if self._unusable == _ASLEEP:
+        if self._asleep:
             self._unusable = ""
 
     async def memory(self) -> ProcessMemory:

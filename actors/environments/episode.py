@@ -1,18 +1,21 @@
-"""`Episode` is what an environment is handed to play one episode; `Environment` is what a user writes.
+r"""`Episode` is what an environment is handed to play one episode; `Environment` is what a user writes.
 
     async def play(episode: Episode) -> float:
         turn = await episode.generate()            # the policy continues from the tokens so far
-        episode.add_text(f"\\n{answer_to(turn.text)}\\n")
+        episode.add_text(f"\n{answer_to(turn.text)}\n")
         turn = await episode.generate()
         return float(turn.text == episode.prompt.answer)
 
 Tokens are only appended: what a turn's tokens were when the engine made them, they are in the row that is trained on.
+`Clock` limits the time that the environment takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -20,18 +23,63 @@ import numpy as np
 
 from ..columns import ColumnConfig, TokenValues, column_named
 from ..engines.chat import ChatFormat, Reply
-from ..engines.continuation import generate_whole
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from ..engines.tokenizer import encode_prompts, response_texts
-from ..process.user_threads import TooManyHang, UserThreads
+from ..process.user_code import TooManyHang, UserThreads
 from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
-from ..transcript import Transcript
-from .clock import Clock
+from .turns import Transcript, generate_whole
 
 T = TypeVar("T")
-
 REWARD = "reward"
 """Name of the reward that `play` returns."""
+
+
+class Clock:
+    """Limits the time that an environment takes in an episode, by turn and in all.
+
+    It stands still while the policy generates, because a slow or paused engine is no fault of the environment.
+    """
+
+    def __init__(self, turn_s: float, episode_s: float) -> None:
+        """turn_s: seconds that the environment may take between two turns of the policy. episode_s: seconds that it may
+        take in the whole episode."""
+        self._turn_s = turn_s
+        self._episode_s = episode_s
+        self._spent_s = 0.0  # in earlier turns
+        self._since = time.monotonic()
+        self._generating = 0
+
+    def restart(self) -> None:
+        """Begin to count now, when the episode begins."""
+        self._since = time.monotonic()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Context manager in which the policy generates. Several may be open at the same time."""
+        if not self._generating:
+            self._spent_s += time.monotonic() - self._since
+        self._generating += 1
+        try:
+            yield
+        finally:
+            self._generating -= 1
+            self._since = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds after which the environment may be out of time. While the policy generates, no less than the smaller
+        bound, so that it must be asked again then."""
+        if self._generating:
+            return max(0.001, min(self._turn_s, self._episode_s - self._spent_s))
+        taken_s = time.monotonic() - self._since
+        return min(self._turn_s, self._episode_s - self._spent_s) - taken_s
+
+    @property
+    def exceeded(self) -> str:
+        """Text that names the bound that an environment without time left has exceeded."""
+        if self._episode_s - self._spent_s < self._turn_s:
+            return f"it took longer than environment.episode_timeout_s={self._episode_s:g} s in all"
+        return f"it took longer than environment.turn_timeout_s={self._turn_s:g} s for one turn"
 
 
 class OutOfTokens(RuntimeError):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from ...dataplane.imports import MissingExtra, import_object
 from ..engines.config import EndpointConfig, RolloutConfig
 from .config import EnvironmentConfig
+from .episode import Episode, generate_together
 from .host import EpisodeEndpoint
-from .single_turn import SingleTurn
 from .tool_use import ToolUse
 from .verifiers_process import VerifiersEnvironment
+
+
+class SingleTurn:
+    """Plays episodes of one turn: a sample is the prompt followed by one completion."""
+
+    async def play_group(self, episodes: Sequence[Episode]) -> None:
+        """Let the policy answer the prompt once in each of the episodes."""
+        await generate_together(episodes)
 
 
 def kind_of(config: EnvironmentConfig, rollout: RolloutConfig) -> str:
@@ -50,7 +59,7 @@ def build_endpoint(config: EndpointConfig) -> EpisodeEndpoint | None:
     if not config.enabled:
         return None
     try:
-        from .endpoint.server import EndpointServer
+        from .endpoint_server import EndpointServer
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "uvicorn", "rollout.endpoint.enabled=true", "endpoint") from None
     return EndpointServer(config)

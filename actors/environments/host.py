@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat
 from ..engines.protocol import Generator, SamplingParams
-from ..process.user_threads import MAX_HUNG, TooManyHang, UserThreads
+from ..engines.router import Router
+from ..process.user_code import MAX_HUNG, TooManyHang, UserThreads
 from ..protocols import Prompt, Sample
-from .clock import Clock, Gate
 from .config import EnvironmentConfig
-from .episode import EndpointAddress, Episode, EpisodeServices, OutOfTokens
+from .episode import Clock, EndpointAddress, Episode, EpisodeServices, OutOfTokens
 
 GRACE_S = 5.0
 """Seconds that an environment has to end an episode that is cancelled. After that it is left alone and counts as
@@ -30,6 +32,55 @@ NUM_THREADS = 64
 
 
 _DEFAULTS = EnvironmentConfig()
+
+
+class Gate:
+    """Limits the number of episodes that run at the same time, in proportion to the engines that can answer.
+
+    With half of the engines gone, half as many episodes may run; those that run already continue, and one always may.
+    """
+
+    def __init__(self, most: int) -> None:
+        """most: largest number of episodes when all engines can answer."""
+        self._most = most
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.running = 0
+        """Number of episodes that run now."""
+
+    def allowed(self, engine: Generator) -> int:
+        """Return how many episodes may run now."""
+        share = engine.available_share if isinstance(engine, Router) else 1.0
+        return max(1, int(self._most * share))
+
+    @asynccontextmanager
+    async def place(self, engine: Generator) -> AsyncIterator[None]:
+        """Context manager for one episode; waits until it may begin. Episodes begin in the order in which they came."""
+        while self.running >= self.allowed(engine):
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    self._waiting.remove(turn)
+                else:
+                    self._wake()  # the place goes to the next
+                raise
+        self.running += 1
+        if self.running < self.allowed(engine):
+            self._wake()  # more than one place is free when engines have come back
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
 
 class EpisodeEndpoint(Protocol):

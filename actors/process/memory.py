@@ -1,4 +1,8 @@
-"""Measures the memory that processes hold now, on GPUs (by NVML, else by their own count) and in the host."""
+"""Measures the memory of processes and of the host, and pins host memory for copies to a GPU.
+
+Held memory is measured on GPUs (by NVML, else by the processes' own count) and in the host. Free memory is that of the
+machine within its container's limit (cgroup v2).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,17 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+if TYPE_CHECKING:
+    import torch
+
 SMI_TIMEOUT_S = 10.0
 """Seconds that `nvidia-smi` may take."""
+CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +151,67 @@ def _resident(pid: int) -> int:
         return psutil.Process(pid).memory_info().rss
     except psutil.NoSuchProcess:
         return 0
+
+
+def memory_limit(root: Path = CGROUP) -> int | None:
+    """Return the container's memory limit in bytes, or None when there is none."""
+    return _bytes(root / "memory.max")
+
+
+def total_memory() -> int:
+    """Return the number of bytes of memory of this machine, or the container's limit if that is lower."""
+    total, limit = psutil.virtual_memory().total, memory_limit()
+    return total if limit is None else min(total, limit)
+
+
+def available_memory(root: Path = CGROUP) -> int:
+    """Return the number of bytes that can be allocated without swapping and without exceeding the container's limit.
+
+    File pages in the container's cache that have not been used lately count as free, because the kernel gives them up
+    when memory is needed.
+    """
+    free = psutil.virtual_memory().available
+    limit, used = memory_limit(root), _bytes(root / "memory.current")
+    if limit is None or used is None:
+        return free
+    return max(0, min(free, limit - used + _file_pages(root)))
+
+
+def _file_pages(root: Path) -> int:
+    """Return the bytes of the container's cached file pages that were not used lately (`inactive_file`). Returns 0 when
+    that cannot be read."""
+    try:
+        lines = (root / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
+def _bytes(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Pin the memory of a tensor, which must stay where it is until `unpin`, so that copies between it and a GPU run at
+    the full speed of the link. Raises OSError if CUDA refuses.
+
+    torch's own pinned memory is rounded up to a power of two, which would waste up to half of it.
+    """
+    code = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if code:
+        raise OSError(f"{memory.nbytes} bytes of host memory could not be pinned (CUDA error {code})")
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo `pin`, before the memory is freed."""
+    _cuda_runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    import torch  # imported here, because the driver measures memory without torch
+
+    return torch.cuda.cudart()

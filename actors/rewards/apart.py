@@ -15,16 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from ..process.user_processes import UserProcesses
-from ..process.user_threads import UserThreads
+from ..process.user_code import UserProcesses, UserThreads
 from ..protocols import Sample
-from .arguments import EPISODE, TOKENS, wanted_by
 from .config import RewardFunctionConfig
 
+TOKENS, EPISODE = "response_tokens", "episode"
+"""Names of the keyword arguments that a reward function may ask for; see TokenReward and EpisodeReward."""
 MAX_TOGETHER = 64
 """Largest number of calls of rewards that run at the same time in a rollout actor."""
 GRACE_S = 1.0
 """Seconds that a coroutine has to end when it is cancelled, before it is left alone."""
+
+
+def wanted_by(reward: Any) -> tuple[str, ...]:
+    """Return the names of the keyword arguments that a reward function asks for, of TOKENS and EPISODE."""
+    try:
+        parameters = inspect.signature(reward).parameters
+    except ValueError:  # some built-in callables have no signature
+        return ()
+    return tuple(name for name in (TOKENS, EPISODE) if name in parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,82 @@
-"""Built-in rewards: `exact_match`, `per_position`, `format`, `overlong`, `reasoning_gym` and `environment`."""
+"""Defines the built-in reward functions, from `exact_match` and `boxed` to `math_verify` and `reasoning_gym`.
+
+`math_verify` compares mathematical answers by value, in processes that do nothing else and are killed at their
+deadline. The package math-verify limits its own time with the signal SIGALRM, which works in the main thread of a
+process only. These processes import this module, which therefore imports neither torch nor Ray.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import math
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...dataplane.imports import MissingExtra
-from ..protocols import Prompt, Sample
-from .answers import expected_answer
+from ..process.user_code import UserProcesses
+
+if TYPE_CHECKING:  # the processes of math_verify import this module, and have no use for torch
+    from ..protocols import Prompt, Sample
+
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_SPARE_CPU_S = 5.0
+"""Seconds of CPU time that a call may take beyond three times its time limit before the kernel ends the process. This
+holds even when the parent is gone and a computation in C never returns to the interpreter."""
+_PACKAGE = "math_verify"
+_SPARE_S = 1.0
+"""Seconds that a comparison gets beyond its time limit, in which the process may give it up by itself."""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last complete `\boxed{...}` (or `\fbox{...}`) in `text`. Braces in it are balanced,
+    and white space around it is removed. Returns None if there is none."""
+    for box in reversed(list(_BOX.finditer(text))):
+        depth, index = 1, box.end()
+        while index < len(text):
+            character = text[index]
+            if character == "\\":
+                index += 2  # an escaped brace, such as that of a set, opens and closes nothing
+                continue
+            depth += (character == "{") - (character == "}")
+            if not depth:
+                return text[box.end() : index].strip()
+            index += 1
+    return None
+
+
+def without_space(text: str) -> str:
+    """Return `text` without any white space and without dollar signs around it. Two answers that differ only in these
+    count as equal."""
+    return "".join(text.split()).strip("$")
+
+
+def expected_answer(prompt: Prompt) -> str:
+    """Return the expected answer of a prompt. Raises ValueError if it has none to compare with."""
+    if not prompt.answer:
+        raise ValueError(f"prompt {prompt.uid!r} has no answer to compare with")
+    return prompt.answer
+
+
+class Boxed:
+    r"""Reward of 1.0 when the response's last `\boxed{...}` holds the expected answer, else 0.0. White space is
+    ignored."""
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        """Return the reward. An expected answer that is itself boxed is compared by its content. Raises ValueError when
+        the prompt has no answer."""
+        expected = expected_answer(prompt)
+        content = last_boxed(expected)
+        return float(self.answer_of(response) == without_space(expected if content is None else content))
+
+    def answer_of(self, response: str) -> str | None:
+        """Return the answer that a response votes for in a majority vote; None if it boxes none."""
+        found = last_boxed(response)
+        return None if found is None else without_space(found)
 
 
 def exact_match(prompt: Prompt, response: str, finish_reason: str) -> float:
@@ -107,3 +176,96 @@ class EnvironmentReward:
         raise ValueError(
             f"the environment gave no reward {self._name!r}, it gave {', '.join(episode.rewards) or 'none'}"
         )
+
+
+class MathVerifier:
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. Its
+    methods must be called in the main thread."""
+
+    def __init__(self, extract: Literal["boxed", "any"], timeout_s: float) -> None:
+        """Import math-verify. extract, timeout_s: see `MathVerify`."""
+        import math_verify  # pyright: ignore[reportMissingImports] - the extra `math`
+        import math_verify.errors  # pyright: ignore[reportMissingImports]
+
+        self._library: Any = math_verify
+        self._extract = extract
+        self._timeout_s = math.ceil(timeout_s)
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
+        """Return the reward. An expected answer that math-verify cannot read, such as a word, is compared as text.
+        Raises ValueError when the prompt has no answer."""
+        gold, text = expected_answer(prompt), self._answer_text(response)
+        if text is None:
+            return 0.0
+        with _bounded_cpu(self._timeout_s):
+            expected = self._parsed(gold if "$" in gold or "\\boxed" in gold else f"${gold}$")
+            given = self._parsed(text)
+            if not expected:
+                plain = "".join(gold.split())
+                return float(any(isinstance(part, str) and "".join(part.split()) == plain for part in given))
+            try:
+                return float(self._library.verify(expected, given, timeout_seconds=self._timeout_s))
+            except self._library.errors.TimeoutException:  # a BaseException
+                return 0.0
+
+    def answer_of(self, response: str) -> str | None:
+        """Return the answer that a response votes for in a majority vote. A number becomes a decimal, so that equal
+        numbers give equal texts; all else is as math-verify writes it. None if there is no answer."""
+        text = self._answer_text(response)
+        if text is None:
+            return None
+        with _bounded_cpu(self._timeout_s):
+            found = self._parsed(text)
+            if not found:
+                return None
+            try:
+                return f"{float(found[0]):.10g}"
+            except (TypeError, ValueError, OverflowError):
+                return str(found[0])
+
+    def _answer_text(self, response: str) -> str | None:
+        if self._extract == "any":
+            return response
+        found = last_boxed(response)
+        return None if found is None else f"\\boxed{{{found}}}"
+
+    def _parsed(self, text: str) -> list[Any]:
+        try:
+            return self._library.parse(text, parsing_timeout=self._timeout_s)
+        except self._library.errors.TimeoutException:
+            return []
+
+
+@contextmanager
+def _bounded_cpu(timeout_s: int) -> Iterator[None]:
+    """End this process when the block takes too much CPU time. timeout_s: limit in seconds of each of its steps."""
+    signal.setitimer(signal.ITIMER_PROF, 3 * timeout_s + _SPARE_CPU_S)  # its signal's default is to end the process
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class MathVerify:
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. The
+    comparison is that of the package math-verify."""
+
+    def __init__(self, extract: Literal["boxed", "any"] = "boxed", timeout_s: float = 5.0) -> None:
+        r"""Choose where the answer is looked for. extract: `boxed` looks at the content of the last `\boxed{...}` only;
+        `any` also accepts other formulas and numbers, the last one if there are several, as math-verify finds them.
+        timeout_s: time limit in seconds of a comparison. Raises ValueError for other values."""
+        if extract not in ("boxed", "any"):
+            raise ValueError(f"reward math_verify: extract {extract!r}, expected 'boxed' or 'any'")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            raise ValueError(f"reward math_verify: timeout_s {timeout_s!r}, expected seconds above 0")
+        self._options = {"extract": extract, "timeout_s": timeout_s}
+        self.deadline_s = timeout_s + _SPARE_S
+        """Seconds after which the process of a comparison is killed."""
+
+    def in_processes(self, num_processes: int) -> UserProcesses:
+        """Return the processes that compute the reward, and with `answer_of` the answer that a response votes for.
+        Raises MissingExtra if math-verify is not installed."""
+        if importlib.util.find_spec(_PACKAGE) is None:
+            raise MissingExtra(_PACKAGE, "the reward math_verify", "math")
+        target = f"{MathVerifier.__module__}:{MathVerifier.__name__}"
+        return UserProcesses(target, self._options, num_processes)

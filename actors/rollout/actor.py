@@ -28,13 +28,12 @@ from ..environments.config import EnvironmentConfig
 from ..environments.factory import build_endpoint, build_environment
 from ..environments.host import EpisodeHost
 from ..rewards.config import RewardConfig
-from ..rewards.factory import build_rubric
+from ..rewards.rubric import build_rubric
 from ..samples import SampleFile
 from .config import DataConfig
-from .evaluation_figures import FigureScheme
+from .evaluation import FigureScheme
 from .journal import GroupJournal, JournalConfig
-from .opened_prompts import open_prompts
-from .prompts import PromptStream
+from .prompts import PromptStream, open_prompts
 from .routes import RouteRules
 from .worker import HeldOut, RolloutWorker
 

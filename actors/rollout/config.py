@@ -11,6 +11,8 @@ from pydantic import field_validator, model_validator
 from ...dataplane.section import Count, Positive, Section
 from ..columns import ColumnConfig
 
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+"""Ends of the names of files with one JSON object per line."""
 MIXTURE = "mixture"
 """Value of `data.train` that reads the sources of `data.mixture`."""
 

@@ -1,10 +1,11 @@
-"""Reads prompts from files, datasets and tasks, and orders them as the run's prompt stream (positions 0, 1, 2, ...)."""
+"""Opens the prompts of a run, one source or a mixture, and orders them as a stream of positions 0, 1, 2, ..."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,15 +14,26 @@ import numpy as np
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .config import DataConfig
-from .prompt_files import PromptRows, load_rows
-from .reasoning_gym_tasks import PREFIX, ReasoningGymTasks
-from .tasks import ENVIRONMENT, EnvironmentTasks, TaskSource
+from .prompt_sources import (
+    ENVIRONMENT,
+    PREFIX,
+    EnvironmentTasks,
+    PromptRows,
+    ReasoningGymTasks,
+    TaskSource,
+    load_rows,
+    validation_note,
+)
 
 _SHOWN_CHARS = 80
 _CHECK_CHUNK = 1000
 _CHECK_ENDLESS = 1000
 """Number of prompts of an endless source that the start-up check reads."""
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
+SOURCE = "data_source"
+"""Name of the prompt's field with the name of its source."""
+BLOCK = 1000
+"""Number of prompts in which each source has its share."""
 
 
 def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, validation: bool = False) -> PromptSource:
@@ -277,3 +289,114 @@ def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> t
             f"the shortest has {lengths.min()} tokens"
         )
     return (source if len(kept) == len(lengths) else KeptSource(source, kept)), len(lengths) - len(kept)
+
+
+class MixedSource:
+    """Endless PromptSource of several streams. In each block of BLOCK prompts, a stream has as many as its weight says,
+    to the nearest whole number, at places drawn from the seed; it is read in its own order, and none is left out.
+
+    The prompt at an index is a function of the streams, the weights and the seed alone.
+    """
+
+    size = None
+    name = "data.mixture"
+
+    def __init__(self, names: Sequence[str], streams: Sequence[PromptStream], weights: Sequence[float], seed: int):
+        """names: name of each stream's source. weights: weight of each stream, above 0; only their ratios count.
+
+        Raises ValueError, which names the source, if a weight is so small that no prompt of a block would be its.
+        """
+        self._names = tuple(names)
+        self._streams = tuple(streams)
+        self._seed = seed
+        self._counts = shares(weights, BLOCK)
+        for name, weight, count in zip(names, weights, self._counts, strict=True):
+            if not count:
+                raise ValueError(
+                    f"data.mixture: got weight {weight:g} for {name!r}, expected at least 1/{BLOCK} of the sum of the "
+                    "weights"
+                )
+        self._order = lru_cache(maxsize=4)(self._block)
+
+    def row(self, index: int) -> PromptRow:
+        """Return the prompt at `index`. Its field `data_source` is its source's name, unless it has such a field."""
+        block, place = divmod(index, BLOCK)
+        parts, before = self._order(block)
+        part = int(parts[place])
+        prompt = self._streams[part][block * int(self._counts[part]) + int(before[place])]
+        return PromptRow(prompt.text, prompt.answer, {SOURCE: self._names[part], **prompt.fields}, prompt.messages)
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the texts of the prompts `start` to `stop - 1`."""
+        return [self.row(index).text for index in range(start, stop)]
+
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each place of a block, its stream's index and how many earlier places have that stream. Both are
+        int64 `[BLOCK]`."""
+        parts = np.repeat(np.arange(len(self._counts)), self._counts)
+        parts = np.random.default_rng([self._seed, block]).permutation(parts)
+        before = np.zeros(BLOCK, dtype=np.int64)
+        for part, count in enumerate(self._counts.tolist()):
+            before[parts == part] = np.arange(count)
+        return parts, before
+
+
+def shares(weights: Sequence[float], total: int) -> np.ndarray:
+    """Divide `total` places by weight with largest remainders, int64 `[number of weights]`, summing to `total`."""
+    exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    rest = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
+    counts[rest] += 1
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSource:
+    """A source of prompts that is ready to be read."""
+
+    source: PromptSource
+    notes: tuple[str, ...]
+    """Sentences for the user about choices made when the source was opened, such as the split that validation reads or
+    how many prompts were left out."""
+
+
+def open_prompts(
+    config: DataConfig, tokenizer: Any, *, seed: int, check_lengths: bool, held_out: str | None = None
+) -> OpenedSource:
+    """Open the training prompts, or those of one evaluation. With `data.overlong_prompts=drop`, prompts of a finite
+    source that are too long are left out.
+
+    held_out: name of the evaluation whose prompts are opened, those that `config` describes as its validation; None
+    opens the training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out.
+    Raises ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
+    """
+    parts = config.parts(validation=held_out is not None)
+    opened = [_open_part(part, tokenizer, seed=seed, check_lengths=check_lengths, held_out=held_out) for part in parts]
+    if parts == [config]:
+        return opened[0]
+    streams = [PromptStream(one.source, seed=seed, shuffle=held_out is None) for one in opened]
+    weights = [part.weight for part in config.mixture]
+    mixed = MixedSource([one.source.name for one in opened], streams, weights, seed)
+    return OpenedSource(mixed, tuple(note for one in opened for note in one.notes))
+
+
+def _open_part(
+    config: DataConfig, tokenizer: Any, *, seed: int, check_lengths: bool, held_out: str | None
+) -> OpenedSource:
+    """Open one source; see `open_prompts`."""
+    notes = list[str]()
+    source = open_source(config, tokenizer, seed=seed, validation=held_out is not None)
+    if held_out is not None and isinstance(source, TableSource):
+        note = validation_note(config, source.table, held_out)
+        notes += [note] if note else []
+    if config.overlong_prompts == "drop" and source.size is not None:
+        whole = source.size
+        source, dropped = without_overlong(source, tokenizer, config.max_prompt_tokens)
+        if dropped:
+            notes.append(
+                f"{dropped} of {whole} {held_out or 'training'} prompts of {source.name} are left out, as they have "
+                f"more than data.max_prompt_tokens={config.max_prompt_tokens} tokens"
+            )
+    elif check_lengths:
+        check_prompt_lengths(source, tokenizer, config.max_prompt_tokens)
+    return OpenedSource(source, tuple(notes))

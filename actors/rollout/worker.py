@@ -26,19 +26,17 @@ from ..columns import ColumnConfig
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
-from ..process.user_threads import UserThreads
+from ..process.user_code import UserThreads
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
 from ..samples import TRAINING, SampleFile, episode_line
-from .evaluation_figures import FigureScheme, FigureSums
-from .journal import GroupJournal
-from .journal_records import JournaledGroup
-from .own_columns import checked_scores
+from .evaluation import FigureScheme, FigureSums
+from .journal import GroupJournal, JournaledGroup
 from .prompts import PromptStream, row_key
-from .report import EvaluationReport, RolloutReport, RolloutTally, group_figures
+from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures
 from .routes import RouteCounts, RouteRules, checked_routes
-from .rows import RolloutRows, join, rollout_rows, sample_keys
+from .rows import RolloutRows, checked_scores, join, rollout_rows, sample_keys
 
 _log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16

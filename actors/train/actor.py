@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from ...codecs import messages
-from ..process.actor_info import ActorInfo
+from ..process.own_process import ActorInfo
 from ..process.remote_methods import in_thread_of, invoke
 from ..process.rendezvous_store import RendezvousServer, RendezvousStore
-from .own_address import bind_process_groups, own_address
-from .process_groups import ProcessGroups
+from .process_groups import ProcessGroups, bind_process_groups, own_address
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ...codecs.tokens.routes import ROUTES, RouteSpec
-from .prefetch import PrefetchStopped
-from .stage_fields import EMBEDDED, stage_fields, stage_layers
+from .step_rows import EMBEDDED, stage_fields, stage_layers
 from .topology import Place, Topology
-from .wire import ReplicaLost
+from .wire import PrefetchStopped, ReplicaLost
 
 GRACE_S = 5.0
 """Seconds that the other ranks of a replica wait beyond the deadline of their leader, so that the leader's own error

@@ -1,24 +1,34 @@
 """Forms the process groups of a train rank, destroys all of them to free their memory, and forms them again.
 
 An idle NCCL communicator keeps some hundred MiB of its GPU, so a rank that offloads its model destroys the groups too.
-torch cannot give a group object a new communicator. Therefore the groups are made again, under the same names, and each
-reference that model, optimizer and meshes have to an old group is replaced (`group_references`). Device meshes and
-functional collectives look groups up by name and need nothing.
+torch cannot give a group object a new communicator. Therefore the groups are made again, under the same names.
+`replace_groups` finds each reference that model, optimizer and meshes have to an old group, and replaces it: torch has
+no other way to give a module of Megatron or FSDP2 a new group than to write it into the attributes that hold the old
+one. Device meshes and functional collectives look groups up by name and need nothing.
 
 This file uses torch's registry of groups (`_world`) and `_new_process_group_helper`, which are private: new_group gives
 no control over names, and every rank would have to make the groups that it is no member of as well.
+
+A run on one host stays on loopback. On several hosts a rank listens at the address that Ray uses for the rank's host
+(`own_address`); the driver's host may be another one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import (
     DistError,
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
@@ -26,11 +36,110 @@ from torch.distributed import (
     distributed_c10d,
 )
 
-from .group_references import replace_groups
-
+_PACKAGES = ("headrace", "megatron", "torch.distributed", "torch.nn", "torch.optim")
+"""Packages whose objects are searched. Others, such as tokenizers and model configs, refer to no group."""
 _ATTEMPTS = 2
 _GRACE_S = 30.0
 """Seconds that a rank waits for the others' outcomes beyond the time limit of forming the groups."""
+LOOPBACK = "127.0.0.1"
+
+
+def replace_groups(holders: Iterable[object], new: Mapping[int, object]) -> None:
+    """Replace, in all objects that can be reached from `holders`, each reference to one of the groups in `new`.
+
+    new: the object to put in a group's place, by the `id` of the group. Attributes, lists, dict values, tuples,
+    `functools.partial` objects and the variables of closures are searched; keys of dicts, sets and tensors are not.
+    """
+    search = _Search(new)
+    for holder in holders:
+        search.visit(holder)
+
+
+class _Search:
+    """One walk over the objects. Each is visited once."""
+
+    def __init__(self, new: Mapping[int, object]) -> None:
+        self._new = new
+        self._visited: dict[int, tuple[object, object]] = {}
+        """Each visited object and what takes its place, by id. It is kept because its id could be used again."""
+
+    def visit(self, value: Any) -> Any:
+        """Replace groups inside `value`, and return what has to stand in its place: usually `value` itself."""
+        if id(value) in self._new:
+            return self._new[id(value)]
+        if id(value) in self._visited:
+            return self._visited[id(value)][1]
+        if not _is_searched(value):
+            return value
+        self._visited[id(value)] = (value, value)
+        result = self._inside(value)
+        self._visited[id(value)] = (value, result)
+        return result
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            self._items(value, list(value.items()))
+        elif isinstance(value, list):
+            self._items(value, list(enumerate(value)))
+        elif isinstance(value, tuple):
+            return self._tuple(value)
+        elif isinstance(value, functools.partial):
+            return self._partial(value)
+        elif isinstance(value, MethodType):
+            self.visit(value.__self__)
+        elif isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                self._cell(cell)
+        else:
+            self._attributes(value)
+        return value
+
+    def _items(self, container: Any, items: list[tuple[Any, Any]]) -> None:
+        for key, item in items:
+            found = self.visit(item)
+            if found is not item:
+                container[key] = found
+
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = [self.visit(item) for item in value]
+        if all(new is old for new, old in zip(found, value, strict=True)):
+            return value
+        return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+
+    def _partial(self, value: functools.partial[Any]) -> functools.partial[Any]:
+        function, arguments = self.visit(value.func), self._tuple(value.args)
+        keywords = {name: self.visit(argument) for name, argument in value.keywords.items()}
+        kept = function is value.func and arguments is value.args
+        if kept and all(keywords[name] is argument for name, argument in value.keywords.items()):
+            return value
+        return functools.partial(function, *arguments, **keywords)
+
+    def _cell(self, cell: Any) -> None:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            return
+        found = self.visit(content)
+        if found is not content:
+            cell.cell_contents = found
+
+    def _attributes(self, value: Any) -> None:
+        attributes = dict(getattr(value, "__dict__", {}))
+        if dataclasses.is_dataclass(value):
+            attributes |= {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        for name, attribute in attributes.items():
+            found = self.visit(attribute)
+            if found is not attribute:
+                object.__setattr__(value, name, found)  # frozen dataclasses and modules refuse an ordinary assignment
+
+
+def _is_searched(value: object) -> bool:
+    if isinstance(value, type):
+        return False
+    if isinstance(value, dict | list | tuple | functools.partial | MethodType | FunctionType | nn.Module):
+        return True
+    kind = type(value).__module__
+    return any(kind == package or kind.startswith(f"{package}.") for package in _PACKAGES)
 
 
 class DestroyedGroup:
@@ -220,3 +329,28 @@ def _describe(group: dist.ProcessGroup) -> _Group:
         options._timeout,
         group.group_desc,
     )
+
+
+def own_address(*, one_host: bool) -> str:
+    """Return the IP address at which the run's processes reach this process. It is loopback if all of them are on one
+    host, else Ray's address of this host. The calling process must then be one of Ray's."""
+    if one_host:
+        return LOOPBACK
+    import ray
+
+    return ray.util.get_node_ip_address().strip("[]")
+
+
+def bind_process_groups(address: str) -> None:
+    """Bind the gloo and NCCL groups that this process makes from now on to the network interface of `address`. The
+    address is an IP address of this host.
+
+    Left alone, gloo takes whatever address the host's name stands for (loopback on many machines, which other hosts do
+    not reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME come first. A
+    no-op if no interface has the address.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == address for found in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            return

@@ -11,10 +11,12 @@ match, so the reader is broken for good, and every further call raises ReplicaEr
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Generic, Literal, TypeVar, cast
 
 import torch
 
@@ -24,18 +26,21 @@ from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
 from ..protocols import MicroBatch, Span
+from .delivery import Deliver, Delivery, Independent, Leader, RankView, Sibling
 from .links import GRACE_S, ReplicaLinks
-from .prefetch import Prefetch
-from .roles import Deliver, Independent, Leader, RankView, Role, Sibling
 from .step_rows import StepRows, TrainShard
 from .topology import Topology
-from .wire import ReplicaError
+from .wire import PrefetchStopped, ReplicaError
+
+T = TypeVar("T")
 
 FetchPolicy = Literal["auto", "leader", "independent"]
 
 THREAD_END_S = 2 * GRACE_S
 """Seconds that the prefetch thread gets to end after a pass over the step's rows is given up. A read of the store that
 is in progress ends by its own timeout."""
+CHECK_S = 1.0
+"""Seconds between two checks, by a waiting consumer, that the thread is still alive."""
 
 
 def shares_reads(topology: Topology, policy: FetchPolicy) -> bool:
@@ -113,7 +118,7 @@ class ReplicaReader:
         self._view = RankView(topology, rank, schema, device, routes)
         self._shard: TrainShard | None = None
         self._rows: StepRows | None = None
-        self._role: Role | None = None
+        self._delivery: Delivery | None = None
         self._broken = ""
         self._wait_s = 0.0
 
@@ -133,10 +138,10 @@ class ReplicaReader:
             raise ValueError(f"plan {shard.digest}: got no receipt, expected one, as rank {self._view.rank} reads")
         self._shard = shard
         self._rows = StepRows(self._client, shard, meta) if reads and meta is not None else None
-        self._role = self._build_role(shard)
+        self._delivery = self._build_delivery(shard)
         return meta
 
-    def _build_role(self, shard: TrainShard) -> Role:
+    def _build_delivery(self, shard: TrainShard) -> Delivery:
         if self._links is None:
             assert self._rows is not None
             return Independent(self._view, self._rows)
@@ -153,20 +158,20 @@ class ReplicaReader:
         ranks have different plans or positions; ReplicaError once the reader is broken; RuntimeError before `begin`.
         """
         self._require_whole("stream")
-        role, shard = self._role, self._shard
-        if role is None or shard is None:
+        delivery, shard = self._delivery, self._shard
+        if delivery is None or shard is None:
             raise RuntimeError(f"rank {self._view.rank}: no step has begun; begin comes before stream")
-        micros = self._stream(role, len(shard.sizes), tuple(fields))
+        micros = self._stream(delivery, len(shard.sizes), tuple(fields))
         # Its thread starts now, not when the first microbatch is asked for: a later pipeline stage asks only once the
         # first stage has computed, which waits for this rank to take part in the broadcast.
         next(micros)
         return micros
 
-    def _stream(self, role: Role, count: int, fields: tuple[str, ...]) -> Generator[MicroBatch, None, None]:
+    def _stream(self, delivery: Delivery, count: int, fields: tuple[str, ...]) -> Generator[MicroBatch, None, None]:
         view = self._view
         # A first stage runs ahead of the last by as many microbatches as there are stages.
         ahead: Prefetch[Deliver] = Prefetch(
-            lambda index, stop: role.prepare(index, fields, stop),
+            lambda index, stop: delivery.prepare(index, fields, stop),
             count,
             depth=self._topology.pp,
             name=f"rows of rank {view.rank}",
@@ -187,13 +192,13 @@ class ReplicaReader:
         finally:
             ended = ahead.close(THREAD_END_S)
             if taken < count:
-                self._fail(role, f"rank {view.rank} gave a pass up after {taken} of {count} microbatches", ended)
+                self._fail(delivery, f"rank {view.rank} gave a pass up after {taken} of {count} microbatches", ended)
 
-    def _fail(self, role: Role, reason: str, ended: bool) -> None:
+    def _fail(self, delivery: Delivery, reason: str, ended: bool) -> None:
         """Handle a pass that ended early. A reader that shares its reads is marked as broken, and ranks that wait get
         an error, unless the prefetch thread still runs."""
         if ended and not self._broken:
-            role.give_up(reason)
+            delivery.give_up(reason)
         self._broken = self._broken or reason
         if self._links is None:
             self._broken = ""  # a rank that reads for itself holds no other up
@@ -206,7 +211,7 @@ class ReplicaReader:
 
     def end(self) -> None:
         """Drop the step's shard and its cached columns."""
-        self._shard = self._rows = self._role = None
+        self._shard = self._rows = self._delivery = None
 
     def take_metrics(self) -> ReaderMetrics:
         """Return the measurements since the previous call. Call it only between passes."""
@@ -226,3 +231,67 @@ class ReplicaReader:
     def _require_whole(self, call: str) -> None:
         if self._broken:
             raise ReplicaError(f"{call}: the reader of rank {self._view.rank} is broken: {self._broken}")
+
+
+class Prefetch(Generic[T]):
+    """Calls `make` for items 0 to count - 1, in order, in one background thread.
+
+    `make` is called with an item's number and an event that is set when the pass is given up. Everything in it that
+    blocks must be bounded, and must end soon after the event is set. The thread starts an item only while fewer than
+    `depth` items wait to be taken, so at most `depth` items are ready or being made.
+    """
+
+    def __init__(self, make: Callable[[int, threading.Event], T], count: int, *, depth: int, name: str) -> None:
+        assert depth >= 1, depth
+        self._make = make
+        self._count = count
+        self._depth = depth
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._ready: deque[T] = deque()
+        self._taken = 0
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """True if all items have been taken."""
+        return self._taken == self._count
+
+    def take(self) -> T:
+        """Return the next item, blocking until it is ready. Raises what `make` raised for the item."""
+        with self._changed:
+            while not self._ready:
+                if self._failure is not None:
+                    raise self._failure
+                if not self._thread.is_alive():  # and will say nothing: that takes the lock, which is held here
+                    raise RuntimeError(f"{self._thread.name}: ended before item {self._taken} of {self._count}")
+                self._changed.wait(CHECK_S)
+            self._taken += 1
+            self._changed.notify_all()
+            return self._ready.popleft()
+
+    def close(self, timeout_s: float) -> bool:
+        """Give up the remaining items, and return whether the thread ended within `timeout_s` seconds. Idempotent."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            for number in range(self._count):
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < self._depth or self._stop.is_set())
+                if self._stop.is_set():
+                    raise PrefetchStopped
+                item = self._make(number, self._stop)
+                with self._changed:
+                    self._ready.append(item)
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()

@@ -31,6 +31,8 @@ _PROLOGUE = struct.Struct("<4s16sB3xIIQ")
 PROLOGUE_BYTES = _PROLOGUE.size
 _MAGIC = b"hrrp"
 _OK, _ERROR = 0, 1
+_Facts = tuple[bytes, np.ndarray, bytes, bytes | None, bytes | None]
+_HeaderMessage = tuple[_Facts | None, tuple[str, ...], tuple[int, ...], dict[str, np.ndarray]]
 
 
 class ReplicaError(RuntimeError):
@@ -46,6 +48,10 @@ class ReplicaLost(ReplicaError):
 
 class PlanMismatch(ReplicaError):
     """A rank has a different plan than its leader, or is at a different microbatch. The message names both."""
+
+
+class PrefetchStopped(Exception):
+    """Raised in the background thread, also by `make`, when the pass was given up; it ends the thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +132,6 @@ class Header:
     """Size of each column in bytes."""
     shapes: dict[str, np.ndarray]
     """Row shapes of the RAGGED columns: column name -> int64 `[N, ndim]`."""
-
-
-_Facts = tuple[bytes, np.ndarray, bytes, bytes | None, bytes | None]
-_HeaderMessage = tuple[_Facts | None, tuple[str, ...], tuple[int, ...], dict[str, np.ndarray]]
 
 
 def encode_header(header: Header) -> bytes:

@@ -18,8 +18,8 @@ from ...dataplane.factory import connect
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ..columns import ColumnConfig
-from ..process.actor_info import ActorInfo
 from ..process.memory import ProcessMemory, measure
+from ..process.own_process import ActorInfo
 from ..process.remote_methods import in_thread_of
 from ..protocols import (
     TRAIN_FIELDS,
@@ -36,8 +36,7 @@ from ..weight_sync.config import SyncConfig
 from ..weight_sync.publisher import WeightPublisher
 from ..weight_sync.stream import SendReport
 from ..weight_sync.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
-from .own_address import LOOPBACK
-from .process_groups import ProcessGroups
+from .process_groups import LOOPBACK, ProcessGroups
 from .reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
 from .topology import Topology

@@ -20,8 +20,7 @@ import torch
 
 from ...codecs.integers import ALIGN, round_up
 from ...codecs.weights.buckets import BucketPlan
-from ..process.host_memory import available_memory
-from ..process.pinned_memory import pin, unpin
+from ..process.memory import available_memory, pin, unpin
 
 _log = logging.getLogger(__name__)
 NUM_VERSIONS = 2

@@ -18,9 +18,9 @@ from ...codecs.weights.bucket_delta import apply_sparse
 from ...codecs.weights.buckets import BucketPlan, checksum, expect_all, read_bucket
 from ...codecs.weights.gpu_scatter import scatter_kernel
 from .config import Staging
+from .transports.ends import Receiver, Stream, bucket_offsets
 from .transports.factory import build_receiver
 from .transports.protocol import BucketFrame, ReceiverConfig, WeightTransferError, WeightUpdate
-from .transports.receiver import Receiver, Stream, bucket_offsets
 from .views import BucketLandings, BucketViews, Landing
 
 __all__ = ["ReceiverConfig", "StagedWeights", "WeightInbox"]

@@ -15,7 +15,7 @@ from ...codecs.memory import flat_bytes
 from ...codecs.schema import DTYPES
 from ...codecs.weights.buckets import BucketEntry, BucketPlan
 from ...codecs.weights.gpu_scatter import Scatter, scatter_kernel
-from .transports.receiver import bucket_offsets
+from .transports.ends import bucket_offsets
 
 Views = dict[str, torch.Tensor]
 """Views of weights, each in its own dtype and shape, by Hugging Face name."""

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # not a dependency of Headrace
 
 from headrace.actors.rewards.builtin import per_position
+from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream
-from headrace.actors.rollout.tasks import TaskSource
 
 STEPS, WARM = 40, 10
 

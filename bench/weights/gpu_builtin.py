@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ...actors.engines.vllm import library
-from ...actors.engines.vllm.environment import engine_environment
 from ...actors.engines.vllm.process import ProcessSettings, engine_args
+from ...actors.engines.vllm.start import engine_environment
 from .gpu_peers import CONTEXT, KV_CACHE_BYTES, MAX_NUM_SEQS, parameter_digests
 
 WARM_UPS = 2

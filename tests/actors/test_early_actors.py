@@ -15,7 +15,7 @@ from headrace.actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from headrace.actors.engine_actor import EngineActor, EngineSetup
 from headrace.actors.engines.config import ModelConfig, RolloutConfig
 from headrace.actors.engines.factory import MODULES, EngineConfig
-from headrace.actors.process.actor_info import ActorInfo
+from headrace.actors.process.own_process import ActorInfo
 from headrace.actors.process.remote_methods import decode_result, encode_arguments
 from headrace.codecs import messages
 from headrace.dataplane.imports import import_ahead

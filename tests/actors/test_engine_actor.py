@@ -120,7 +120,6 @@ def test_a_remote_engine_is_as_the_engine_itself(model_folder: str, tmp_path: Pa
         assert not held.done()
         await driver_call(handle, GenerationEngine.resume)
         assert len(await held) == 4
-        await driver_call(handle, GenerationEngine.reset_prefix_cache)
         await driver_call(handle, GenerationEngine.sleep, 1)
         with pytest.raises(RuntimeError, match="asleep"):
             await remote.generate("b", PROMPT, params)

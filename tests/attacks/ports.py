@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 
 from headrace.actors.weight_sync.transports import control_link
-from headrace.actors.weight_sync.transports.control_link import Hello, Link, LinkListener, Note
+from headrace.actors.weight_sync.transports.control_link import Hello, Link, LinkListener, Note, ReceiverTracker
 from headrace.actors.weight_sync.transports.protocol import BucketFrame, ReceiverGroup
-from headrace.actors.weight_sync.transports.receiver_tracker import ReceiverTracker
 from headrace.codecs import messages
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.directory import requests

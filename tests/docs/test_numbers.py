@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.engines.config import CPU_BATCH, GPU_BATCH, GPU_SHARE, SHARED_GPU_SHARE
-from headrace.actors.engines.key_value_memory import CPU_BYTES, CPU_SEQUENCES
-from headrace.actors.engines.vllm.core_log import MAX_BYTES as MAX_LOG_BYTES
+from headrace.actors.engines.vllm.options import CPU_BYTES, CPU_SEQUENCES
+from headrace.actors.engines.vllm.start import MAX_BYTES as MAX_LOG_BYTES
 from headrace.actors.environments.tool_use import ToolUse
-from headrace.actors.process.user_threads import MAX_HUNG
-from headrace.actors.rewards.factory import NUM_PROCESSES
-from headrace.actors.rollout.mixture import BLOCK
-from headrace.actors.rollout.report import MAX_ERRORS
+from headrace.actors.process.user_code import MAX_HUNG
+from headrace.actors.rewards.rubric import NUM_PROCESSES
+from headrace.actors.rollout.prompts import BLOCK
+from headrace.actors.rollout.results import MAX_ERRORS
 from headrace.actors.train.step_rows import GROWTH, MOST_AT_ONCE
 from headrace.actors.weight_sync.cache import NUM_VERSIONS
 from headrace.codecs.checksums import CHECKSUM_ROWS

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...actors.process.host_memory import available_memory
-from ...actors.process.pinned_memory import pin, unpin
+from ...actors.process.memory import available_memory, pin, unpin
 from ...actors.protocols import OffloadReport, device_bytes_in_use, offloaded_error
 from ...codecs.integers import ALIGN, round_up
 

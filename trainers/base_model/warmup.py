@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ...actors.rollout.tasks import is_held_out
+from ...actors.rollout.prompt_sources import is_held_out
 from ..config.config import WarmupConfig
 from .made_tokenizers import DIGITS
 

@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ...actors.engines.protocol import EngineDied
-from ...actors.process.actor_info import ActorInfo
+from ...actors.process.own_process import ActorInfo
 from ...actors.process.remote_methods import decode_result, encode_arguments, submit
 
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...actors.process.actor_info import ActorInfo
+from ...actors.process.own_process import ActorInfo
 from ...actors.weight_sync.transports.protocol import ReceiverGroup
 from .calls import Call
 from .handles import EngineHandle

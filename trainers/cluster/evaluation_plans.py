@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...actors.engines.protocol import SamplingParams
 from ...actors.rollout.actor import EvaluationSetup
-from ...actors.rollout.evaluation_figures import VALIDATION as VALIDATION_PREFIX
+from ...actors.rollout.evaluation import VALIDATION as VALIDATION_PREFIX
 from ..config.config import Config
 from ..config.evaluation import EvaluationConfig, evaluation_data
 

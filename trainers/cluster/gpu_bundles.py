@@ -4,7 +4,7 @@
 
 Ray never tells which GPU it has given to a bundle, so a short task within each bundle tells it. An actor takes a small
 fraction of one bundle's GPU, so that an engine and a train worker can share it, and is shown all GPUs of its seat
-(`actors/process/visible_gpus.py`).
+(`actors/process/own_process.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ...actors.process.actor_info import ActorInfo
+from ...actors.process.own_process import ActorInfo
 from ..config.config import Config
 from ..errors import UserError
 from .calls import ActorFailed

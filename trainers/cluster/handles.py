@@ -24,12 +24,12 @@ from ...actors.engines.protocol import (
     SamplingParams,
 )
 from ...actors.engines.router import Suspension
-from ...actors.process.actor_info import ActorInfo
 from ...actors.process.memory import ProcessMemory
+from ...actors.process.own_process import ActorInfo
 from ...actors.process.remote_methods import encode_arguments
 from ...actors.protocols import OffloadReport
 from ...actors.rollout.actor import RolloutActor
-from ...actors.rollout.report import EvaluationReport, RolloutReport
+from ...actors.rollout.results import EvaluationReport, RolloutReport
 from ...actors.rollout.worker import RolloutWorker
 from ...actors.train.actor import MeetingPoint, TrainActor
 from ...actors.train.step_rows import TrainShard

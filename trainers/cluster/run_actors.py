@@ -16,7 +16,7 @@ from ray.actor import ActorHandle as RayActor
 
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from ...actors.engine_actor import CONCURRENCY, EngineActor
-from ...actors.process.actor_info import ActorInfo
+from ...actors.process.own_process import ActorInfo
 from ...actors.rollout.actor import RolloutActor
 from ...actors.train.actor import CONCURRENCY_GROUPS
 from ...dataplane.errors import DataPlaneError

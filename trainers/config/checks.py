@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...actors.rollout.evaluation_figures import find_figure, needs_answers
+from ...actors.rollout.evaluation import find_figure, needs_answers
 from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div, round_up
 from ..backends.model_split import mesh_problems

@@ -14,7 +14,7 @@ from ...actors.engines.config import ModelConfig, RolloutConfig, RouterReplayCon
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import MIXTURE, DataConfig
-from ...actors.rollout.evaluation_figures import figure_names, find_figure
+from ...actors.rollout.evaluation import figure_names, find_figure
 from ...actors.samples import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...dataplane.config import DataPlaneConfig

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...actors.rollout.config import MIXTURE, is_generated
-from ...actors.rollout.prompt_files import JSONL_SUFFIXES
+from ...actors.rollout.config import JSONL_SUFFIXES, MIXTURE, is_generated
 from .config import Config
 
 

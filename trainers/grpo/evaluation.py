@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...actors.rollout.evaluation_figures import EXACT_MATCH, FigureSums, needs_answers
-from ...actors.rollout.report import EvaluationReport
+from ...actors.rollout.evaluation import EXACT_MATCH, FigureSums, needs_answers
+from ...actors.rollout.results import EvaluationReport
 from ..cluster.calls import ActorFailed, Call, ended
 from ..cluster.evaluation_plans import VALIDATION, EvaluationPlan
 from ..cluster.handles import RolloutHandle

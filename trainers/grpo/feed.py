@@ -29,7 +29,7 @@ from ...actors.engines.protocol import SamplingParams
 from ...actors.protocols import TRAIN_FIELDS, Span, row_schema
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.prompts import base36, row_key
-from ...actors.rollout.report import RolloutReport
+from ...actors.rollout.results import RolloutReport
 from ...actors.rollout.routes import RouteCounts
 from ...codecs.tokens.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...actors.rollout.report import merge_reports
+from ...actors.rollout.results import merge_reports
 from ...actors.rollout.routes import RouteCounts
 from ...actors.rollout.rows import KV_STALENESS
 from ...actors.train.worker import WorkerReport

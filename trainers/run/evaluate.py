@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...actors.rollout.actor import RolloutActor
-from ...actors.rollout.evaluation_figures import FigureSums
-from ...actors.rollout.report import EvaluationReport
+from ...actors.rollout.evaluation import FigureSums
+from ...actors.rollout.results import EvaluationReport
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import open_data_plane
 from ..cluster import actor_specs

@@ -21,8 +21,7 @@ import numpy as np
 
 from ...actors.protocols import row_schema
 from ...actors.rollout.actor import RolloutActor
-from ...actors.rollout.journal import GroupJournal, JournalConfig
-from ...actors.rollout.journal_records import JournaledGroup
+from ...actors.rollout.journal import GroupJournal, JournalConfig, JournaledGroup
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import connect, open_data_plane

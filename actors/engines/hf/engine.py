@@ -17,34 +17,23 @@ import torch
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests, compare_digests
 from ...process.memory import ProcessMemory, measure
-from ...weight_sync.transports.protocol import ReceiverConfig, WeightUpdate
-from ..incoming_weights import IncomingWeights
-from ..parameters import ParameterSet
-from ..prompt_checks import checked_prompt
+from ...weight_sync.transports.protocol import ReceiverConfig
+from ..in_process import DROPPED, InProcessEngine
 from ..protocol import (
-    CommitReport,
     Completion,
     EngineBroken,
-    EngineStats,
     KeysAndValues,
     PauseMode,
-    Prepared,
     SamplingParams,
     expect_pause_mode,
 )
-from ..sampling import row_keys
-from ..stop_texts import StopTexts
+from ..sampling import StopTexts, checked_prompt, row_keys
 from ..tokenizer import load_tokenizer
-from .decoding import DecodeRequest, Decoding
-from .model import load_model, model_stop_ids
-from .requests import Batch, Pending
-from .routers import RouteRecorder
-
-_ASLEEP = "asleep: wake it first"
-_CLOSED = "closed"
+from .decoding import Batch, DecodeRequest, Decoding, Pending
+from .model import ParameterSet, RouteRecorder, load_model, model_stop_ids
 
 
-class HfEngine:
+class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     """Generation engine for a Hugging Face causal LM. It decodes one batch at a time in one thread; a batch consists of
     waiting requests with the same sampling parameters.
 
@@ -56,8 +45,6 @@ class HfEngine:
     change between two decoding steps. A request that continues after such a change either keeps the keys and values
     that the older weights computed for its earlier tokens, or recomputes them, as the commit says.
     """
-
-    died = ""
 
     def __init__(
         self,
@@ -86,13 +73,9 @@ class HfEngine:
         self._recorder = None if routes is None else RouteRecorder(self._model, routes)
         self._device = torch.device(device)
         self._parameters = ParameterSet(self._model)
-        self._incoming: IncomingWeights[list[tuple[str, torch.Tensor]]] = IncomingWeights(
-            receiver, self._parameters.match
-        )
-        self._name = "" if receiver is None else receiver.engine
+        super().__init__(receiver, self._parameters.match, version)
         self._max_batch = max_batch
         self._seed = seed
-        self._version = version
         text_config = self._model.config.get_text_config()
         self._context: int | None = getattr(text_config, "max_position_embeddings", None)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
@@ -109,20 +92,6 @@ class HfEngine:
         self._serving: asyncio.Task[None] | None = None
         self._paused = False  # new requests are held
         self._frozen = False  # nor does a batch decode
-        self._unusable = ""
-        self._broken = ""
-        self._differs = ""
-        """How the weights differ from the trainer's, as `verify_weights` found; "" if they do not. Requests wait
-        meanwhile."""
-        self.stats = EngineStats()
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def num_workers(self) -> int:
-        return 1
 
     @property
     def progress(self) -> int:
@@ -140,12 +109,7 @@ class HfEngine:
         in flight, FloatingPointError if the model's logits are not finite, EngineBroken if `sleep` has dropped the
         weights, and RuntimeError if the engine is asleep or closed.
         """
-        if self._unusable:
-            raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
-        if self._broken:
-            raise EngineBroken(f"request {request_id!r}: {self._broken}")
-        if request_id in self._in_flight:
-            raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
+        self._expect_usable(request_id, self._in_flight)
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         pending = Pending(
@@ -203,69 +167,33 @@ class HfEngine:
         self._held.clear()
         self._serve_on()
 
-    async def reset_prefix_cache(self) -> None:
-        """No-op: keys and values are kept only for the batch that is being decoded, and freed with it."""
-
     # ---------------------------------------------------------------- weights
 
-    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Receive and verify the new version `update`. A tied parameter may be sent under any of its names, or under
-        several if the values are equal. Tensors of other float dtypes than the model's are converted."""
-        return await self._incoming.prepare(update, lambda: -1 if self._broken or self._differs else self._version)
-
-    async def commit_weights(
-        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
-    ) -> CommitReport:
-        """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
-        froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far. A sleeping engine takes back the memory of its weights and stays asleep. kv: whether requests that continue
-        keep their keys and values, see KeysAndValues."""
-        if self._serves(version):
-            return CommitReport(version, 0.0, 0.0, 0, 0)
-        self._incoming.expect(version)
-        if self._unusable not in ("", _ASLEEP):
-            raise RuntimeError(f"weights: the engine is {self._unusable}")
-        clock = time.perf_counter()
-        was_paused, running = self._paused, self._num_running
-        await self.pause(in_flight)
-        paused = time.perf_counter()
-        try:
-            kept = self._num_running
-            # Finished even if this call is cancelled, or the new weights would be served as the old version.
-            await asyncio.shield(self._swap(version, kv))
-        finally:
-            if not was_paused:
-                await self.resume()
-        done = time.perf_counter()
-        return CommitReport(version, paused - clock, done - paused, kept, running if in_flight == "abort" else 0)
-
-    def _serves(self, version: int) -> bool:
-        return self._version == version and not self._broken and not self._differs
+    async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
+        kept = self._num_running
+        # Finished even if this call is cancelled, or the new weights would be served as the old version.
+        await asyncio.shield(self._swap(version, kv))
+        return kept
 
     async def _swap(self, version: int, kv: KeysAndValues) -> None:
         async with self._swapping:
             if self._serves(version):
                 return  # a commit that began earlier has done it
             async with self._incoming.committing(version) as pairs, self._exclusive:
-                if self._unusable == _ASLEEP:
+                if self._asleep:
                     await self._take_back()
                 await self._in_thread(self._parameters.copy, pairs)
-                self._version = version
-                self._broken = self._differs = ""
+                self._put_in_service(version)
                 if kv == "recompute" and self._batch is not None and self._batch.decoding is not None:
                     self._batch.decoding.forget_keys_and_values()
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
         async with self._swapping, self._exclusive:
-            if not self._serves(digests.version):
-                raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+            self._expect_served(digests)
             count, self._differs = await self._in_thread(compare_digests, digests, self._parameters.served, self._name)
         if self._differs:
             raise EngineBroken(self._differs)
         return count
-
-    async def drop_weights(self, version: int) -> None:
-        self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
         """Wait for the running batch, unless a pause in mode `keep` has frozen it, and free the memory of the weights.
@@ -273,21 +201,19 @@ class HfEngine:
         Level 1 moves the weights to host memory, which has no effect on the CPU. Level 2 drops them. Keys and values of
         a frozen batch stay where they are.
         """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level: got {level}, expected 1 or 2")
-        self._unusable = self._unusable or _ASLEEP
+        self._fall_asleep(level)
         await self._incoming.free_spare()
         async with self._exclusive:
-            if self._unusable != _ASLEEP:
+            if not self._asleep:
                 return
             if level == 2:
-                self._broken = "its weights were dropped (sleep level 2), commit a version"
+                self._broken = DROPPED
                 self._parameters.drop()
             await self._in_thread(self._move, torch.device("cpu"))
 
     async def wake(self) -> None:
         async with self._exclusive:
-            if self._unusable != _ASLEEP:
+            if not self._asleep:
                 return
             await self._take_back()
             self._unusable = ""
@@ -313,7 +239,7 @@ class HfEngine:
 
         Idempotent.
         """
-        self._unusable = _CLOSED
+        self._unusable = "closed"
         for queue in (self._held, self._queue):
             while queue:
                 queue.popleft().fail(RuntimeError("the engine was closed before the request ran"))
@@ -328,6 +254,10 @@ class HfEngine:
     @property
     def _usable(self) -> bool:
         return not self._unusable and not self._broken and not self._differs
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._paused
 
     @property
     def _num_running(self) -> int:

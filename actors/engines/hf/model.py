@@ -1,9 +1,12 @@
-"""Loads a Hugging Face causal LM for the `hf` engine and checks that it can decode with a cache."""
+"""Loads a Hugging Face causal LM for the `hf` engine, replaces its parameters, and records what its routers choose."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from ....codecs.integers import ALIGN
+from ....codecs.tokens.routes import RouteSpec
+from ....codecs.weights.parameter_digests import ParameterDigest
+
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # the name since transformers 5.24, and the one before
+_ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
+"""Ends of the names of transformers' router classes (5.23) that return (logits, scores, indices), such as
+Qwen3MoeTopKRouter."""
+_CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def model_stop_ids(model: Any) -> np.ndarray:
@@ -55,3 +66,133 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
             f"model: {type(model).__name__} takes no {', '.join(missing)}; the hf engine needs a decoder-only model"
         )
     return model.eval()
+
+
+class RouteRecorder:
+    """Keeps the experts that each router chose in the model's last forward pass. Only one thread may use it at a
+    time."""
+
+    def __init__(self, model: Any, spec: RouteSpec) -> None:
+        """Attach a hook to the router of every layer with experts.
+
+        model: a Hugging Face causal LM. Raises ValueError if a layer of `spec` has no router of a known class, or
+        several.
+        """
+        self._spec = spec
+        self._chosen: list[torch.Tensor | None] = [None] * len(spec.layers)
+        """Indices of the chosen experts for each layer of `spec`, `[tokens, k]`."""
+        layers = model.get_decoder().layers
+        for index, layer in enumerate(spec.layers):
+            routers = [part for part in layers[layer].modules() if type(part).__name__.endswith(_ROUTER_SUFFIXES)]
+            if len(routers) != 1:
+                raise ValueError(
+                    f"router_replay.enabled: got true with a {type(model).__name__}, expected false, because the hf "
+                    f"engine found {len(routers)} routers of a known class in its layer {layer}, and not one"
+                )
+            routers[0].register_forward_hook(partial(self._record, index))
+
+    def _record(self, index: int, router: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        self._chosen[index] = output[-1]
+
+    def take(self, rows: int) -> np.ndarray:
+        """Return the routes of the last forward pass over `rows` rows of equal width, and forget them. They have the
+        shape `[rows, width, layers, k]` and the dtype of the spec.
+
+        The routes of padding are those that the routers chose for it. Raises RuntimeError if a router was not called.
+        """
+        chosen = [one for one in self._chosen if one is not None]
+        if len(chosen) != len(self._chosen):
+            raise RuntimeError(f"routes: {len(self._chosen) - len(chosen)} routers were not called in the forward pass")
+        self._chosen = [None] * len(chosen)
+        routes = torch.stack(chosen, dim=1).to(self._spec.dtype).cpu().numpy()
+        return routes.reshape(rows, -1, *self._spec.trailing)
+
+
+class ParameterSet:
+    """Parameters and persistent buffers of a model, by their names in a checkpoint. Tied parameters have several
+    names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tensors: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+        self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+        parameters = {id(tensor) for tensor in model.parameters()}
+        self._remainders = {name: tensor.data_ptr() % ALIGN for name, tensor in self._tensors.items()}
+        """Address of each tensor modulo ALIGN, on which the last bit of a matrix product can depend on a CPU."""
+        self._names_of: dict[int, list[str]] = {}
+        """Names of each parameter, by the `id` of its tensor. An update must contain every parameter; it may leave out
+        buffers."""
+        for name, tensor in self._tensors.items():
+            if id(tensor) in parameters:
+                self._names_of.setdefault(id(tensor), []).append(name)
+
+    def refresh(self, model: torch.nn.Module) -> None:
+        """Look up the model's tensors again. This is needed after `model` was moved to another device, because moving
+        it replaces its buffers with new tensors."""
+        self._tensors.update(model.state_dict(keep_vars=True))
+
+    def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Check an update (HF name -> tensor) against the model. Returns a (name, source tensor) pair for each tensor
+        to replace.
+
+        Tied parameters give one pair. Changes nothing. Raises ValueError if parameters are unknown, missing, or of the
+        wrong shape or dtype, or if tied parameters are sent with different values; the message names the parameters.
+        """
+        unknown = [name for name in named if name not in self._tensors]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self._tensors, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(f"weights: the model has no parameter {_first(unknown)}{hint}")
+        missing = [names[0] for names in self._names_of.values() if not any(name in named for name in names)]
+        if missing:
+            raise ValueError(f"weights: parameter {_first(missing)} was not sent")
+        pairs: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        for name, source in named.items():
+            target = self._tensors[name]
+            self._check(name, source)
+            earlier = pairs.setdefault(id(target), (name, target, source))
+            if earlier[2] is not source and not torch.equal(earlier[2], source):
+                raise ValueError(f"weights: {earlier[0]!r} and {name!r} are tied in the model but differ as sent")
+        return [(name, source) for name, _, source in pairs.values()]
+
+    def _check(self, name: str, source: torch.Tensor) -> None:
+        dtype, shape = self._specs[name]
+        if source.shape != shape:
+            raise ValueError(f"weights: {name!r} has shape {tuple(source.shape)}, expected {tuple(shape)}")
+        if source.dtype != dtype and not (source.dtype in _CONVERTIBLE and dtype in _CONVERTIBLE):
+            raise ValueError(f"weights: {name!r} has dtype {source.dtype}, expected {dtype}")
+
+    def copy(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy each source tensor in `pairs`, which `match` returned, into the model's tensor of that name."""
+        with torch.no_grad():
+            for name, source in pairs:
+                self._tensors[name].copy_(source)
+
+    def served(self, weight: ParameterDigest) -> list[torch.Tensor]:
+        """Return the model's tensor of this name, if it has the dtype and shape of the weight as sent."""
+        return [tensor for tensor in [self._tensors[weight.name]] if weight.fits(tensor)]
+
+    def drop(self) -> None:
+        """Free the memory of the parameters; buffers are kept. `allocate` and then `copy` make the model usable
+        again."""
+        for tensor in self._parameters():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def allocate(self) -> None:
+        """Allocate memory, filled with zeros, for the parameters that `drop` freed. It is aligned as theirs was, so
+        that the same weights give the same bits."""
+        for tensor in self._parameters():
+            name = self._names_of[id(tensor)][0]
+            _, shape = self._specs[name]
+            if tensor.shape != shape:
+                nbytes = shape.numel() * tensor.element_size()
+                memory = torch.zeros(nbytes + ALIGN, dtype=torch.uint8, device=tensor.device)
+                start = (self._remainders[name] - memory.data_ptr()) % ALIGN
+                tensor.data = memory[start : start + nbytes].view(tensor.dtype).view(shape)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [self._tensors[names[0]] for names in self._names_of.values()]
+
+
+def _first(names: list[str]) -> str:
+    more = len(names) - 1
+    return f"{names[0]!r}" + (f" (and {more} more)" if more else "")

@@ -19,11 +19,9 @@ from transformers import AutoConfig
 
 from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigests
-from ...process.host_memory import available_memory
-from ...process.memory import ProcessMemory, measure
+from ...process.memory import ProcessMemory, available_memory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..config import LogprobWay
-from ..key_value_memory import check_cache, default_on_cpu, token_bytes
 from ..protocol import (
     CommitReport,
     Completion,
@@ -38,10 +36,11 @@ from ..protocol import (
 )
 from . import library
 from .logprobs import LogprobTaker
+from .options import check_cache, default_on_cpu, token_bytes
 from .process import LOOK_S, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, reported_routes
 from .updates import WeightUpdates
-from .weights.names import WeightNames
+from .weight_names import WeightNames
 
 T = TypeVar("T")
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .environment import log_level
+from .start import log_level
 
 if TYPE_CHECKING:
-    from .standby import EngineStandby
+    from .start import EngineStandby
 
 try:
     with log_level():

@@ -1,11 +1,14 @@
-"""`VllmProcess` starts vLLM's engine process and its workers, calls and pauses them, and ends them."""
+"""`VllmProcess` starts vLLM's engine process and its workers, calls and pauses them, and finds out how one ended.
+
+The messages that the engine and its workers exchange about weights are defined here, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -13,23 +16,65 @@ import torch
 from ....codecs import messages
 from ..protocol import EngineDied
 from . import library
-from .core_log import CANCELLED, CoreLog
-from .environment import engine_environment
 from .options import arguments
-from .process_end import exit_code, exit_words, lives
-from .standby import take_standby
-from .step_routes import SCHEDULER
-from .versions import TokenVersions
-from .weights.wire import BACKEND, WORKER
+from .start import CANCELLED, CoreLog, engine_environment, exit_code, exit_words, lives, take_standby
+from .step_outputs import SCHEDULER, TokenVersions
 
+BACKEND = "headrace"
+"""Name under which Headrace's weight-transfer engine is registered in vLLM."""
+WORKER = "headrace.actors.engines.vllm.worker.WeightWorker"
+"""Import path of the class that vLLM mixes into its workers."""
 T = TypeVar("T")
-
 CALL_PATIENCE_S = 300.0
 """Longest time in seconds to wait for the engine process's answer to any call that is not a generation request."""
 LOOK_S = 0.2
 """Seconds between two checks that the engine process is alive, while waiting for an answer from it."""
 CLOSE_PATIENCE_S = 10.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareState:
+    """A worker's progress in preparing the weight version that was announced to it."""
+
+    version: int
+    phase: Literal["none", "receiving", "ready", "failed"]
+    staged: bool = False
+    """True if the complete version has been received and verified; False if the worker has only joined its transfer."""
+    kind: Literal["", "transfer", "value"] = ""
+    """Kind of the failure: `transfer` if the version did not arrive completely, `value` if it does not fit the
+    model."""
+    error: str = ""
+    """Description of the failure; "" when there was none."""
+
+    def describe(self) -> str:
+        """Describe the state for an error message."""
+        return f"version {self.version} is {self.phase}" if self.phase != "none" else "nothing was announced yet"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Outcome of comparing a worker's weights with the trainer's digests."""
+
+    num_compared: int
+    """Number of weights that the worker compared."""
+    error: str = ""
+    """Error that names a weight that differs, or why the comparison failed; "" when nothing differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Outcome of loading a version in one worker."""
+
+    seconds: float
+    """Seconds that the load took."""
+    way: str
+    """How the weights were loaded: `in place` (recorded copies into the live parameters were repeated); or `in place by
+    the loaders: ` or `layerwise: `, followed by the reason."""
+    error: str = ""
+    """Error that broke off the load and left a mix of two versions in the model; "" when the load succeeded."""
+    in_transfer: bool = False
+    """True if the error is that the version did not arrive completely."""
 
 
 @dataclass(frozen=True, slots=True)

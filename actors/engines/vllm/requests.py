@@ -11,9 +11,8 @@ import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
 from ....codecs.tokens.routes import RouteSpec, select_moe_layers
-from ..prompt_checks import checked_prompt
 from ..protocol import Completion, EngineStats, SamplingParams
-from ..sampling import row_keys
+from ..sampling import checked_prompt, row_keys
 from . import library
 
 _REASONS = ("stop", "length", "abort")

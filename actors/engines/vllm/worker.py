@@ -30,11 +30,10 @@ from ....codecs.weights.parameter_digests import ParameterDigests, compare_diges
 from ...weight_sync.inbox import WeightInbox
 from ...weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
-from .links import Order, WorkerLink
 from .logprobs import SampledLogprobs
-from .weights.loading import ModelLoader
-from .weights.names import WeightNames
-from .weights.wire import BACKEND, LoadReport, PrepareState, VerifyReport
+from .process import BACKEND, LoadReport, PrepareState, VerifyReport
+from .updates import Order, WorkerLink
+from .weight_loading import ModelLoader, WeightNames
 
 TELL_EVERY_S = 0.25
 """Minimum time in seconds between two messages in which a worker reports how many buckets it has received."""

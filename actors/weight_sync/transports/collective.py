@@ -4,27 +4,28 @@
     receiver  connect, hello ---> |           start, group | frame, broadcast, through ...          end -> done
                                                              (on GPUs the digests are broadcast before the end)
 
-Messages go over one TCP connection per receiver (`control_link`); only payloads are broadcast. A receiver that finds a
-damaged bucket reports it and still takes part in the remaining broadcasts, so that the other receivers get theirs. The
-next update reuses the group if its members are the same.
+Messages go over one TCP connection per receiver (`control_link`); only payloads are broadcast. A receiver verifies one
+bucket while another arrives. If it finds a damaged bucket, it reports it and still takes part in the remaining
+broadcasts, so that the other receivers get theirs. The next update reuses the group if its members are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 
+from ....codecs.weights.buckets import BucketPlan, read_plan
 from ....codecs.weights.gpu_scatter import as_signed
 from ...process.rendezvous_store import RendezvousServer, RendezvousStore
-from .control_link import LinkListener, Note
-from .deadline import Deadline
-from .protocol import BucketFrame, WeightTransferError
-from .receiver_tracker import ReceiverTracker
+from .control_link import Hello, Link, LinkListener, Note, ReceiverTracker
+from .ends import Receiver, Sender, SenderUpdate, Stream, bucket_offsets
+from .protocol import BucketFrame, Deadline, WeightTransferError, WeightUpdate
 from .rendezvous import Broadcast, Group, bounded
-from .sender import Sender, SenderUpdate
 
 KIND = "collective"
 _RING = 2
@@ -224,3 +225,284 @@ class CollectiveSender(Sender):
         with contextlib.suppress(WeightTransferError):
             moment.wait(lambda: bool(tracker.poll() or tracker.failed), lambda: ("", ()))
         return deadline.error(*tracker.blame(f"{what} ({str(error).strip().splitlines()[0]})"))
+
+
+"""Longest time in seconds spent waiting for a broadcast before control messages are read again."""
+
+
+class CollectiveReceiver(Receiver):
+    """WeightReceiver that joins the sender's process group, in which the sender is rank 0."""
+
+    def __init__(self, engine: str, worker: int, key: bytes, device: torch.device) -> None:
+        """key: the run's key, which the sender must know."""
+        super().__init__(engine, worker)
+        self._key = key
+        self.device = device
+        self.group: Group | None = None
+        self._ring: list[torch.Tensor] = []
+
+    def ring(self, nbytes: int, device: torch.device) -> list[torch.Tensor]:
+        """Return two buffers of at least `nbytes` bytes each, which are kept from update to update."""
+        if not self._ring or len(self._ring[0]) < nbytes or self._ring[0].device != device:
+            self._ring = []
+            self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(_RING)]
+        return self._ring
+
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> CollectiveStream:
+        host, port, number = update.location.split("|")
+        rank += 1
+        try:
+            link = Link.connect(host, int(port), self._key, max(deadline.left_s, 1e-3))
+        except OSError as error:
+            raise deadline.error(f"the sender at {host}:{port} cannot be reached: {error}") from error
+        try:
+            link.send(Hello(int(number), rank, "" if self.group is None else self.group.name))
+            start = next_note(link, deadline, deadline.left_s, "waiting for the start")
+            if start is None or start.kind != "start":
+                raise deadline.error(f"the sender at {host}:{port} did not start it: not all receivers are here")
+            notes: deque[Note] = deque()
+            self._join(update, rank, link, start, host, deadline, notes)
+            return CollectiveStream(update, read_plan(start.data), deadline, link, notes, self)
+        except OSError as error:
+            link.close()
+            raise deadline.error(f"the sender at {host}:{port} is lost: {error}") from error
+        except WeightTransferError:
+            with contextlib.suppress(OSError):  # else the sender would take this receiver for a lost one
+                link.send(Note("gave up"))
+            link.close()
+            self.leave()
+            raise
+
+    def _join(
+        self,
+        update: WeightUpdate,
+        rank: int,
+        link: Link,
+        start: Note,
+        host: str,
+        deadline: Deadline,
+        notes: deque[Note],
+    ) -> None:
+        """Join the sender's process group, unless this process is in it already. notes: collects the sender's messages
+        that arrive before the group is made."""
+        name, _, backend = start.text.partition("|")
+        if self.group is not None and self.group.name == name:
+            return
+        self.leave()
+        if backend == "nccl" and self.device.type != "cuda":
+            error = deadline.error(f"the sender's weights are on a GPU, this engine's on {self.device}")
+            link.send(Note("failed", str(error)))
+            raise error
+        device = self.device if backend == "nccl" else torch.device("cpu")
+        world = 1 + sum(group.num_workers for group in update.receivers)
+
+        def join() -> Group:
+            store = RendezvousStore(host, start.number, self._key, max(deadline.left_s, 1.0))
+            return Group(store, name, rank, world, host=link.local_host, device=device, timeout_s=update.timeout_s)
+
+        def look() -> None:
+            note = next_note(link, deadline, 0.0, "making the group")
+            if note is not None:
+                notes.append(note)
+
+        self.group = bounded(join, deadline, "making the group", look, Group.leave)
+
+    def leave(self) -> None:
+        """Leave the process group. Idempotent."""
+        if self.group is not None:
+            self.group.leave()
+        self.group = None
+
+    def close(self) -> None:
+        """Leave the process group and free the buffers. Idempotent."""
+        self.leave()
+        self._ring = []
+
+
+class CollectiveStream(Stream):
+    """Stream whose payloads are received into two buffers in turn, or into memory offered to `receive_into`."""
+
+    def __init__(
+        self,
+        update: WeightUpdate,
+        plan: BucketPlan,
+        deadline: Deadline,
+        link: Link,
+        notes: deque[Note],
+        receiver: CollectiveReceiver,
+    ) -> None:
+        """Prepare to receive the update over the receiver's process group. notes: messages from the sender that have
+        already arrived on `link`."""
+        assert receiver.group is not None
+        super().__init__(update, plan, deadline)
+        self._link = link
+        self._receiver = receiver
+        self._group = receiver.group
+        self.device = self._group.device
+        self._offsets = bucket_offsets(plan)
+        self._destination: torch.Tensor | None = None
+        self._ring: list[torch.Tensor] = []
+        self._num_in_ring = 0
+        self._digests_due = False
+        """True while the sender still has to broadcast its digests; every receiver must take part in that broadcast."""
+        self._under_way: deque[tuple[BucketFrame, torch.Tensor, Broadcast | None]] = deque()
+        self._notes = notes
+        self._ended = False
+        self._done = False
+        self._failure: Exception | None = None
+        """Error that `read_ahead` ran into and that the iteration raises; None when there was none."""
+
+    def receive_into(self, memory: torch.Tensor) -> None:
+        if memory.device == self.device:
+            self._destination = memory
+
+    def read_ahead(self) -> None:
+        try:
+            while not self._ended and len(self._under_way) < _RING:
+                self._begin_next(_RING, wait=True)
+        except Exception as error:  # raised by the iteration
+            self._failure = error
+
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        if self._failure is not None:
+            raise self._failure
+        while True:
+            self._begin_next(_RING, wait=not self._under_way)
+            if not self._under_way:
+                break
+            frame, payload, running = self._under_way.popleft()
+            self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
+            self._begin_next(_RING - 1, wait=False)  # one more arrives in the other buffer while this one is used
+            yield frame, payload
+            self._tell(Note("through", number=frame.bucket))
+
+    def _digests(self) -> torch.Tensor:
+        self._digests_due = False
+        digests = torch.empty(len(self.plan.sizes), dtype=torch.int64, device=self.device)
+        what = "the buckets' digests"
+        try:
+            self._await(what, self._group.broadcast(digests.view(torch.uint8)))
+        except RuntimeError as error:
+            if isinstance(error, WeightTransferError):
+                raise
+            raise self._broken(what, error) from error
+        return digests
+
+    def _confirm(self) -> None:
+        self._tell(Note("done"))
+        self._done = True
+
+    def _begin_next(self, num_places: int, *, wait: bool) -> None:
+        """Start receiving announced buckets until `num_places` of them are in progress.
+
+        wait: whether to wait until the sender has announced at least one more bucket, or the end.
+        """
+        while not self._ended and len(self._under_way) < num_places:
+            self._hear(self.deadline.left_s if wait and not self._notes else 0.0, "waiting for the next bucket")
+            if not self._notes:
+                if wait:
+                    raise self.deadline.error("the next bucket did not come from the sender")
+                return
+            note = self._notes.popleft()
+            self._ended = note.kind == "end"
+            if note.frame is not None:
+                self._under_way.append(self._receive(note.frame))
+            wait = False
+
+    def _hear(self, wait_s: float, when: str) -> None:
+        """Read the sender's messages, waiting `wait_s` seconds for the first. Raises WeightTransferError when the
+        sender has ended the update or is lost."""
+        self.check_open()
+        try:
+            while (note := next_note(self._link, self.deadline, wait_s, when)) is not None:
+                self._notes.append(note)
+                wait_s = 0.0
+        except WeightTransferError:
+            self.check_open()  # another thread of this process may have closed the link
+            raise
+
+    def _receive(self, frame: BucketFrame) -> tuple[BucketFrame, torch.Tensor, Broadcast | None]:
+        if not frame.nbytes:
+            return frame, torch.empty(0, dtype=torch.uint8, device=self.device), None
+        self._digests_due = self.device.type == "cuda"
+        if self._destination is not None and frame.encoding == "whole":
+            begin = self._offsets[frame.bucket]
+            payload = self._destination[begin : begin + frame.nbytes]
+        else:
+            if not self._ring:
+                self._ring = self._receiver.ring(max(self.plan.sizes), self.device)
+            payload = self._ring[self._num_in_ring % _RING][: frame.nbytes]
+            self._num_in_ring += 1
+        try:
+            return frame, payload, self._group.broadcast(payload)
+        except RuntimeError as error:
+            raise self._broken(f"bucket {frame.bucket} of {len(self.plan.sizes)}", error) from error
+
+    def _await(self, of: str, running: Broadcast | None) -> None:
+        try:
+            while running is not None and not running.ended(_SLICE_S):
+                self._hear(0.0, of)
+                if not self.deadline.left_s:
+                    raise self.deadline.error(f"{of} did not come from the sender")
+        except RuntimeError as error:
+            if isinstance(error, WeightTransferError):
+                raise
+            raise self._broken(of, error) from error
+
+    def _broken(self, of: str, error: RuntimeError) -> WeightTransferError:
+        reason = str(error).strip().splitlines()[0]
+        try:  # the sender may know what happened
+            self._hear(min(1.0, self.deadline.left_s), f"{of}: {reason}")
+        except WeightTransferError as told:
+            return told
+        return self.deadline.error(f"{of} did not come from the sender: {reason}")
+
+    def _tell(self, note: Note) -> None:
+        self.check_open()
+        try:
+            self._link.send(note)
+        except OSError as error:
+            raise self.deadline.error(f"the sender is lost: {error}") from error
+
+    def give_up(self, error: WeightTransferError) -> None:
+        """Report `error` to the sender, and still receive the remaining buckets. Broadcasts to other receivers may pass
+        through this process."""
+        with contextlib.suppress(WeightTransferError):
+            self._tell(Note("failed", str(error)))
+            while True:
+                self._begin_next(_RING - 1, wait=not self._under_way)
+                if not self._under_way:
+                    break
+                frame, _, running = self._under_way.popleft()
+                self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
+                self.deadline.moved()
+            if self._digests_due:
+                self._digests()
+            self._done = True
+
+    def _close(self) -> None:
+        if not self._done:
+            with contextlib.suppress(OSError):  # a lost connection tells the sender as well
+                self._link.send(Note("gave up"))
+        self._link.close()
+        if not self._done and self._receiver.group is self._group:
+            self._receiver.leave()
+
+
+def next_note(link: Link, deadline: Deadline, wait_s: float, when: str) -> Note | None:
+    """Return the sender's next message, or None when none comes within `wait_s` seconds.
+
+    Raises WeightTransferError when the sender has ended the update or is lost.
+    """
+    until = time.monotonic() + wait_s
+    while True:
+        left_s = min(until - time.monotonic(), deadline.left_s)
+        try:
+            note = link.receive(Note, min(max(left_s, 0.0), _SLICE_S))
+        except OSError as error:
+            raise deadline.error(f"{when}: the sender is lost: {error}") from error
+        assert note is None or isinstance(note, Note)
+        if note is not None and note.kind == "abort":
+            raise deadline.error(f"{when}: the sender has ended it: {note.text}")
+        if note is not None or left_s <= 0:
+            return note

@@ -23,12 +23,9 @@ import torch
 from ....codecs import messages
 from ....codecs.weights.gpu_scatter import as_signed
 from ....dataplane.owned_folder import SHARED_MEMORY
-from .deadline import Deadline, worker_name
-from .ipc_base import Contents, IpcSenderBase, IpcStreamBase
-from .protocol import BucketFrame, WeightUpdate
-from .receiver import bucket_offsets
-from .sender import SenderUpdate
-from .shared_status import Lease, SharedStatus, lease_holders
+from .ends import SenderUpdate, bucket_offsets
+from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, Lease, SharedStatus, lease_holders
+from .protocol import BucketFrame, Deadline, WeightUpdate, worker_name
 
 # ---------------- Calls that the host makes when a CUDA stream has come to an event.
 

@@ -29,10 +29,8 @@ from ....codecs import messages
 from ....codecs.integers import ALIGN
 from ....codecs.weights.buckets import BucketPlan, read_plan
 from ....dataplane.owned_folder import PREFIX, create_owned_folder
-from .deadline import Deadline
-from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiver import Receiver, Stream
-from .sender import BackgroundSender, SenderUpdate
+from .ends import BackgroundSender, Receiver, SenderUpdate, Stream
+from .protocol import BucketFrame, Deadline, WeightTransferError, WeightUpdate
 
 KIND = "disk"
 _KEPT = 2

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .collective import CollectiveSender
-from .collective_receiver import CollectiveReceiver
+from .collective import CollectiveReceiver, CollectiveSender
 from .cuda_ipc import CudaIpcSender
 from .disk import DiskReceiver, DiskSender
+from .ends import Receiver, Sender
 from .ipc import IpcReceiver, IpcSender
 from .protocol import ReceiverConfig, SenderConfig
-from .receiver import Receiver
-from .sender import Sender
 from .store import StoreReceiver, StoreSender
 
 TRANSPORT_KINDS = ("collective", "ipc", "store", "disk")

@@ -23,12 +23,9 @@ import torch
 from ....codecs.integers import ALIGN
 from ....dataplane.owned_folder import SHARED_MEMORY
 from .cuda_ipc import CudaIpcStream, RingCache
-from .deadline import Deadline
-from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, join
-from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiver import Receiver, Stream, bucket_offsets
-from .sender import SenderUpdate
-from .shared_status import WITHDRAWN, Lease, SharedStatus, lease_holders
+from .ends import Receiver, SenderUpdate, Stream, bucket_offsets
+from .ipc_base import WITHDRAWN, Contents, IpcSenderBase, IpcStreamBase, Lease, SharedStatus, join, lease_holders
+from .protocol import BucketFrame, Deadline, WeightTransferError, WeightUpdate
 
 _SLOTS = 2
 _GRACE_S = 0.2

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from ...process.rendezvous_store import RendezvousStore
-from .deadline import Deadline
+from .protocol import Deadline
 
 T = TypeVar("T")
 _GPU_TICK_S = 5e-5

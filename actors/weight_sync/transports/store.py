@@ -29,10 +29,8 @@ from ....dataplane.errors import DataPlaneError, DataPlaneTimeout, KeysNotFound,
 from ....dataplane.factory import connect
 from ....dataplane.handle import DataPlaneHandle
 from ....dataplane.meta import KVBatchMeta
-from .deadline import Deadline
-from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiver import Receiver, Stream
-from .sender import BackgroundSender, SenderUpdate
+from .ends import BackgroundSender, Receiver, SenderUpdate, Stream
+from .protocol import BucketFrame, Deadline, WeightTransferError, WeightUpdate
 
 KIND = "store"
 PARTITION = "weights"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.continuation import generate_whole
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.turns import generate_whole
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 
 PROMPT = [5, 6]

@@ -181,16 +181,6 @@ def test_requests_that_are_held_or_frozen_can_be_aborted_and_cancelled(subject: 
     subject.run(main)
 
 
-def test_forgetting_prefixes_harms_no_request(subject: Subject) -> None:
-    async def main() -> None:
-        alone = tokens(await subject.start("running"))
-        (running,) = await subject.begun("running")
-        await subject.engine.reset_prefix_cache()
-        assert tokens(await running) == alone
-
-    subject.run(main)
-
-
 # ---------------------------------------------------------------- weights
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines.key_value_memory import cache_bytes, check_cache, default_on_cpu, token_bytes
+from headrace.actors.engines.vllm.options import cache_bytes, check_cache, default_on_cpu, token_bytes
 
 QWEN3: dict[str, Any] = {
     "hidden_size": 1024,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines.continuation import generate_whole
 from headrace.actors.engines.protocol import (
     Completion,
     EngineBroken,
@@ -20,6 +19,7 @@ from headrace.actors.engines.protocol import (
 )
 from headrace.actors.engines.router import LeftOut, NoEngineAvailable, Router
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.turns import generate_whole
 
 BOUND_S = 30.0
 

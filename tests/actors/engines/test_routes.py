@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from headrace.actors.engine_actor import GenerateReply
-from headrace.actors.engines.continuation import generate_whole
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import Completion, EngineStats, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
-from headrace.actors.transcript import Transcript
+from headrace.actors.environments.turns import Transcript, generate_whole
 from headrace.codecs import messages
 from headrace.codecs.tokens.routes import check_routes, join_routes
 from headrace.tests.actors.engines.moe import LAYERS, Reference, expect_routes, save_moe, spec_of

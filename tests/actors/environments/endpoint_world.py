@@ -12,7 +12,7 @@ from headrace.actors.engines.config import EndpointConfig
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.config import EnvironmentConfig
-from headrace.actors.environments.endpoint.server import EndpointServer
+from headrace.actors.environments.endpoint_server import EndpointServer
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, Sample

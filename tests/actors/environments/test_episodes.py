@@ -15,12 +15,11 @@ from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import Router
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments import host as hosting
-from headrace.actors.environments.clock import Clock, Gate
 from headrace.actors.environments.config import EnvironmentConfig
-from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.episode import Clock, Episode
 from headrace.actors.environments.factory import build_environment, check_environment
-from headrace.actors.environments.host import EpisodeHost
-from headrace.actors.process.user_threads import MAX_HUNG, TooManyHang
+from headrace.actors.environments.host import EpisodeHost, Gate
+from headrace.actors.process.user_code import MAX_HUNG, TooManyHang
 from headrace.actors.protocols import Prompt, Sample
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
 

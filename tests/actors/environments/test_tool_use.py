@@ -26,9 +26,8 @@ from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.host import EpisodeHost
-from headrace.actors.environments.tool_use import ToolUse, find_call
-from headrace.actors.environments.tools import build_tools, calculator
-from headrace.actors.process.user_threads import MAX_HUNG, TooManyHang
+from headrace.actors.environments.tool_use import ToolUse, build_tools, calculator, find_call
+from headrace.actors.process.user_code import MAX_HUNG, TooManyHang
 from headrace.actors.protocols import Prompt, Sample
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.process.host_memory import available_memory, memory_limit
+from headrace.actors.process.memory import available_memory, memory_limit
 
 MIB = 1 << 20
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from headrace.actors.protocols import Prompt, Sample
-from headrace.actors.rewards import math_equality
-from headrace.actors.rewards.answers import Boxed, last_boxed
+from headrace.actors.rewards import builtin as math_equality
+from headrace.actors.rewards.builtin import Boxed, last_boxed
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
-from headrace.actors.rewards.factory import build_rubric, check_rewards
+from headrace.actors.rewards.rubric import build_rubric, check_rewards
 from headrace.dataplane.imports import MissingExtra
 
 

@@ -15,8 +15,7 @@ import torch
 from headrace.actors.protocols import Prompt
 from headrace.actors.rewards.builtin import Format, Overlong, exact_match, per_position
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
-from headrace.actors.rewards.factory import build_reward, build_rubric
-from headrace.actors.rewards.rubric import Rubric
+from headrace.actors.rewards.rubric import Rubric, build_reward, build_rubric
 
 
 def constant(value: Any) -> Any:

@@ -12,16 +12,15 @@ import numpy as np
 
 from headrace.actors.engines.protocol import Generator, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.host import EpisodeHost
-from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, Sample
 from headrace.actors.rewards.builtin import exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout.journal import GroupJournal, JournalConfig
-from headrace.actors.rollout.journal_records import JournaledGroup
+from headrace.actors.rollout.journal import GroupJournal, JournalConfig, JournaledGroup
+from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream, base36
-from headrace.actors.rollout.report import RolloutReport
-from headrace.actors.rollout.tasks import TaskSource
+from headrace.actors.rollout.results import RolloutReport
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.jagged import unpack
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig, StoreKind

@@ -11,9 +11,9 @@ import pytest
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.episode import Episode
+from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.host import EpisodeHost
-from headrace.actors.environments.single_turn import SingleTurn
-from headrace.actors.rollout.report import EvaluationReport
+from headrace.actors.rollout.results import EvaluationReport
 from headrace.tests.actors.rollout.test_rollout import FakeClient, right_then_wrong, worker
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.actors.protocols import Prompt, Sample, Score
-from headrace.actors.rollout.evaluation_figures import (
+from headrace.actors.rollout.evaluation import (
     FigureScheme,
     FigureSums,
     best_counts,

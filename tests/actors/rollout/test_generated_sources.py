@@ -6,7 +6,7 @@ import pytest
 
 from headrace.actors.protocols import Prompt
 from headrace.actors.rewards.config import RewardConfig
-from headrace.actors.rewards.factory import build_rubric
+from headrace.actors.rewards.rubric import build_rubric
 from headrace.actors.rollout.config import DataConfig
 from headrace.actors.rollout.prompts import open_source
 

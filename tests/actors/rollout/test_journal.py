@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
-from headrace.actors.rollout.journal import _remove_unless_written
-from headrace.actors.rollout.journal_records import (
+from headrace.actors.rollout.journal import (
     HEAD_BYTES,
     DamagedJournal,
     JournaledGroup,
+    _remove_unless_written,
     encode_record,
     read_heads,
 )
-from headrace.actors.rollout.report import GroupFigures
+from headrace.actors.rollout.results import GroupFigures
 from headrace.actors.rollout.rows import RolloutRows, join
 from headrace.codecs.jagged import pack, unpack
 from headrace.dataplane.meta import POSITION

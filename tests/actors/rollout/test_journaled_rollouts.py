@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace.actors.protocols import Prompt
-from headrace.actors.rollout.journal_records import read_heads
-from headrace.actors.rollout.report import RolloutReport
+from headrace.actors.rollout.journal import read_heads
+from headrace.actors.rollout.results import RolloutReport
 from headrace.dataplane.config import StoreKind
 from headrace.tests.actors.rollout import journal_drill
 from headrace.tests.actors.rollout.journal_runs import (

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.actors.rollout.config import DataConfig
-from headrace.actors.rollout.mixture import BLOCK, MixedSource, shares
-from headrace.actors.rollout.opened_prompts import open_prompts
-from headrace.actors.rollout.prompts import PromptStream
-from headrace.actors.rollout.tasks import TaskSource
+from headrace.actors.rollout.prompt_sources import TaskSource
+from headrace.actors.rollout.prompts import BLOCK, MixedSource, PromptStream, open_prompts, shares
 
 
 def write(path: Path, *rows: dict) -> str:

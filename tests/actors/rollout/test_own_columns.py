@@ -17,8 +17,7 @@ from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, PromptRow, Sample, Score, row_schema
-from headrace.actors.rollout.own_columns import check_columns, checked_scores
-from headrace.actors.rollout.rows import rollout_rows
+from headrace.actors.rollout.rows import check_columns, checked_scores, rollout_rows
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
 
 TOKENIZER: Any = make_chat_tokenizer()

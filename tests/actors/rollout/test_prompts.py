@@ -11,15 +11,15 @@ import pytest
 
 from headrace.actors.engines.tokenizer import count_tokens, encode_prompts
 from headrace.actors.rollout.config import DataConfig
-from headrace.actors.rollout.opened_prompts import open_prompts
+from headrace.actors.rollout.prompt_sources import TaskSource, is_held_out
 from headrace.actors.rollout.prompts import (
     PromptStream,
     base36,
     check_prompt_lengths,
+    open_prompts,
     open_source,
     without_overlong,
 )
-from headrace.actors.rollout.tasks import TaskSource, is_held_out
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:

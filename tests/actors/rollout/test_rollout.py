@@ -20,20 +20,19 @@ from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import LeftOut
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.config import EnvironmentConfig
-from headrace.actors.environments.factory import build_environment
+from headrace.actors.environments.factory import SingleTurn, build_environment
 from headrace.actors.environments.host import EpisodeHost
-from headrace.actors.environments.single_turn import SingleTurn
+from headrace.actors.environments.turns import Transcript
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.builtin import EnvironmentReward, exact_match, per_position
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout.evaluation_figures import FigureScheme
+from headrace.actors.rollout.evaluation import FigureScheme
+from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream
-from headrace.actors.rollout.report import merge_reports
+from headrace.actors.rollout.results import merge_reports
 from headrace.actors.rollout.rows import version_spans
-from headrace.actors.rollout.tasks import TaskSource
 from headrace.actors.rollout.worker import HeldOut, RolloutWorker, generation_spans
 from headrace.actors.samples import SampleFile, SamplesConfig
-from headrace.actors.transcript import Transcript
 from headrace.codecs.batch import Batch
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane

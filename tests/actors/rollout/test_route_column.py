@@ -14,18 +14,17 @@ import pytest
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, scripted_routes
+from headrace.actors.environments.factory import SingleTurn
 from headrace.actors.environments.host import EpisodeHost
-from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.rewards.builtin import exact_match
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout.journal import GroupJournal, JournalConfig
-from headrace.actors.rollout.journal_records import encode_record, read_group
+from headrace.actors.rollout.journal import GroupJournal, JournalConfig, encode_record, read_group
+from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream
-from headrace.actors.rollout.report import merge_reports
+from headrace.actors.rollout.results import merge_reports
 from headrace.actors.rollout.routes import RouteCounts, RouteRules, checked_routes
 from headrace.actors.rollout.rows import RolloutRows
-from headrace.actors.rollout.tasks import TaskSource
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.jagged import select_rows
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec, check_routes, missing_tokens

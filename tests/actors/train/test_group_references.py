@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.actors.train.group_references import replace_groups
+from headrace.actors.train.process_groups import replace_groups
 
 OLD, NEW = object(), object()
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  # the plain kind

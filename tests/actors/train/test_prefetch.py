@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from headrace.actors.train.prefetch import Prefetch
+from headrace.actors.train.reader import Prefetch
 
 
 def test_a_failure_that_comes_as_a_wait_runs_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

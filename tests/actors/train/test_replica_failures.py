@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from headrace.actors.train.links import GRACE_S
-from headrace.actors.train.prefetch import Prefetch, PrefetchStopped
-from headrace.actors.train.reader import ReplicaReader
+from headrace.actors.train.reader import Prefetch, ReplicaReader
 from headrace.actors.train.step_rows import StepRows, load_of
 from headrace.actors.train.topology import Topology
+from headrace.actors.train.wire import PrefetchStopped
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.tests.actors.train.replica_ranks import (

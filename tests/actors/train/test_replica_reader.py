@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from headrace.actors.protocols import TRAIN_FIELDS
 from headrace.actors.train.reader import FetchPolicy, holds_receipt, shares_reads
-from headrace.actors.train.stage_fields import stage_fields
-from headrace.actors.train.step_rows import TrainShard
+from headrace.actors.train.step_rows import TrainShard, stage_fields
 from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Jagged
 from headrace.codecs.tokens.context_slices import pieces

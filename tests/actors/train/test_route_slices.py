@@ -15,7 +15,7 @@ import torch.distributed as dist
 from headrace.actors.protocols import TRAIN_FIELDS, row_schema, written_fields
 from headrace.actors.train.links import parts_of
 from headrace.actors.train.reader import ReplicaReader, build_links
-from headrace.actors.train.stage_fields import stage_batch, stage_fields, stage_layers, stage_schema
+from headrace.actors.train.step_rows import stage_batch, stage_fields, stage_layers, stage_schema
 from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.tokens.context_slices import pieces

@@ -12,7 +12,7 @@ import ray
 from ray.cluster_utils import Cluster as RayNodes
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from headrace.actors.process.actor_info import ActorInfo
+from headrace.actors.process.own_process import ActorInfo
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import open_data_plane
 from headrace.tests import process_pool

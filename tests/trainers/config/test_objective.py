@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.rewards.config import REWARD_KINDS
-from headrace.actors.rewards.factory import BUILT_REWARDS
+from headrace.actors.rewards.rubric import BUILT_REWARDS
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.advantages.config import AdvantageConfig
 from headrace.trainers.cluster.actor_specs import backend_config, reward_weights, tagged_rewards

@@ -25,8 +25,8 @@ from headrace.actors.engines.protocol import (
     SamplingParams,
 )
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.process.actor_info import ActorInfo
 from headrace.actors.process.memory import ProcessMemory
+from headrace.actors.process.own_process import ActorInfo
 from headrace.actors.process.remote_methods import decode_arguments
 from headrace.actors.protocols import OffloadReport
 from headrace.actors.train.worker import TrainWorker

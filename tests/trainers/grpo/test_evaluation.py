@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.rollout.report import EvaluationReport
+from headrace.actors.rollout.results import EvaluationReport
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.evaluation_plans import evaluation_plans
 from headrace.trainers.config.load import build_config

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.actors.rollout.report import RolloutReport, RolloutTally
+from headrace.actors.rollout.results import RolloutReport, RolloutTally
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.grpo.feed import FeedTally
 from headrace.trainers.grpo.step_metrics import idle_shares, rollout_metrics, staleness_metrics

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from types import SimpleNamespace
 
-from headrace.actors.process.actor_info import ActorInfo
+from headrace.actors.process.own_process import ActorInfo
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import open_data_plane
 from headrace.trainers.run.launch import everyone, needed_processes

@@ -22,7 +22,7 @@ import torch
 
 from ....actors.engines.config import RouterReplayConfig
 from ....actors.protocols import MicroBatch
-from ....actors.train.stage_fields import stage_layers
+from ....actors.train.step_rows import stage_layers
 from ....actors.train.topology import Topology
 from ....codecs.tokens.routes import RouteSpec
 from ..config import BackendConfig

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ....actors.process.host_memory import available_memory, total_memory
+from ....actors.process.memory import available_memory, total_memory
 from ....dataplane.config import StoreKind
 from ....dataplane.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...config.config import Config, RolloutConfig, TrainerConfig

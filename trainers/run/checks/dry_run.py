@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....actors.engines.config import engine_batch
-from ....actors.engines.key_value_memory import default_on_cpu, token_bytes
-from ....actors.process.host_memory import available_memory
-from ....actors.process.memory import assumed_machine, gpu_sizes
+from ....actors.engines.vllm.options import default_on_cpu, token_bytes
+from ....actors.process.memory import assumed_machine, available_memory, gpu_sizes
 from ....actors.train.topology import Topology
 from ....codecs.integers import ceil_div, round_up
 from ....codecs.tokens.routes import RouteSpec

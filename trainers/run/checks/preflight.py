@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from ....actors.engines.key_value_memory import check_cache, token_bytes
-from ....actors.engines.vllm.options import problems_in_child
+from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
 from ....actors.environments.factory import check_environment
-from ....actors.process.host_memory import total_memory
-from ....actors.process.memory import assumed_machine
-from ....actors.rewards.factory import check_rewards
+from ....actors.process.memory import assumed_machine, total_memory
+from ....actors.rewards.rubric import check_rewards
 from ....actors.rollout.config import is_generated
 from ....dataplane.directory.rank_samplers import RankShares
 from ....dataplane.directory.sampler_factory import FOR_RANKS, build_sampler

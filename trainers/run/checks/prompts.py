@@ -28,8 +28,8 @@ def read_prompts(config: Config) -> list[str]:
     if not config.model.builtin and not _is_local(config.model.path) and not _model_is_cached(config.model.path):
         return [f"model.path: {config.model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
     from ....actors.engines.tokenizer import load_tokenizer
-    from ....actors.rollout.own_columns import check_columns
     from ....actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
+    from ....actors.rollout.rows import check_columns
 
     left = []
     with _one_tokenizer_thread():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.engines.vllm.core_log import MAX_BYTES, CoreLog
+from headrace.actors.engines.vllm.start import MAX_BYTES, CoreLog
 
 START_FAILED = """\
 (EngineCore pid=7) ERROR 11-23 07:15:22 [core.py:1170] EngineCore failed to start.

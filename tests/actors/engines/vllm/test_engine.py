@@ -70,6 +70,20 @@ def test_greedy_equals_transformers_generate(subject: Subject) -> None:
         assert completion.token_ids.tolist() == expected[0, len(prompt) :].tolist()
 
 
+def test_forgetting_prefixes_harms_no_request(subject: Subject) -> None:
+    async def main() -> None:
+        params = SamplingParams(n=8, max_new_tokens=48, seed=1)
+        alone = await subject.engine.generate("running", PROMPTS[0], params)
+        running = asyncio.create_task(subject.engine.generate("running", PROMPTS[0], params))
+        while not any(length for _, length in subject.engine.tokens_of_newest()):
+            await asyncio.sleep(0)
+        await subject.engine.reset_prefix_cache()
+        for one, again in zip(alone, await running, strict=True):
+            assert one.token_ids.tolist() == again.token_ids.tolist()
+
+    subject.run(main())
+
+
 def test_a_sample_does_not_depend_on_what_else_runs(subject: Subject) -> None:
     async def main() -> None:
         params = SamplingParams(n=3, max_new_tokens=20)

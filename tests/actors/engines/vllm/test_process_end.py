@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.actors.engines.vllm import process_end
-from headrace.actors.engines.vllm.process_end import exit_code, exit_words, lives
+from headrace.actors.engines.vllm import start as process_end
+from headrace.actors.engines.vllm.start import exit_code, exit_words, lives
 
 
 def test_how_a_process_ended_is_told_in_words() -> None:

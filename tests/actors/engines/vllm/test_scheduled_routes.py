@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.vllm.step_routes import RoutesOfSamples, joining_scheduler
+from headrace.actors.engines.vllm.step_outputs import RoutesOfSamples, joining_scheduler
 from headrace.tests.actors.engines.moe import EXPERTS, TOP_K, save_moe
 
 LAYERS, BLOCK, END = 3, 16, 2

@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.engines.vllm import standby
-from headrace.actors.engines.vllm.standby import EngineStandby, start_ahead, take_standby
+from headrace.actors.engines.vllm import start as standby
+from headrace.actors.engines.vllm.start import EngineStandby, start_ahead, take_standby
 from headrace.tests.actors.engines.vllm.builder import build, save_model
 
 pytestmark = pytest.mark.processes
 PATIENCE_S = 60.0
 START = """
 import sys
-from headrace.actors.engines.vllm.standby import EngineStandby
+from headrace.actors.engines.vllm.start import EngineStandby
 
 if __name__ == "__main__":
     print(EngineStandby(()).pid, flush=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.actors.engines import vllm
-from headrace.actors.engines.vllm.step_routes import (
+from headrace.actors.engines.vllm.step_outputs import (
     ROOM,
     RoutesOfSamples,
     SampleRoutes,

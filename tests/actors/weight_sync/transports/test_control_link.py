@@ -21,7 +21,9 @@ from headrace.actors.weight_sync.transports.control_link import (
     Link,
     LinkListener,
     Note,
+    ReceiverTracker,
 )
+from headrace.actors.weight_sync.transports.ends import Sender
 from headrace.actors.weight_sync.transports.factory import build_sender
 from headrace.actors.weight_sync.transports.protocol import (
     ReceiverConfig,
@@ -30,8 +32,6 @@ from headrace.actors.weight_sync.transports.protocol import (
     WeightTransferError,
     WeightUpdate,
 )
-from headrace.actors.weight_sync.transports.receiver_tracker import ReceiverTracker
-from headrace.actors.weight_sync.transports.sender import Sender
 from headrace.dataplane.security.authenticated_listener import connect_authenticated
 from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weight_sync.transports.sample_weights import plan_of, publish, weights

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from headrace.actors.weight_sync.transports.collective import CollectiveSender
+from headrace.actors.weight_sync.transports.ends import Sender, SenderUpdate
 from headrace.actors.weight_sync.transports.protocol import BucketFrame, ReceiverGroup, SenderConfig
-from headrace.actors.weight_sync.transports.sender import Sender, SenderUpdate
 from headrace.dataplane.security.authenticated_listener import listen
 from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weight_sync.transports.sample_weights import plan_of, publish, weights

@@ -14,6 +14,7 @@ from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.transports.factory import build_sender, resolve_kind
 from headrace.actors.weight_sync.transports.ipc import IpcSender
+from headrace.actors.weight_sync.transports.ipc_base import lease_holders
 from headrace.actors.weight_sync.transports.protocol import (
     ReceiverConfig,
     ReceiverGroup,
@@ -21,7 +22,6 @@ from headrace.actors.weight_sync.transports.protocol import (
     WeightTransferError,
     WeightUpdate,
 )
-from headrace.actors.weight_sync.transports.shared_status import lease_holders
 from headrace.tests.actors.weight_sync.transports.sample_weights import equal, plan_of, publish, weights
 
 GROUPS = (ReceiverGroup("e", 1),)

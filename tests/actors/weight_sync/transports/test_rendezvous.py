@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from headrace.actors.process.rendezvous_store import RendezvousServer, RendezvousStore
-from headrace.actors.weight_sync.transports import collective, collective_receiver
-from headrace.actors.weight_sync.transports.collective import CollectiveSender
-from headrace.actors.weight_sync.transports.collective_receiver import CollectiveReceiver
+from headrace.actors.weight_sync.transports import collective
+from headrace.actors.weight_sync.transports import collective as collective_receiver
+from headrace.actors.weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
 from headrace.actors.weight_sync.transports.control_link import Hello, Link, LinkListener, Note
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
 from headrace.actors.weight_sync.transports.rendezvous import Group

@@ -14,9 +14,9 @@ import torch
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.publisher import WeightPublisher
-from headrace.actors.weight_sync.transports.deadline import Deadline
 from headrace.actors.weight_sync.transports.factory import build_sender
 from headrace.actors.weight_sync.transports.protocol import (
+    Deadline,
     ReceiverConfig,
     ReceiverGroup,
     SenderConfig,

@@ -138,7 +138,7 @@ class ReceiverHost:
         if damage is None:
             self._inbox.prepare(update)
             return
-        from headrace.actors.weight_sync.transports import receiver
+        from headrace.actors.weight_sync.transports import ends as receiver
 
         original, count = receiver.checksum, iter(range(1 << 30))
 

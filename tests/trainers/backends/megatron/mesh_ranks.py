@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.actors.protocols import MicroBatch
-from headrace.actors.train.stage_fields import stage_fields
+from headrace.actors.train.step_rows import stage_fields
 from headrace.actors.train.topology import Place, Topology
 from headrace.codecs.batch import Batch
 from headrace.codecs.tokens.context_slices import slice_batch

@@ -13,7 +13,7 @@ import torch
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.protocols import MicroBatch
-from headrace.actors.train.stage_fields import stage_batch, stage_fields
+from headrace.actors.train.step_rows import stage_batch, stage_fields
 from headrace.actors.train.topology import Place, Topology
 from headrace.codecs.tokens.context_slices import slice_batch
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec

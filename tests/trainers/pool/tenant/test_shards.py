@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.process.actor_info import ActorInfo
 from headrace.actors.process.memory import ProcessMemory
+from headrace.actors.process.own_process import ActorInfo
 from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world

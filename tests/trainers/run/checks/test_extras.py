@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.rollout import prompt_files
+from headrace.actors.rollout import prompt_sources
 from headrace.actors.rollout.config import DataConfig
 from headrace.cli import main
 from headrace.dataplane.imports import MissingExtra
@@ -93,7 +93,7 @@ def test_writers_and_sources_name_the_extra_of_their_package(bare: None, tmp_pat
         with pytest.raises(MissingExtra, match=kind):
             build_tracker(TrackerConfig.model_validate(kind)).start(run)
     with pytest.raises(MissingExtra, match="datasets"):
-        prompt_files._load_dataset(DataConfig(train="org/math"), "org/math", tmp_path / "absent", False)
+        prompt_sources._load_dataset(DataConfig(train="org/math"), "org/math", tmp_path / "absent", False)
 
 
 def test_the_error_survives_a_process_boundary() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.process.visible_gpus import show_gpus, shown_gpus
+from headrace.actors.process.own_process import show_gpus, shown_gpus
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.cluster import actor_specs
 from headrace.trainers.cluster.placement import Host, plan_placement

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.actors.engines.vllm.weights.copy_plan import CopyPlan, PlanRecorder
+from headrace.actors.engines.vllm.copy_plan import CopyPlan, PlanRecorder
 from headrace.codecs.weights.parameter_digests import DigestTaker, compare_digests
 
 HIDDEN, WIDTH = 8, 12

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.engines.vllm.weights.copy_plan import CopyPlan, PlanRecorder
-from headrace.actors.engines.vllm.weights.names import WeightNames
+from headrace.actors.engines.vllm.copy_plan import CopyPlan, PlanRecorder
+from headrace.actors.engines.vllm.weight_names import WeightNames
 from headrace.codecs.weights.parameter_digests import DigestTaker, compare_digests
 from headrace.tests.actors.engines.vllm.builder import build, save_model
 from headrace.tests.actors.engines.vllm.weights.test_copy_plan import Fused, record, weights
@@ -97,7 +97,7 @@ def loader_with_plan(model: Fused) -> Any:
     """As after a first session."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what vLLM imports
-        loading = importlib.import_module("headrace.actors.engines.vllm.weights.loading")
+        loading = importlib.import_module("headrace.actors.engines.vllm.weight_loading")
     loader = loading.ModelLoader(model, None)
     plan = record(model, model.load, weights(0))
     assert isinstance(plan, CopyPlan)

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from headrace.actors.engines.vllm.weights.names import WeightNames
+from headrace.actors.engines.vllm.weight_names import WeightNames
 
 SMALL: dict[str, Any] = dict(
     vocab_size=48,
@@ -92,6 +92,6 @@ def test_a_model_whose_checkpoint_is_laid_out_in_another_way_is_refused(
 ) -> None:
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, **EXPERTS)).save_pretrained(tmp_path)
     styles = {"mixtral": ("b", "w1", "w3", "w2")}
-    monkeypatch.setattr("headrace.actors.engines.vllm.weights.names._EXPERT_STYLES", styles)
+    monkeypatch.setattr("headrace.actors.engines.vllm.weight_names._EXPERT_STYLES", styles)
     with pytest.raises(ValueError, match="'qwen3_moe': its checkpoint names are not known .* use rollout.engine=hf"):
         WeightNames(str(tmp_path))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .....codecs.weights.parameter_digests import ParameterDigest
+from ....codecs.weights.parameter_digests import ParameterDigest
 
 _ATEN = torch.ops.aten
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]

@@ -1,19 +1,39 @@
-"""Loads rows of prompts from JSONL files and Hugging Face datasets, and chooses the split that validation reads."""
+"""Reads rows of prompts from files and Hugging Face datasets, and generates prompts of tasks from a seed.
+
+A built-in task has a training part and a held-out part, which never share a prompt: a prompt is held out when the hash
+of its text falls into the first of ten buckets. Both parts are endless, and prompt i is a function of (seed, part, i).
+The library reasoning-gym has more tasks, with a scorer each.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import json
-from collections.abc import Sequence
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...dataplane.imports import MissingExtra
-from .config import DataConfig
+from ..protocols import PromptRow
+from .config import JSONL_SUFFIXES, DataConfig
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 HELD_OUT_SPLITS = ("validation", "test")
 """Names of the splits that validation reads when `data.validation_split` is unset, in order of preference."""
+_HELD_OUT_BUCKETS = 10
+_TRIES = 10_000
+ENVIRONMENT = "environment"
+"""Source of prompts that stand for tasks of the environment's own, by their numbers."""
+PREFIX = "reasoning-gym:"
+"""Prefix of sources that are data sets of reasoning-gym, such as `reasoning-gym:chain_sum`."""
+DATASET = "source_dataset"
+"""Field of a prompt with the name of its data set, by which the reward function `reasoning_gym` finds the scorer."""
+_ENDLESS = 10**9
+_HELD_OUT_SEED = 1_000_003
+"""Number that is added to the seed for the held-out part, which is drawn from other random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +183,147 @@ def _load_dataset(config: DataConfig, source: str, path: Path, validation: bool)
         if subset is not None and "not found" in reason:
             raise ValueError(f"{key}: got {subset!r}, which {source!r} does not have: {reason}") from error
         raise ValueError(f"data: {source!r} cannot be loaded as a dataset: {reason[:300]}") from error
+
+
+def reverse(rng: random.Random, *, min_digits: int = 3, max_digits: int = 8) -> PromptRow:
+    """Make a prompt like `r48213=` with answer `31284`. Lengths from min_digits to max_digits are equally likely."""
+    digits = "".join(rng.choices("0123456789", k=rng.randint(min_digits, max_digits)))
+    return PromptRow(f"r{digits}=", digits[::-1], {"num_digits": len(digits)})
+
+
+def arithmetic(rng: random.Random, *, min_digits: int = 1, max_digits: int = 2) -> PromptRow:
+    """Make a prompt like `12+30=` with answer `42`. The two numbers have no leading zeros, and their lengths from
+    min_digits to max_digits are equally likely."""
+    left, right = (_number(rng, rng.randint(min_digits, max_digits)) for _ in range(2))
+    return PromptRow(f"{left}+{right}=", str(left + right), {"left": left, "right": right})
+
+
+def _number(rng: random.Random, num_digits: int) -> int:
+    return rng.randrange(10 ** (num_digits - 1) if num_digits > 1 else 0, 10**num_digits)
+
+
+TASKS: dict[str, Callable[..., PromptRow]] = {"reverse": reverse, "arithmetic": arithmetic}
+
+
+def is_held_out(text: str) -> bool:
+    """Return whether a prompt belongs to the held-out part of its task. The answer does not depend on the seed."""
+    return zlib.crc32(text.encode()) % _HELD_OUT_BUCKETS == 0
+
+
+class EnvironmentTasks:
+    """PromptSource of an environment that has tasks of its own: prompt i is the number of a task.
+
+    Every tenth task is held out for validation. The number is the prompt's field `task`, and its text.
+    """
+
+    size = None
+    name = ENVIRONMENT
+
+    def __init__(self, *, held_out: bool) -> None:
+        self._held_out = held_out
+
+    def row(self, index: int) -> PromptRow:
+        """Return the prompt at `index` of the training or held-out part, whichever this source reads."""
+        ninths, rest = divmod(index, _HELD_OUT_BUCKETS - 1)
+        last = _HELD_OUT_BUCKETS - 1
+        number = _HELD_OUT_BUCKETS * index + last if self._held_out else _HELD_OUT_BUCKETS * ninths + rest
+        return PromptRow(str(number), "", {"task": number})
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the texts of the prompts `start` to `stop - 1`."""
+        return [self.row(index).text for index in range(start, stop)]
+
+
+class TaskSource:
+    """PromptSource that generates the prompts of a built-in task, without end."""
+
+    size = None
+
+    def __init__(self, task: str, *, held_out: bool, seed: int = 0, options: Mapping[str, Any] | None = None) -> None:
+        """options: the task's options, `min_digits` and `max_digits`. Raises ValueError with a one-sentence message for
+        an unknown task, or for an option that is unknown or does not fit."""
+        if task not in TASKS:
+            near = difflib.get_close_matches(task, TASKS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"data: no built-in task {task!r}, expected one of {', '.join(TASKS)}{hint}")
+        self.name = f"task:{task}"
+        self._make = TASKS[task]
+        self._held_out = held_out
+        self._seed = seed
+        self._options = _checked_options(task, dict(options or {}))
+        self.row(0)  # fails now if the options leave this part without prompts
+
+    def row(self, index: int) -> PromptRow:
+        """Return the prompt at `index` of the training or held-out part, whichever this source reads."""
+        part = "held_out" if self._held_out else "train"
+        rng = random.Random(f"{self._seed}/{part}/{index}")
+        for _ in range(_TRIES):
+            row = self._make(rng, **self._options)
+            if is_held_out(row.text) == self._held_out:
+                return row
+        raise ValueError(f"data.options: {self._options} leave {self.name} no {part} prompts, expected a wider range")
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the texts of the prompts `start` to `stop - 1`."""
+        return [self.row(index).text for index in range(start, stop)]
+
+
+def _checked_options(task: str, options: dict[str, Any]) -> dict[str, int]:
+    defaults: dict[str, int] = TASKS[task].__kwdefaults__ or {}
+    for name, value in options.items():
+        if name not in defaults:
+            near = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"data.options: task {task!r} has no {name!r}, expected {', '.join(defaults)}{hint}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"data.options.{name}: got {value!r}, expected a whole number of at least 1")
+    merged = {**defaults, **options}
+    if merged["min_digits"] > merged["max_digits"]:
+        raise ValueError(f"data.options: min_digits={merged['min_digits']} is above max_digits={merged['max_digits']}")
+    return merged
+
+
+class ReasoningGymTasks:
+    """PromptSource of one data set of reasoning-gym, endless; prompt i is a function of (seed, part, i).
+
+    The held-out part has another seed. Tasks of small data sets may therefore be in both parts.
+    """
+
+    size = None
+
+    def __init__(
+        self, dataset: str, *, held_out: bool, seed: int = 0, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """dataset: name of the data set. options: its configuration. Raises ValueError with a one-sentence message for
+        an unknown data set or options that do not fit, and MissingExtra if the library is not installed."""
+        self.name = PREFIX + dataset
+        gym = _library(self.name)
+        known = list(gym.factory.DATASETS)
+        if dataset not in known:
+            near = difflib.get_close_matches(dataset, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"data: reasoning-gym has no data set {dataset!r}{hint}")
+        try:
+            self._tasks = gym.create_dataset(
+                dataset, seed=seed + _HELD_OUT_SEED * held_out, size=_ENDLESS, **dict(options or {})
+            )
+            self.row(0)
+        except Exception as error:  # assertions and TypeErrors of the data set's configuration
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"data.options: {dict(options or {})} do not fit {self.name}: {reason}") from error
+
+    def row(self, index: int) -> PromptRow:
+        """Return the task at `index`, with its metadata as fields."""
+        entry = self._tasks[index]
+        return PromptRow(entry["question"], entry["answer"] or "", dict(entry["metadata"]))
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the questions of the tasks `start` to `stop - 1`."""
+        return [self.row(index).text for index in range(start, stop)]
+
+
+def _library(what: str) -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "reasoning_gym", f"data: {what}", "reasoning-gym") from None

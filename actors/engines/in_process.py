@@ -1,20 +1,27 @@
-"""Receives and checks the next version of the weights for an engine in this process, before the engine serves it."""
+"""`InProcessEngine` is the base class of engines that run in this process: the weights they serve and those to come."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 
+from ...codecs.weights.parameter_digests import ParameterDigests
 from ..weight_sync.inbox import WeightInbox
 from ..weight_sync.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
-from .protocol import Prepared
+from .protocol import CommitReport, EngineBroken, EngineStats, KeysAndValues, PauseMode, Prepared
 
 Ready = TypeVar("Ready")
+
+DROPPED = "its weights were dropped (sleep level 2), commit a version"
+"""Why an engine that sleeps at level 2 has no complete version of the weights."""
+_ASLEEP = "asleep: wake it first"
 
 
 class IncomingWeights(Generic[Ready]):
@@ -136,3 +143,123 @@ class IncomingWeights(Generic[Ready]):
         self._ready = None
         if self._inbox is not None:
             self._inbox.close()
+
+
+class InProcessEngine(ABC, Generic[Ready]):
+    """Base class of engines that run in this process: the version that they serve, the next one, which they receive
+    meanwhile, and why they refuse requests."""
+
+    died = ""
+
+    def __init__(
+        self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready], version: int
+    ) -> None:
+        """receiver, check: see `IncomingWeights`. version: policy version of the weights that are served first."""
+        self._incoming = IncomingWeights(receiver, check)
+        self._name = "" if receiver is None else receiver.engine
+        self._version = version
+        self._unusable = ""
+        """Why requests are refused; "" while they are not."""
+        self._broken = ""
+        """Why there is no complete version of the weights; "" if there is one."""
+        self._differs = ""
+        """How the weights differ from the trainer's, as `verify_weights` found; "" if they do not. Requests wait
+        meanwhile."""
+        self.stats = EngineStats()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def num_workers(self) -> int:
+        return 1
+
+    @property
+    def _asleep(self) -> bool:
+        return self._unusable == _ASLEEP
+
+    def _expect_usable(self, request_id: str, in_flight: Container[str]) -> None:
+        """Refuse a request: raise RuntimeError if the engine is asleep or closed, EngineBroken if it has no weights,
+        and ValueError if the id is already in flight."""
+        if self._unusable:
+            raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
+        if self._broken:
+            raise EngineBroken(f"request {request_id!r}: {self._broken}")
+        if request_id in in_flight:
+            raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
+
+    def _fall_asleep(self, level: int) -> None:
+        """Refuse requests until `wake`. Raises ValueError for an unknown level."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level: got {level}, expected 1 or 2")
+        self._unusable = self._unusable or _ASLEEP
+
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
+        """Receive and verify the new version `update`, and check it against the model, if there is one. `hf` accepts a
+        tied parameter under any of its names, or under several if the values are equal, and converts other float
+        dtypes; `scripted` accepts tensors of any names and shapes."""
+        return await self._incoming.prepare(update, lambda: -1 if self._broken or self._differs else self._version)
+
+    async def commit_weights(
+        self, version: int, in_flight: PauseMode = "wait", kv: KeysAndValues = "recompute"
+    ) -> CommitReport:
+        """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
+        froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
+        far. A sleeping engine stays asleep. kv: whether requests that continue keep their keys and values, see
+        KeysAndValues."""
+        if self._serves(version):
+            return CommitReport(version, 0.0, 0.0, 0, 0)
+        self._incoming.expect(version)
+        if self._unusable and not self._asleep:
+            raise RuntimeError(f"weights: the engine is {self._unusable}")
+        clock = time.perf_counter()
+        was_paused, running = self._is_paused, self._num_running
+        await self.pause(in_flight)
+        paused = time.perf_counter()
+        try:
+            kept = await self._replace_weights(version, kv)
+        finally:
+            if not was_paused:
+                await self.resume()
+        done = time.perf_counter()
+        return CommitReport(version, paused - clock, done - paused, kept, running if in_flight == "abort" else 0)
+
+    def _serves(self, version: int) -> bool:
+        return self._version == version and not self._broken and not self._differs
+
+    def _put_in_service(self, version: int) -> None:
+        """Note that the weights of `version` are in place."""
+        self._version = version
+        self._broken = self._differs = ""
+
+    def _expect_served(self, digests: ParameterDigests) -> None:
+        """Raise ValueError unless the engine serves the version of `digests`."""
+        if not self._serves(digests.version):
+            raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+
+    async def drop_weights(self, version: int) -> None:
+        self._incoming.drop(version)
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop generating until `resume`; see `Sleeper.pause`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continue generating after `pause`. Idempotent."""
+
+    @abstractmethod
+    async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
+        """Put the prepared version into service while the engine is paused, unless another commit has done it. Returns
+        the number of requests that continue with it."""
+
+    @property
+    @abstractmethod
+    def _num_running(self) -> int:
+        """Number of requests that a commit finds running."""
+
+    @property
+    @abstractmethod
+    def _is_paused(self) -> bool:
+        """True between `pause` and `resume`."""

@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...engines.chat import Reply
-from ...engines.protocol import Completion
-from ...engines.tokenizer import encode_prompts
-from ...transcript import Transcript
-from ..episode import Episode, OutOfTokens
-from .wire import BadRequest, CallAnswer, CallRequest
+from ..engines.chat import Reply
+from ..engines.protocol import Completion
+from ..engines.tokenizer import encode_prompts
+from .endpoint_wire import BadRequest, CallAnswer, CallRequest
+from .episode import Episode, OutOfTokens
+from .turns import Transcript
 
 LINGER_S = 10.0
 """Seconds for which a call whose client went away is kept, so that a repeat of it can join."""

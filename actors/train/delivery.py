@@ -1,7 +1,7 @@
-"""Implements the three roles by which a rank gets its microbatches: independent reader, replica leader, and sibling.
+"""Delivers microbatches to a rank in one of three ways: as an independent reader, replica leader, or sibling.
 
 An independent rank reads for itself, a leader reads for its whole replica, and a sibling receives from its leader. A
-role's `prepare` runs in the prefetch thread and does everything that may block. It returns a function that the
+delivery's `prepare` runs in the prefetch thread and does everything that may block. It returns a function that the
 computing thread calls to get the microbatch.
 """
 
@@ -25,8 +25,7 @@ from ...codecs.tokens.context_slices import piece_lengths, slice_batch
 from ...codecs.tokens.routes import RouteSpec
 from ..protocols import MicroBatch, Span
 from .links import Part, ReplicaLinks
-from .stage_fields import stage_batch, stage_fields, stage_schema
-from .step_rows import ColumnCache, StepRows, TrainShard, cut, load_of
+from .step_rows import ColumnCache, StepRows, TrainShard, cut, load_of, stage_batch, stage_fields, stage_schema
 from .topology import Place, Topology
 from .wire import (
     PROLOGUE_BYTES,
@@ -59,7 +58,7 @@ and every report goes through the driver."""
 Deliver = Callable[[], MicroBatch]
 
 
-class Role(Protocol):
+class Delivery(Protocol):
     """Delivers the microbatches of one step to one rank."""
 
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
@@ -79,7 +78,7 @@ class Role(Protocol):
 
 
 class RankView:
-    """Cuts full rows to the slice that one rank needs, moves them to its device, and times the work of its role."""
+    """Cuts full rows to the slice that one rank needs, moves them to its device, and times the work."""
 
     def __init__(
         self, topology: Topology, rank: int, schema: Schema, device: torch.device, routes: RouteSpec | None = None
@@ -154,7 +153,7 @@ def _micro(batch: Batch, facts: RowFacts) -> MicroBatch:
 
 
 class Independent:
-    """The role of a rank that reads its own columns from the store and cuts its slice out of them."""
+    """Delivery to a rank that reads its own columns from the store and cuts its slice out of them."""
 
     def __init__(self, view: RankView, rows: StepRows) -> None:
         self._view = view
@@ -191,7 +190,7 @@ class Parcel:
 
 
 class Leader:
-    """The role of a replica's leader: it reads each column once, and sends each part the columns that it lacks."""
+    """Delivery to a replica's leader, which reads each column once, and sends each part the columns that it lacks."""
 
     def __init__(self, view: RankView, rows: StepRows, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view
@@ -290,7 +289,7 @@ class Leader:
 
 
 class Sibling:
-    """The role of a rank that receives all its rows from its replica's leader."""
+    """Delivery to a rank that receives all its rows from its replica's leader."""
 
     def __init__(self, view: RankView, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view

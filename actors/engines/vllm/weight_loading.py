@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .....codecs.weights.parameter_digests import ParameterDigest
-from .. import library
+from ....codecs.weights.parameter_digests import ParameterDigest
+from . import library
 from .copy_plan import CopyPlan, ParameterPlaces, PlanRecorder
-from .names import WeightNames
+from .weight_names import WeightNames
 
 _NOWHERE: Mapping[str, torch.Tensor] = {}
 

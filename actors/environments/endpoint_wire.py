@@ -20,8 +20,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from pydantic import TypeAdapter, ValidationError
 
-from ...engines.chat import Reply, text_of
-from ...engines.protocol import Completion
+from ..engines.chat import Reply, text_of
+from ..engines.protocol import Completion
 
 _CHAT = TypeAdapter(ChatParams)
 _TEXT = TypeAdapter(TextParams)

@@ -1,0 +1,315 @@
+"""Starts vLLM's engine process: its environment variables, its log and end, a standby that imports ahead.
+
+vLLM starts its engine process as a new interpreter, which imports vLLM a second time: 15 s on a GPU host, during which
+nothing else happens. An `EngineStandby` starts with the actor, so that both import at the same time. It stays a child
+of the process that started it, and ends with it.
+
+vLLM tells the process that started it only that its engine process failed. The reason stands in the output of that
+process or of one of its workers, which `CoreLog` keeps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import reduction, util
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+
+from ....dataplane.imports import import_each
+
+MAX_BYTES = 1 << 20
+"""Size in bytes above which the file is cut down to its newer half."""
+MAX_WORDS = 1000
+"""Largest number of characters of the line that tells why a process failed."""
+
+_PREFIX = re.compile(
+    r"^(?:\(\S+ pid=\d+\)\s?)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?(?:\[[^\]]*\]\s)?"
+)
+"""Pattern of the prefix that vLLM puts before each line: the process's name, the log level, the time and the place in
+the source."""
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?$")
+CANCELLED = "cancelled"
+"""Last word of vLLM's error for a call to its workers that it gives up because one of them has died. Its engine process
+ends right after that."""
+_ELSEWHERE = ("root cause", "stack trace", "initialization failed", "EngineDeadError", f"RuntimeError: {CANCELLED}")
+"""Phrases of exceptions that only say that another process failed."""
+_WORKER_DIED = "died unexpectedly"
+"""Phrase of the line in which the engine process says that a worker was killed."""
+_FORCED = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the host has threads (Ray, torch): a forked worker would hang
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it ignores the seeds of single requests
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+_ON_CPU = {
+    # By default every engine of a host binds its threads to the same first cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # One process for engine and worker instead of two where tp is 1; AsyncLLM starts one in any case.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Even in eager mode vLLM compiles the counting of log-prob ranks, which takes seconds at the first requests.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+MODULES = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", f"{__package__}.worker")
+"""Modules that an engine process needs and that take seconds to import."""
+OUTPUTS = (1, 2)
+"""File descriptors of stdout and stderr."""
+PATIENCE_S = 1.0
+"""Longest time in seconds for which `exit_code` waits until another thread has stored the exit code."""
+
+
+class CoreLog:
+    """A file to which vLLM's processes append what they write to stdout and stderr.
+
+    Its size stays bounded as long as `trim` is called from time to time.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        """Open the file and note in it that an engine starts. path: an existing file is continued, and its folder is
+        made if needed; "" for a file without a name, which is gone when the log is closed."""
+        self.path = path
+        if path:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        else:
+            with tempfile.NamedTemporaryFile() as nameless:
+                self._descriptor = os.open(nameless.name, os.O_RDWR | os.O_APPEND)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(self._descriptor, f"--- {stamp}: process {os.getpid()} starts an engine\n".encode())
+        self._start = os.fstat(self._descriptor).st_size
+        """Position in the file from which on the lines are those of this engine."""
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Context manager in which stdout and stderr of this process, and of all processes that it starts, are the log.
+        The started processes keep it. This process writes to its own outputs again when the block ends."""
+        flush_outputs()
+        saved = os.dup(1), os.dup(2)
+        try:
+            os.dup2(self._descriptor, 1)
+            os.dup2(self._descriptor, 2)
+            yield
+        finally:
+            flush_outputs()
+            for target, own in zip((1, 2), saved, strict=True):
+                os.dup2(own, target)
+                os.close(own)
+
+    def trim(self) -> None:
+        """Cut the file down to its newer half if it has grown above MAX_BYTES. What is written at that moment may get
+        lost."""
+        size = os.fstat(self._descriptor).st_size
+        if size <= MAX_BYTES:
+            return
+        newest = os.pread(self._descriptor, MAX_BYTES // 2, size - MAX_BYTES // 2)
+        os.ftruncate(self._descriptor, 0)  # all writers append, so they continue at the new end
+        os.write(self._descriptor, b"--- older lines were dropped\n" + newest[newest.find(b"\n") + 1 :])
+        self._start = 0
+
+    def exception(self) -> str:
+        """Return the line in which one of vLLM's processes names the exception that it raised. It is that of the last
+        exception that does not point to another one. If there is none, return the line that says that a worker died, or
+        "" if there is none of these either."""
+        lines = self._lines()
+        raised = [line for line in lines if _RAISED.match(line) and not any(words in line for words in _ELSEWHERE)]
+        found = raised or [line for line in lines if _WORKER_DIED in line]
+        return found[-1][:MAX_WORDS] if found else ""
+
+    def last_line(self) -> str:
+        """Return the last line that vLLM's processes wrote; "" if there is none."""
+        written = [line.strip() for line in self._lines() if line.strip()]
+        return written[-1][:MAX_WORDS] if written else ""
+
+    def _lines(self) -> list[str]:
+        """Return the lines that vLLM's processes wrote, without what vLLM puts before each line."""
+        size = os.fstat(self._descriptor).st_size
+        start = max(self._start, size - MAX_BYTES)
+        text = os.pread(self._descriptor, size - start, start).decode(errors="replace")
+        return [_PREFIX.sub("", _COLOR.sub("", line)).rstrip() for line in text.splitlines()]
+
+    @property
+    def hint(self) -> str:
+        """End of a sentence that says where a user finds the whole output; "" if the file has no name."""
+        return f" (its output is in {self.path})" if self.path else ""
+
+    def close(self) -> None:
+        """Close the file. Idempotent; no other method may be called afterwards."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def flush_outputs() -> None:
+    """Write out what Python has buffered of this process's stdout and stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+@contextmanager
+def log_level() -> Iterator[None]:
+    """Context manager that sets vLLM's log level to errors, unless the user has set a level. Import vLLM inside the
+    block, because it reads the level when it is imported."""
+    chosen = "VLLM_LOGGING_LEVEL" in os.environ
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ["VLLM_LOGGING_LEVEL"]
+
+
+@contextmanager
+def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
+    """Context manager that sets the environment variables that vLLM's processes inherit. It restores this process's own
+    when the block ends.
+
+    vLLM itself writes LD_PRELOAD and more into the environment, which every later child process would inherit. The
+    states of the random generators of Python, NumPy and torch are restored, too; of the latter two if they have been
+    imported, because a process that starts early must not wait for them here.
+    """
+    before = dict(os.environ)
+    numpy: Any = sys.modules.get("numpy")
+    torch: Any = sys.modules.get("torch")
+    python_state = random.getstate()
+    numpy_state = numpy and numpy.random.get_state()
+    torch_state = torch and torch.random.get_rng_state()
+    os.environ.update(_FORCED)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if cpu:
+        os.environ.update(_ON_CPU)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // tp)))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        if torch:
+            torch.random.set_rng_state(torch_state)
+
+
+class EngineStandby:
+    """A child process that imports modules and then waits for the function that it is to run. It ends when this process
+    ends before that."""
+
+    def __init__(self, modules: Sequence[str] = MODULES) -> None:
+        """Start the process, which imports `modules`."""
+        context = multiprocessing.get_context("spawn")
+        self._orders, orders = context.Pipe()
+        self._process = context.Process(target=_stand_by, args=(orders, modules), name="EngineCore")
+        with engine_environment(cpu=False, tp=1):
+            self._process.start()
+        orders.close()
+        # Python waits for its children before it ends, and this child waits for an order or for the end of the pipe.
+        util.Finalize(self, self._orders.close, exitpriority=10)
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process."""
+        return self._process.pid
+
+    def run(self, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> BaseProcess | None:
+        """Have the process run `target(**kwargs)` and end, once it has imported its modules. It gets the environment
+        and the outputs that this process has now. Call it once. Returns the process; None if it has ended, or if it
+        ends now because the arguments can only be inherited by a process that is started with them."""
+        with self._orders:
+            try:
+                order = reduction.ForkingPickler.dumps((target, kwargs))
+                self._orders.recv_bytes()  # it is ready
+                for output in OUTPUTS:
+                    reduction.send_handle(self._orders, output, self._process.pid)
+                self._orders.send(dict(os.environ))
+                self._orders.send_bytes(order)  # what `send` does
+            except (RuntimeError, EOFError, OSError):  # RuntimeError: a lock or a queue
+                return None
+        self._process.name = name
+        return self._process
+
+
+def _stand_by(orders: Connection, modules: Sequence[str]) -> None:
+    """Import `modules`, wait for the order of `EngineStandby.run`, and carry it out."""
+    import_each(modules)
+    try:
+        orders.send_bytes(b"ready")
+        outputs = [reduction.recv_handle(orders) for _ in OUTPUTS]
+        environment = orders.recv()
+        flush_outputs()
+        for received, output in zip(outputs, OUTPUTS, strict=True):
+            os.dup2(received, output)
+            os.close(received)
+        os.environ.clear()
+        os.environ.update(environment)
+        target, kwargs = orders.recv()
+    except (EOFError, OSError):
+        return  # the process that started this one has ended
+    orders.close()
+    target(**kwargs)
+
+
+_standby: EngineStandby | None = None
+"""Process that the next `VllmEngine` of this process takes for its engine process; None if it starts a new one."""
+
+
+def start_ahead() -> None:
+    """Start the engine process of the next `VllmEngine` of this process, so that it imports vLLM in the meantime."""
+    global _standby
+    if _standby is None:
+        _standby = EngineStandby()
+
+
+def take_standby() -> EngineStandby | None:
+    """Return the process that `start_ahead` started, to the first caller only; None if there is none."""
+    global _standby
+    taken, _standby = _standby, None
+    return taken
+
+
+def lives(process: psutil.Process) -> bool:
+    """Return whether the process runs. One that has ended, and whose exit code was not collected yet, does not."""
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def exit_code(started: BaseProcess, process: psutil.Process) -> int | None:
+    """Return the exit code of a child process, negative for a signal. Returns None if the process runs or its exit code
+    is unknown.
+
+    A thread of vLLM waits for the same child. While that thread takes the exit code from the operating system and has
+    not stored it yet, `started.exitcode` is None although the child has ended. This function then waits for the code,
+    for at most PATIENCE_S.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while (code := started.exitcode) is None and not lives(process) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return code
+
+
+def exit_words(code: int | None) -> str:
+    """Return how a process ended, in words. code: as in `multiprocessing`, negative for a signal; None if it is not
+    known."""
+    if code is None:
+        return "it is gone"
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    try:
+        return f"it was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"it was ended by signal {-code}"

@@ -1,1 +1,0 @@
-"""The OpenAI-compatible endpoint through which agents speak to the policy; it records each call's exact tokens."""
