@@ -65,3 +65,9 @@ class DataPlaneConfig(Section):
     of one prompt) is split over several blocks only when it has more rows than this. With the group size as the value,
     each group is a block, so that train ranks fetch only the bytes of their own groups. Unset: 256 rows, but more where
     a block would be smaller than 64 KiB, and fewer where a field of a block would be larger than 4 MiB."""
+
+    def with_sampler(self, name: str) -> DataPlaneConfig:
+        """Return the section with `name` among the samplers that may be imported, if it is an import path."""
+        if ":" not in name or name in self.samplers:
+            return self
+        return self.model_copy(update={"samplers": (*self.samplers, name)})

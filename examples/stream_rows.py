@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from headrace import Field, Kind, Schema, StreamingDataset, connect, open_data_plane
+from headrace import Kind
+from headrace.codecs.schema import Field, Schema
+from headrace.dataplane.factory import connect, open_data_plane
+from headrace.dataplane.streaming import StreamingDataset
 
 ROWS = 64
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("reward", Kind.PER_SAMPLE, torch.float32)])

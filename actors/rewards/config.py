@@ -99,6 +99,18 @@ class RewardConfig(Section):
     timeout_s: Positive = 60.0
     """Time limit in seconds for the reward functions of one row. A row that exceeds it counts as failed."""
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward in the rubric, which is the weighted sum of all rewards: name -> weight."""
+        return {function.label: function.weight for function in self.functions}
+
+    @property
+    def signal_terms(self) -> list[tuple[str, float]]:
+        """Rewards whose weighted sum decides whether a group has a training signal, as (name, weight).
+
+        They are all with a weight other than 0, except `overlong`, which only shapes the others."""
+        return [(f.label, f.weight) for f in self.functions if f.weight and f.kind != "overlong"]
+
     @field_validator("clip")
     @classmethod
     def _in_order(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:

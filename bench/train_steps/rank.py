@@ -28,7 +28,7 @@ from ...actors.protocols import MicroBatch
 from ...trainers.backends.config import BackendConfig, TrainerConfig
 from ...trainers.backends.factory import build_backend
 from ...trainers.backends.throughput import BACKWARD, BF16_PEAKS, flop_model
-from ...trainers.cluster.actor_specs import GPU_WORKER_THREADS
+from ...trainers.cluster.engine_specs import GPU_WORKER_THREADS
 from ..gpu_train import LOSS, Rows, by_hand, micro_batch, random_rows
 from ..transfer.results import note
 from .families import profiled

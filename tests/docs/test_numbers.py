@@ -35,8 +35,8 @@ from headrace.dataplane.security.strangers import HANDSHAKE_TIMEOUT_S, MAX_STRAN
 from headrace.dataplane.stores.shared_memory import SPARE_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_PART as SHM_SPARE_PART
 from headrace.dataplane.traffic import MIN_CALLS, MIN_ERRORS, MIN_SPREAD, STEPS_PER_OCTAVE
-from headrace.trainers.cluster.actor_specs import POOL_BUCKET_MIB
 from headrace.trainers.cluster.gpu_bundles import GPU_SHARE as ACTOR_GPU_SHARE
+from headrace.trainers.cluster.weight_route import POOL_BUCKET_MIB
 from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
 from headrace.trainers.config.config import RunConfig
 from headrace.trainers.grpo.controllers import MOST_SKIPPED

@@ -26,7 +26,7 @@ LONG = {
     *("test_every_request_is_answered_once_whatever_happens", "main"),
     "test_strangers_reach_nothing_and_nothing_of_others_is_lost",
 }
-WIDE = {"fsdp/backend.py", "megatron/backend.py", "actor_specs.py", "steps.py", "preflight.py", "launch.py"}
+WIDE = {"fsdp/backend.py", "megatron/backend.py", "steps.py", "preflight.py", "launch.py"}
 CROWDED = {"grpo", "directory", "observe", "megatron", "backends", "stores", "dataplane", "transports", "rollout"}
 TWO_MEANINGS = {
     *("balance", "calls", "checks", "digests", "evaluation", "figures", "links", "metrics", "pool", "progress"),

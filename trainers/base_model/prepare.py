@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ...actors.engines.config import BUILTIN_MODELS
+from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayConfig
 from ...codecs.tokens.routes import RouteSpec
 from ..backends.model_split import check_split
 from ..config.checks import capacity_problems
@@ -68,7 +68,7 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     start = time.perf_counter()
     progress.phase("making the base model")
     tokenizer = made_tokenizers.make_tokenizer()
-    model = warmup.make_model(model_config(config), config.run.seed)
+    model = warmup.make_model(model_config(config.model), config.run.seed)
     fields = {}
     if config.warmup.corpus != "none":
         steps = config.warmup.steps
@@ -86,31 +86,38 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     return str(path)
 
 
-def model_config(config: Config) -> dict[str, Any]:
+def model_config(model: ModelConfig) -> dict[str, Any]:
     """Return the content of the model's config.json; {} for a hub id, whose files are fetched later.
 
     The number of experts is always under the key `num_experts`, even for newer versions of transformers, which write it
     as `num_local_experts`.
     """
-    if config.model.builtin:
-        return TINY_QWEN3_MOE if config.model.path == BUILTIN_MODELS[1] else TINY_QWEN3
-    path = Path(config.model.path) / "config.json"
+    if model.builtin:
+        return TINY_QWEN3_MOE if model.path == BUILTIN_MODELS[1] else TINY_QWEN3
+    path = Path(model.path) / "config.json"
     content = json.loads(path.read_text()) if path.exists() else {}
     if "num_local_experts" in content:
         content.setdefault("num_experts", content["num_local_experts"])
     return content
 
 
-def route_spec(config: Config) -> RouteSpec | None:
+def model_modules(model: ModelConfig) -> tuple[str, ...]:
+    """Return the name of transformers' module with the model's code, which takes seconds to import. Returns () if the
+    model's type is not known."""
+    kind = model_config(model).get("model_type", "qwen3" if model.builtin else None)
+    return (f"transformers.models.{kind}.modeling_{kind}",) if kind else ()
+
+
+def route_spec(replay: RouterReplayConfig, model: ModelConfig) -> RouteSpec | None:
     """Return the shape of the model's routes; None without router replay. With it, rows carry the experts that the
     engine chose. Raises UserError if router replay is on and the model has no experts, or is not on this machine."""
-    if not config.router_replay.enabled:
+    if not replay.enabled:
         return None
-    model = model_config(config)
-    spec = RouteSpec.of(SimpleNamespace(**model))
+    content = model_config(model)
+    spec = RouteSpec.of(SimpleNamespace(**content))
     if spec is None:
-        expected = "false, because the model has no experts" if model else "a folder, whose config.json is read"
-        raise UserError(f"router_replay.enabled: got true with model.path={config.model.path!r}, expected {expected}")
+        expected = "false, because the model has no experts" if content else "a folder, whose config.json is read"
+        raise UserError(f"router_replay.enabled: got true with model.path={model.path!r}, expected {expected}")
     return spec
 
 
@@ -120,12 +127,12 @@ def check_model(config: Config) -> None:
 
     A model whose config is not on this machine is not checked here; its backend checks it when it starts.
     """
-    model = model_config(config)
+    model = model_config(config.model)
     try:
         check_split(config.trainer, SimpleNamespace(**model))
     except ValueError as error:
         raise UserError(str(error)) from None
-    routes = route_spec(config)
+    routes = route_spec(config.router_replay, config.model)
     if routes is not None and (problems := capacity_problems(config, routes.token_bytes)):
         raise UserError(problems[0])
     tp, heads = config.rollout.tp, model.get("num_attention_heads")

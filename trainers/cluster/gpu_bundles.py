@@ -22,10 +22,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ...actors.process.own_process import ActorInfo
-from ..config.config import Config
 from ..errors import UserError
 from .calls import ActorFailed
-from .placement import Host, Placement, Seat, plan_placement, used_gpus, with_reserved_gpus
+from .placement import Host, Placement, PlacementRequest, Seat, plan_placement, used_gpus, with_reserved_gpus
 
 GPU_SHARE = 0.01
 """Fraction of a bundle's GPU that each actor in the bundle asks Ray for."""
@@ -68,7 +67,7 @@ class Reservation:
         return seat.devices if self.placement.num_gpus else None
 
 
-def reserve_places(config: Config, timeout_s: float) -> Reservation:
+def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
     """Place all actors on the GPUs that are free in Ray, and reserve these until this process leaves Ray.
 
     Ray then gives them back by itself, also after a crash. Nothing does it earlier, because a call to a Ray that is
@@ -76,10 +75,10 @@ def reserve_places(config: Config, timeout_s: float) -> Reservation:
     seconds.
     """
     deadline = time.monotonic() + timeout_s
-    placement = _plan(config, deadline)
+    placement = _plan(request, deadline)
     if placement.layout == "cpu":
         return Reservation(placement)
-    reservation = _reserve(placement, deadline, exact=config.resources.trainer_gpus is not None)
+    reservation = _reserve(placement, deadline, exact=request.mapped)
     if reservation is not None:
         return reservation
     # Ray gave other GPUs than the map names: it is left none but these.
@@ -135,26 +134,26 @@ def read_hosts() -> tuple[Host, ...]:
 # ---------------------------------------------------------------- planning
 
 
-def _plan(config: Config, deadline: float) -> Placement:
+def _plan(request: PlacementRequest, deadline: float) -> Placement:
     """Return a placement on what is free. As long as the run would fit on an idle cluster, it is tried again for some
     seconds, because Ray learns late that actors have ended. Raises UserError if it does not fit."""
     deadline = min(deadline, time.monotonic() + SETTLE_S)
     while True:
         hosts = read_hosts()
         try:
-            return _plan_on(config, hosts)
+            return _plan_on(request, hosts)
         except UserError:
-            if time.monotonic() > deadline or not _fits_when_idle(config, hosts):
+            if time.monotonic() > deadline or not _fits_when_idle(request, hosts):
                 raise
             time.sleep(LOOK_S)
 
 
-def _plan_on(config: Config, hosts: Sequence[Host]) -> Placement:
+def _plan_on(request: PlacementRequest, hosts: Sequence[Host]) -> Placement:
     """Return a placement on `hosts`. GPUs that a map names count as free if as many are free on their host; which ones
     these are shows when they are reserved."""
-    if config.resources.trainer_gpus is None:
-        return plan_placement(config, hosts)
-    placement = plan_placement(config, [replace(host, free_gpus=tuple(range(host.num_gpus))) for host in hosts])
+    if not request.mapped:
+        return plan_placement(request, hosts)
+    placement = plan_placement(request, [replace(host, free_gpus=tuple(range(host.num_gpus))) for host in hosts])
     for index, gpus in used_gpus(placement).items():
         free = len(hosts[index].free_gpus)
         if len(gpus) > free:
@@ -165,12 +164,12 @@ def _plan_on(config: Config, hosts: Sequence[Host]) -> Placement:
     return placement
 
 
-def _fits_when_idle(config: Config, hosts: Sequence[Host]) -> bool:
+def _fits_when_idle(request: PlacementRequest, hosts: Sequence[Host]) -> bool:
     """Return whether the run could be placed if nothing else ran on the cluster."""
     total = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes()}
     try:
         plan_placement(
-            config,
+            request,
             [replace(host, free_gpus=tuple(range(host.num_gpus)), free_cpus=total[host.node]) for host in hosts],
         )
     except UserError:

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...actors.engines.config import engine_dtype, memory_share
+from ...actors.engines.config import ModelConfig, RolloutConfig, engine_dtype, memory_share
 from ...actors.process.memory import assumed_machine
 from ...actors.weight_sync.transports.factory import resolve_kind
 from ...codecs.integers import ceil_div
+from ..backends.config import TrainerConfig
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles
 from ..config.config import Config
 from ..errors import UserError
-from . import actor_specs
+from .engine_specs import neighbour_bytes
 from .placement import Placement
+from .weight_route import send_buffer_bytes
 
 CONTEXT_BYTES = 1 << 30
 """GPU memory of a process for its CUDA context, libraries and fragmentation."""
@@ -116,62 +118,59 @@ def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
     """Return the estimated GPU memory of a run with one engine process and one train worker on a GPU. The GPU has
     `gpu_bytes` bytes (None: not known). Returns None if the model's size is not known: its config.json is not on this
     machine, or it is not a dense Llama-like model."""
-    model = model_config(config)
-    params = parameters(config)
+    trainer, sync, pooled = config.trainer, config.sync, config.pool.address is not None
+    model, params = model_config(config.model), parameters(config.model)
     if params is None:
         return None
-    trains = config.trainer.backend != "scripted"
-    trainer = {**trained_parts(config, params), **_pass_parts(config, model, params)} if trains else {}
-    versions = CACHED_VERSIONS * params * (2 if config.trainer.mixed_precision else 4) if config.sync.cache else 0
+    held = dict[str, int]()
+    if trainer.backend != "scripted":
+        held = trained_parts(trainer, params, with_reference=config.with_reference)
+    kept_free = neighbour_bytes(config.pool, config.rollout, sync)
+    versions = CACHED_VERSIONS * params * (2 if trainer.mixed_precision else 4) if sync.cache else 0
     return GpuMemory(
-        trainer=trainer,
-        engine=engine_parts(config, params, gpu_bytes),
-        buckets=send_buffer_bytes(config, resolve_kind(config.sync.transport, one_host=True, shared_gpus=True)),
+        trainer={**held, **_pass_parts(trainer, model, params)} if held else {},
+        engine=engine_parts(config.rollout, config.model, params, gpu_bytes, kept_free=kept_free if pooled else None),
+        buckets=send_buffer_bytes(sync, resolve_kind(sync.transport, one_host=True, shared_gpus=True), pooled=pooled),
         contexts=2 * CONTEXT_BYTES,
         host={
-            "offloaded state": trained_bytes(config, params) if trains else 0,
+            "offloaded state": sum(held.values()),
             "cached versions": versions,
         },
     )
 
 
-def send_buffer_bytes(config: Config, kind: str) -> int:
-    """Return the GPU memory of the two buffers from which train rank 0 sends weights by transport `kind`."""
-    return 2 * actor_specs.bucket_mib(config, kind, "cuda") << 20
-
-
-def engine_parts(config: Config, params: int, gpu_bytes: int | None) -> dict[str, int]:
-    """Return what one process of an engine holds on a GPU of `gpu_bytes` bytes: name of a part -> bytes.
+def engine_parts(
+    rollout: RolloutConfig, model: ModelConfig, params: int, gpu_bytes: int | None, *, kept_free: int | None
+) -> dict[str, int]:
+    """Return what one process of an engine holds on a GPU of `gpu_bytes` bytes: name of a part -> bytes. kept_free:
+    bytes that it leaves for processes of a pool that sleep there; None for a run without a pool.
 
     With `rollout.kv_cache=auto` the keys and values fill the engine's share of the GPU; their part is 0 if the GPU's
     memory is not known.
     """
-    rollout = config.rollout
     if rollout.engine == "scripted":
         return {}
-    weights = int(engine_bytes(config, params))
+    weights = int(engine_bytes(rollout, model, params))
     if rollout.engine != "vllm":
         return {"weights": weights}
     if rollout.kv_cache != "auto":
         cache = rollout.kv_cache << 20
     else:
-        shared, kept_free = config.pool.address is None, actor_specs.neighbour_bytes(config)
         try:
-            share = memory_share(rollout, shared=shared, kept_free=kept_free, gpu_bytes=gpu_bytes or 0)
+            share = memory_share(rollout, shared=kept_free is None, kept_free=kept_free or 0, gpu_bytes=gpu_bytes or 0)
         except ValueError as error:
             raise UserError(str(error)) from error
         cache = max(0, int(share * (gpu_bytes or 0)) - weights - ENGINE_WORKSPACE_BYTES)
     return {"weights": weights, "keys and values": cache, "workspace": ENGINE_WORKSPACE_BYTES}
 
 
-def _pass_parts(config: Config, model: Mapping[str, Any], params: int) -> dict[str, int]:
+def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -> dict[str, int]:
     """Return the memory that one microbatch of the largest size adds to a train worker: part -> bytes. It is that of
     its forward and backward pass.
 
     A layer keeps, for each token, the inputs and float32 values of its norms, queries, keys and values before and after
     the rotation, the output of the attention, and four values of the MLP's width.
     """
-    trainer = config.trainer
     size = 2 if trainer.mixed_precision else 4
     hidden, heads, layers = model["hidden_size"], model["num_attention_heads"], model["num_hidden_layers"]
     head_dim = model.get("head_dim") or hidden // heads
@@ -195,38 +194,38 @@ def _pass_parts(config: Config, model: Mapping[str, Any], params: int) -> dict[s
 # ---------------- Sizes that other checks use, too.
 
 
-def trained_parts(config: Config, params: int) -> dict[str, int]:
+def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) -> dict[str, int]:
     """Return what one train worker holds between two passes: name of a part -> bytes. All is in float32, but for a
     reference model, which is in bfloat16 with mixed precision.
 
     The result takes into account how the train backend shards them over ranks.
     """
-    trainer, topology = config.trainer, config.trainer.topology
+    topology = trainer.topology
     sharded = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
     each = params * 4 // sharded
     moments = 2 * each
     if trainer.backend != "fsdp" and trainer.distributed_optimizer:
         moments = 2 * params * 4 // (sharded * topology.dp * topology.cp)
     parts = {"weights": each, "gradients": each, "optimizer": moments}
-    if config.with_reference:
+    if with_reference:
         parts["reference"] = params * (2 if trainer.mixed_precision else 4) // sharded
     return parts
 
 
-def trained_bytes(config: Config, params: int) -> int:
+def trained_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool) -> int:
     """Return the bytes that one train worker holds. They are weights, gradients, Adam moments and, if the run needs it,
     a reference model."""
-    return sum(trained_parts(config, params).values())
+    return sum(trained_parts(trainer, params, with_reference=with_reference).values())
 
 
-def engine_bytes(config: Config, params: int) -> float:
+def engine_bytes(rollout: RolloutConfig, model: ModelConfig, params: int) -> float:
     """Return the number of bytes of the weights in one process of an engine."""
-    return params * value_bytes(config) / config.rollout.tp
+    return params * value_bytes(model) / rollout.tp
 
 
-def value_bytes(config: Config) -> int:
+def value_bytes(model: ModelConfig) -> int:
     """Return the number of bytes of one number in the engines on this machine."""
-    return {"float32": 4, "bfloat16": 2}[engine_dtype(config.model, gpu=has_gpus())]
+    return {"float32": 4, "bfloat16": 2}[engine_dtype(model, gpu=has_gpus())]
 
 
 def has_gpus() -> bool:
@@ -237,25 +236,24 @@ def has_gpus() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
+def host_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool, gpus: bool) -> int:
     """Return the host memory in bytes of a train worker's weights, gradients, optimizer state and reference model. No
     extra memory is needed at the start, because every rank reads only its own shards of the model's files. What a
     worker needs to offload its state comes on top, see `GpuMemory.host`."""
-    trainer, topology = config.trainer, config.trainer.topology
     if trainer.backend == "scripted":
         return 0
     if not gpus or trainer.offload:
-        return trained_bytes(config, params)
-    if not config.with_reference or (trainer.backend == "fsdp" and topology.world == 1):
+        return trained_bytes(trainer, params, with_reference=with_reference)
+    if not with_reference or (trainer.backend == "fsdp" and trainer.topology.world == 1):
         return 0
     # On GPUs the backends keep the reference in host memory between uses; one FSDP rank keeps it on its GPU.
-    return trained_parts(config, params)["reference"]
+    return trained_parts(trainer, params, with_reference=True)["reference"]
 
 
-def parameters(config: Config) -> int | None:
+def parameters(model: ModelConfig) -> int | None:
     """Return the number of parameters of a dense Llama-like model, computed from the model's config. Returns None if
     that config is not on this machine or the model is of another kind."""
-    return _dense_parameters(model_config(config))
+    return _dense_parameters(model_config(model))
 
 
 def _dense_parameters(model: Mapping[str, Any]) -> int | None:

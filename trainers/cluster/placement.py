@@ -1,6 +1,6 @@
 """Decides on which GPU of which host each engine and each train rank stands, from plain data and without Ray.
 
-    hosts (GPUs and CPUs that are free) + config -> plan_placement -> Placement, or one sentence that says why not
+    hosts (GPUs and CPUs that are free) + request -> plan_placement -> Placement, or one sentence that says why not
 
 Two NCCL ranks cannot be on one GPU, so a GPU holds at most one train rank and at most one engine process. An engine and
 a tensor-parallel group of the trainer are always within one host.
@@ -112,45 +112,102 @@ class Placement:
         return tuple(first + gpu for gpu in seat.gpus)
 
 
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What a run asks of the hosts: how many processes it has, and what the user says about their GPUs."""
+
+    num_engines: int
+    tp: int
+    """Number of processes of each engine, and of GPUs that it needs, all on one host."""
+    num_actors: int | None
+    """Number of rollout actors without an engine; None if rollout actors embed the engines."""
+    topology: Topology
+    """Mesh of the train workers."""
+    layout: Literal["auto", "colocated", "separate"]
+    """Distribution of the GPUs over both roles, as `resources.layout` asks."""
+    trainer_gpus: tuple[int, ...] | None
+    """GPU of each train worker, numbered over all hosts; None if the placement decides."""
+    rollout_gpus: tuple[int, ...] | None
+    """GPUs of the engines, one engine after the other; None if the placement decides."""
+    uses_gpus: bool
+    """Whether engines or train workers compute on GPUs where there are some."""
+    pooled: bool
+    """Whether the GPUs are those of a pool, which lends them to one run at a time."""
+
+    @classmethod
+    def of(cls, config: Config) -> PlacementRequest:
+        """Return what the run that `config` describes asks for."""
+        rollout, trainer, resources = config.rollout, config.trainer, config.resources
+        return cls(
+            num_engines=rollout.num_engines,
+            tp=rollout.tp,
+            num_actors=rollout.num_actors,
+            topology=trainer.topology,
+            layout=resources.layout,
+            trainer_gpus=resources.trainer_gpus,
+            rollout_gpus=resources.rollout_gpus,
+            uses_gpus=not (rollout.engine == "scripted" and trainer.backend == "scripted"),
+            pooled=config.pool.address is not None,
+        )
+
+    @property
+    def mapped(self) -> bool:
+        """True if the user has named the GPU of each process."""
+        return self.trainer_gpus is not None
+
+    @property
+    def layouts(self) -> tuple[Literal["colocated", "separate"], ...]:
+        """Layouts to try, the best first."""
+        return ("separate", "colocated") if self.layout == "auto" else (self.layout,)
+
+    @property
+    def num_cpus(self) -> int:
+        """Number of logical CPUs that all actors request from Ray on GPUs of their own: one for each process."""
+        return self.num_engines * self.tp + self.topology.world + (self.num_actors or 0)
+
+    def engine_seat(self, index: int, cpus: int, host: int | None, gpus: tuple[int, ...] = ()) -> Seat:
+        """Return the seat of the actor that has engine `index`. cpus: logical CPUs of each of its processes."""
+        kind = "rollout" if self.num_actors is None else "engine"
+        return Seat(f"{kind} {index}", cpus * self.tp, host, gpus)
+
+
 ON_CPUS = Placement("cpu", "on CPUs")
 """Placement of a run of which nothing is known but that it uses no GPU."""
 
 
-def plan_placement(config: Config, hosts: Sequence[Host]) -> Placement:
+def plan_placement(request: PlacementRequest, hosts: Sequence[Host]) -> Placement:
     """Return the places of all actors on `hosts`; the driver's host must be the first. Equal arguments give equal
     placements. Raises UserError with one sentence if the run cannot be placed."""
     hosts = tuple(hosts)
-    resources, mapped = config.resources, config.resources.trainer_gpus is not None
     num_gpus = sum(host.num_gpus for host in hosts)
-    if not num_gpus and mapped and config.pool.address is None:  # a pool's GPUs may be numbers only
+    if not num_gpus and request.mapped and not request.pooled:  # a pool's GPUs may be numbers only
         raise UserError(
-            f"resources.trainer_gpus: got {list(resources.trainer_gpus or ())}, expected it unset, because there is "
+            f"resources.trainer_gpus: got {list(request.trainer_gpus or ())}, expected it unset, because there is "
             f"no GPU on {_names(hosts)}"
         )
-    if not num_gpus or not uses_gpus(config):
+    if not num_gpus or not request.uses_gpus:
         why = "there is no GPU" if not num_gpus else "the engine and the backend are scripted"
-        return _on_cpus(config, hosts, why)
-    if mapped:
-        return place_as_mapped(config, hosts)
-    layouts = ("separate", "colocated") if resources.layout == "auto" else (resources.layout,)
-    for layout in layouts:
-        counts = _place(layout, config, hosts)
+        return _on_cpus(request, hosts, why)
+    if request.mapped:
+        return place_as_mapped(request, hosts)
+    for layout in request.layouts:
+        counts = _place(layout, request, hosts)
         if counts is not None:
-            return _placement(config, hosts, layout, counts)
-    raise UserError(_refusal(config, hosts))
+            return _placement(request, hosts, layout, counts)
+    raise UserError(_refusal(request, hosts))
 
 
-def place_as_mapped(config: Config, hosts: tuple[Host, ...]) -> Placement:
+def place_as_mapped(request: PlacementRequest, hosts: tuple[Host, ...]) -> Placement:
     """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe. The hosts' GPUs are
     numbered through in this order. Raises UserError if it cannot be."""
-    resources, size = config.resources, gpus_per_engine(config)
-    assert resources.trainer_gpus is not None and resources.rollout_gpus is not None, "checks.py demands both"
-    trainer = [_find("trainer_gpus", number, hosts) for number in resources.trainer_gpus]
-    rollout = [_find("rollout_gpus", number, hosts) for number in resources.rollout_gpus]
-    for group in list(train_groups(config.trainer.topology))[-1]:
+    size, trainer_gpus, rollout_gpus = request.tp, request.trainer_gpus, request.rollout_gpus
+    assert trainer_gpus is not None and rollout_gpus is not None, "checks.py demands both"
+    trainer = [_find("trainer_gpus", number, hosts) for number in trainer_gpus]
+    rollout = [_find("rollout_gpus", number, hosts) for number in rollout_gpus]
+    for group in list(train_groups(request.topology))[-1]:
         if len({trainer[rank][0] for rank in group}) > 1:
             raise UserError(
-                f"resources.trainer_gpus: got {list(resources.trainer_gpus)}, expected GPUs of one host for the ranks "
+                f"resources.trainer_gpus: got {list(trainer_gpus)}, expected GPUs of one host for the ranks "
                 f"{', '.join(map(str, group))}, which are a tensor-parallel group"
             )
     engines = []
@@ -159,12 +216,12 @@ def place_as_mapped(config: Config, hosts: tuple[Host, ...]) -> Placement:
         host, first = part[0]
         if part != [(host, first + offset) for offset in range(size)]:
             raise UserError(
-                f"resources.rollout_gpus: got {list(resources.rollout_gpus[start : start + size])} for engine "
-                f"{start // size}, expected {size} neighbouring GPUs of one host (rollout.tp={config.rollout.tp})"
+                f"resources.rollout_gpus: got {list(rollout_gpus[start : start + size])} for engine "
+                f"{start // size}, expected {size} neighbouring GPUs of one host (rollout.tp={size})"
             )
         engines.append((host, tuple(gpu for _, gpu in part)))
     reason = "as resources.trainer_gpus and resources.rollout_gpus say"
-    placement = _seated(config, hosts, [(host, (gpu,)) for host, gpu in trainer], engines, reason)
+    placement = _seated(request, hosts, [(host, (gpu,)) for host, gpu in trainer], engines, reason)
     for index, host in enumerate(hosts):
         needed = sum(seat.cpus for seat in placement.seats if seat.host == index)
         if needed > host.free_cpus:
@@ -203,21 +260,6 @@ def used_gpus(placement: Placement) -> dict[int, list[int]]:
     return {host: sorted(gpus) for host, gpus in sorted(used.items())}
 
 
-def uses_gpus(config: Config) -> bool:
-    """Return whether engines or train workers of the run compute on GPUs where there are some."""
-    return not (config.rollout.engine == "scripted" and config.trainer.backend == "scripted")
-
-
-def gpus_per_engine(config: Config) -> int:
-    """Return the number of GPUs that an engine needs, all on one host; each holds one of its processes."""
-    return config.rollout.tp
-
-
-def engine_actor_name(config: Config, index: int) -> str:
-    """Return the name of the actor that has engine `index`."""
-    return f"{'rollout' if config.rollout.num_actors is None else 'engine'} {index}"
-
-
 def train_groups(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yield the ways to cut the train ranks into equal groups that each stay on one host, best first. Whole replicas
     come first, then the ranks of one pipeline stage, then tensor-parallel groups. In each way the groups are ordered by
@@ -252,15 +294,14 @@ class _Counts:
     """Number of engines on each host."""
 
 
-def _place(layout: str, config: Config, hosts: Sequence[Host]) -> _Counts | None:
+def _place(layout: str, request: PlacementRequest, hosts: Sequence[Host]) -> _Counts | None:
     """Return the distribution of both roles over the hosts, or None if they do not fit. A single host that holds the
     whole run is preferred, then groups of train ranks that are as large as possible."""
-    engines, per_engine = config.rollout.num_engines, gpus_per_engine(config)
     distribute = _separate if layout == "separate" else _colocated
-    for groups in train_groups(config.trainer.topology):
+    for groups in train_groups(request.topology):
         for chosen in [*([index] for index in range(len(hosts))), list(range(len(hosts)))]:
             rooms = tuple(_room(host) if index in chosen else (0, 0) for index, host in enumerate(hosts))
-            counts = distribute(rooms, len(groups[0]), len(groups), per_engine, engines)
+            counts = distribute(rooms, len(groups[0]), len(groups), request.tp, request.num_engines)
             if counts is not None:
                 return _Counts(groups, *counts)
     return None
@@ -330,9 +371,9 @@ def _colocated(
 # ---------------------------------------------------------------- who stands where
 
 
-def _placement(config: Config, hosts: tuple[Host, ...], layout: str, counts: _Counts) -> Placement:
+def _placement(request: PlacementRequest, hosts: tuple[Host, ...], layout: str, counts: _Counts) -> Placement:
     """Return the placement with the given numbers of train groups and engines on each host."""
-    size, groups = gpus_per_engine(config), iter(counts.groups)
+    size, groups = request.tp, iter(counts.groups)
     ranks: list[tuple[int, int, tuple[int, ...]]] = []
     engines: list[tuple[int, tuple[int, ...]]] = []
     for index, (host, here, beside) in enumerate(zip(hosts, counts.train, counts.engines, strict=True)):
@@ -341,7 +382,7 @@ def _placement(config: Config, hosts: tuple[Host, ...], layout: str, counts: _Co
         gpus = host.free_gpus[len(standing) :] if layout == "separate" else host.free_gpus
         engines += [(index, gpus[start * size : (start + 1) * size]) for start in range(beside)]
     in_order = [(index, gpus) for _, index, gpus in sorted(ranks)]
-    return _seated(config, hosts, in_order, engines, _reason(config, hosts, layout))
+    return _seated(request, hosts, in_order, engines, _reason(request, hosts, layout))
 
 
 def _find(key: str, number: int, hosts: Sequence[Host]) -> tuple[int, int]:
@@ -361,7 +402,7 @@ def _find(key: str, number: int, hosts: Sequence[Host]) -> tuple[int, int]:
 
 
 def _seated(
-    config: Config,
+    request: PlacementRequest,
     hosts: tuple[Host, ...],
     ranks: Sequence[tuple[int, tuple[int, ...]]],
     engines: Sequence[tuple[int, tuple[int, ...]]],
@@ -370,11 +411,8 @@ def _seated(
     """Return the placement in which each rank and each engine has the given (host, GPUs on it). why: the reason for the
     layout, for the user."""
     # On a pool's GPUs one run computes at a time, however many stand there.
-    cpus = 1 if config.pool.address is None else 0
-    engine_seats = tuple(
-        Seat(engine_actor_name(config, index), cpus * config.rollout.tp, host, gpus)
-        for index, (host, gpus) in enumerate(engines)
-    )
+    cpus = 0 if request.pooled else 1
+    engine_seats = tuple(request.engine_seat(index, cpus, host, gpus) for index, (host, gpus) in enumerate(engines))
     rank_seats = tuple(Seat(f"train worker {rank}", cpus, host, gpus) for rank, (host, gpus) in enumerate(ranks))
     used = {(host, gpu) for host, gpus in (*ranks, *engines) for gpu in gpus}
     processes = len(ranks) + sum(len(gpus) for _, gpus in engines)
@@ -391,11 +429,11 @@ def _seated(
         hosts,
         engine_seats,
         rank_seats,
-        _rollout_seats(config, hosts, (*engine_seats, *rank_seats)),
+        _rollout_seats(request.num_actors or 0, hosts, (*engine_seats, *rank_seats)),
     )
 
 
-def _rollout_seats(config: Config, hosts: Sequence[Host], taken: Sequence[Seat]) -> tuple[Seat, ...]:
+def _rollout_seats(num_actors: int, hosts: Sequence[Host], taken: Sequence[Seat]) -> tuple[Seat, ...]:
     """Return the seats of rollout actors without an engine. Each is on the host with most CPUs left, if possible one
     with an engine. Raises UserError if the CPUs do not suffice."""
     left = {index: int(host.free_cpus) for index, host in enumerate(hosts)}
@@ -404,11 +442,11 @@ def _rollout_seats(config: Config, hosts: Sequence[Host], taken: Sequence[Seat])
         left[seat.host] -= seat.cpus
     with_engine = {seat.host for seat in taken if not seat.name.startswith("train")}
     seats = []
-    for index in range(config.rollout.num_actors or 0):
+    for index in range(num_actors):
         host = max(left, key=lambda host: (left[host] > 0, host in with_engine, left[host]))
         if left[host] < 1:
             raise UserError(
-                f"rollout.num_actors: got {config.rollout.num_actors}, expected at most {index}, because each needs a "
+                f"rollout.num_actors: got {num_actors}, expected at most {index}, because each needs a "
                 f"logical CPU beside the engines and train workers: {_listed(hosts)}"
             )
         left[host] -= 1
@@ -416,68 +454,63 @@ def _rollout_seats(config: Config, hosts: Sequence[Host], taken: Sequence[Seat])
     return tuple(seats)
 
 
-def _on_cpus(config: Config, hosts: tuple[Host, ...], why: str) -> Placement:
+def _on_cpus(request: PlacementRequest, hosts: tuple[Host, ...], why: str) -> Placement:
     """Return the placement of a run that uses no GPU: Ray chooses the host of each actor."""
     host = 0 if len(hosts) == 1 else None
-    rollout, world = config.rollout, config.trainer.topology.world
     return Placement(
         "cpu",
         f"GPUs: none used, because {why}",
         hosts,
-        tuple(Seat(engine_actor_name(config, index), rollout.tp, host) for index in range(rollout.num_engines)),
-        tuple(Seat(f"train worker {rank}", 1, host) for rank in range(world)),
-        tuple(Seat(f"rollout {index}", 1, host) for index in range(rollout.num_actors or 0)),
+        tuple(request.engine_seat(index, 1, host) for index in range(request.num_engines)),
+        tuple(Seat(f"train worker {rank}", 1, host) for rank in range(request.topology.world)),
+        tuple(Seat(f"rollout {index}", 1, host) for index in range(request.num_actors or 0)),
     )
 
 
 # ---------------------------------------------------------------- sentences
 
 
-def _reason(config: Config, hosts: Sequence[Host], layout: str) -> str:
-    if config.resources.layout != "auto":
+def _reason(request: PlacementRequest, hosts: Sequence[Host], layout: str) -> str:
+    if request.layout != "auto":
         return f"as resources.layout={layout} asks"
-    train, rollout = _needs(config)
+    train, rollout = _needs(request)
     free = sum(len(host.free_gpus) for host in hosts)
     if layout == "separate":
         return f"because the {free} free GPU(s) hold {train} train worker(s) beside {rollout} engine process(es)"
     return f"because {train} train worker(s) beside {rollout} engine process(es) do not fit on {free} free GPU(s)"
 
 
-def _needs(config: Config) -> tuple[int, int]:
+def _needs(request: PlacementRequest) -> tuple[int, int]:
     """Return the numbers of GPUs that the train workers and the engines need."""
-    return config.trainer.topology.world, config.rollout.num_engines * gpus_per_engine(config)
+    return request.topology.world, request.num_engines * request.tp
 
 
-def _refusal(config: Config, hosts: Sequence[Host]) -> str:
+def _refusal(request: PlacementRequest, hosts: Sequence[Host]) -> str:
     """Return the sentence about a run that does not fit on the free GPUs, with the key and what would fit."""
-    train, rollout = _needs(config)
-    layout = config.resources.layout
+    train, rollout = _needs(request)
+    layout, topology = request.layout, request.topology
     needed = {
         "separate": f"{train + rollout} GPUs",
         "colocated": f"{max(train, rollout)} GPUs",
         "auto": f"{train + rollout} GPUs (or {max(train, rollout)}, each for both roles)",
     }[layout]
-    topology = config.trainer.topology
-    together = max(gpus_per_engine(config), topology.tp)
+    together = max(request.tp, topology.tp)
     on_one = f", {together} of them together on one host" if together > 1 else ""
     return (
         f"resources.layout: got {layout!r} with {train} train worker(s) (trainer.dp={topology.dp} x "
         f"{topology.replica_size} rank(s)) and {rollout} engine process(es) "
-        f"(rollout.num_engines={config.rollout.num_engines} x rollout.tp={config.rollout.tp}), expected {needed} that "
+        f"(rollout.num_engines={request.num_engines} x rollout.tp={request.tp}), expected {needed} that "
         f"are free{on_one}, with a logical CPU for each process on its host: "
-        f"{_listed(hosts)}; {_would_fit(config, hosts)}"
+        f"{_listed(hosts)}; {_would_fit(request, hosts)}"
     )
 
 
-def _would_fit(config: Config, hosts: Sequence[Host]) -> str:
+def _would_fit(request: PlacementRequest, hosts: Sequence[Host]) -> str:
     """Return the part of a refusal that says which smaller run would fit."""
-    smaller = [(dp, engines) for dp in _fewer(config.trainer.dp) for engines in _fewer(config.rollout.num_engines)]
+    smaller = [(dp, engines) for dp in _fewer(request.topology.dp) for engines in _fewer(request.num_engines)]
     for dp, engines in sorted(smaller, key=lambda pair: (-sum(pair), -pair[0])):
-        trainer = config.trainer.model_copy(update={"dp": dp})
-        rollout = config.rollout.model_copy(update={"num_engines": engines})
-        tried = config.model_copy(update={"trainer": trainer, "rollout": rollout})
-        layouts = ("separate", "colocated") if config.resources.layout == "auto" else (config.resources.layout,)
-        if any(_place(layout, tried, hosts) for layout in layouts):
+        tried = replace(request, topology=replace(request.topology, dp=dp), num_engines=engines)
+        if any(_place(layout, tried, hosts) for layout in request.layouts):
             return f"trainer.dp={dp} with rollout.num_engines={engines} would fit"
     return "no smaller trainer.dp and rollout.num_engines would fit either"
 

@@ -18,8 +18,10 @@ import ray
 from ray._private import parameter, worker
 from ray._private.node import Node
 
-from ..config.config import Config
+from ...dataplane.config import StoreConfig
+from ..config.config import ResourcesConfig
 from ..errors import UserError
+from .placement import PlacementRequest
 
 _log = logging.getLogger(__name__)
 MIN_OBJECT_STORE_MIB = 128
@@ -50,30 +52,21 @@ class Demand:
         return " + ".join(f"{count} {name}(s)" for name, count in parts.items() if count)
 
 
-def demand(config: Config) -> Demand:
-    """Return the logical CPUs that the actors request from Ray."""
-    rollout = config.rollout
-    return Demand(rollout.num_actors or 0, rollout.num_engines * rollout.tp, config.trainer.topology.world)
-
-
-def object_store_mib(config: Config) -> int:
+def object_store_mib(store: StoreConfig) -> int:
     """Return the size of Ray's object store in MiB. It is what Ray itself needs, plus the data plane's capacity if the
     data plane stores its rows there."""
-    if config.dataplane.store.kind == "ray":
-        return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
-    return MIN_OBJECT_STORE_MIB
+    return store.capacity_mib + MIN_OBJECT_STORE_MIB if store.kind == "ray" else MIN_OBJECT_STORE_MIB
 
 
-def open_cluster(config: Config) -> Cluster:
+def open_cluster(resources: ResourcesConfig, request: PlacementRequest, store: StoreConfig) -> Cluster:
     """Join the Ray cluster that the configuration names, or start one. Raises UserError if it has too few CPUs."""
-    resources = config.resources
     return Cluster(
         address=resources.ray_address,
         num_cpus=resources.num_cpus,
-        demand=demand(config),
-        pooled=config.pool.address is not None,
+        demand=Demand(request.num_actors or 0, request.num_engines * request.tp, request.topology.world),
+        pooled=request.pooled,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
-        object_store_mib=object_store_mib(config),
+        object_store_mib=object_store_mib(store),
     )
 
 

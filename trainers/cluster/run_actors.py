@@ -22,16 +22,18 @@ from ...actors.train.actor import CONCURRENCY_GROUPS
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane
 from ...dataplane.handle import DataPlaneHandle
-from ..config.config import Config
+from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
 from ..observe.start_times import StartTimes
-from . import actor_specs
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
+from .engine_specs import engine_ahead, engine_setup
 from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, TrainHandle
-from .placement import ON_CPUS, Placement, Seat, uses_gpus
-from .ray_cluster import Cluster
+from .placement import ON_CPUS, Placement, PlacementRequest, Seat
+from .rollout_specs import rollout_setup
+from .weight_route import WeightRoute
+from .worker_specs import worker_modules, worker_setup
 
 H = TypeVar("H", bound=ActorHandle)
 T = TypeVar("T")
@@ -180,17 +182,22 @@ class StartingActors:
     """The actors of a run from the start of their processes until they are built. Their processes start, and import
     what they need, while the data plane starts and the model is prepared."""
 
-    def __init__(self, config: Config, starter: _ActorStarter) -> None:
-        self._config = config
+    def __init__(self, starter: _ActorStarter, resources: ResourcesConfig, max_replaced: int) -> None:
+        """max_replaced: largest number of rollout actors and engines that may be replaced."""
         self._starter = starter
+        self._timeout_s = resources.start_timeout_s
+        self._max_replaced = max_replaced
+        self._take_turns = resources.switch_roles == "always"
+        placement = starter.placement
+        self._embedded = not placement.rollouts
         self.hosts: Sequence[EngineHandle]
         """Actors with an engine: engine actors, or rollout actors that embed one."""
-        if config.rollout.num_actors is None:
-            self.hosts = self.rollouts = [starter.embedding_rollout(i) for i in range(config.rollout.num_engines)]
+        if self._embedded:
+            self.hosts = self.rollouts = [starter.embedding_rollout(i) for i in range(len(placement.engines))]
         else:
-            self.hosts = [starter.engine(index) for index in range(config.rollout.num_engines)]
-            self.rollouts = [starter.rollout(index) for index in range(config.rollout.num_actors)]
-        self.workers = [starter.worker(rank) for rank in range(config.trainer.topology.world)]
+            self.hosts = [starter.engine(index) for index in range(len(placement.engines))]
+            self.rollouts = [starter.rollout(index) for index in range(len(placement.rollouts))]
+        self.workers = [starter.worker(rank) for rank in range(len(placement.ranks))]
 
     def build(self, model: str, plane: DataPlane, times: StartTimes, loan: Loan | None = None) -> RunActors:
         """Build all actors, side by side. model: a local folder or hub id. times: told when each actor is built. loan:
@@ -202,58 +209,76 @@ class StartingActors:
         Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and
         ActorFailed when an actor does not start.
         """
-        config, timeout_s = self._config, self._config.resources.start_timeout_s
+        timeout_s, placement = self._timeout_s, self._starter.placement
         self._starter.configure(model, plane.handle)
         generators = list(dict.fromkeys([*self.hosts, *self.rollouts]))
-        placement = self._starter.placement
         _identify([*generators, *self.workers], "start", timeout_s, placement)
         times.mark("processes")
-        if loan is not None or config.resources.switch_roles == "always":
-            # The engines could not take the memory that the workers hold.
-            with nullcontext() if loan is None else loan.holding("train"):
-                _build([], self.workers, timeout_s, times)
-                if self._starter.keeps_in_host:
-                    _started([worker.cache_weights(0) for worker in self.workers], "start", timeout_s)
-                _started([worker.offload() for worker in self.workers], "start", timeout_s)
-                if loan is not None:
-                    loan.expect_freed(self.workers)
-            with nullcontext() if loan is None else loan.holding("rollout"):
-                _build(generators, [], timeout_s, times)
-                if loan is not None:
-                    _put_to_sleep(self.hosts, loan.sleep_level, timeout_s)
-                    loan.expect_freed(self.hosts)
+        if loan is not None or self._take_turns:
+            self._build_in_turns(generators, times, loan)
         else:
             _build(generators, self.workers, timeout_s, times)
         counts = [host.num_workers() for host in self.hosts]
         asked = self.rollouts[0].data_notes()
-        embedded = config.rollout.num_actors is None
         pairs = zip(self.hosts, _started(counts, "start", timeout_s), strict=True)
         slept, dropped = loan is not None, loan is not None and loan.sleep_level == 2
-        engines = EnginePool([Engine(host, count, asleep=slept, broken=dropped) for host, count in pairs], embedded)
-        if not embedded:
+        found = [Engine(host, count, asleep=slept, broken=dropped) for host, count in pairs]
+        engines = EnginePool(found, self._embedded)
+        if not self._embedded:
             _introduce(engines, self.rollouts, timeout_s)
         [data_notes] = _started([asked], "start", timeout_s)
-        return RunActors(
-            engines, self.rollouts, self.workers, config.run.max_restarts, data_notes, timeout_s, placement
-        )
+        return RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
+
+    def _build_in_turns(self, generators: Sequence[EngineHandle], times: StartTimes, loan: Loan | None) -> None:
+        """Build the train workers, have them offload, and then build the actors with engines.
+
+        Engines could not take the memory that the workers hold. See `build`."""
+        timeout_s = self._timeout_s
+        with nullcontext() if loan is None else loan.holding("train"):
+            _build([], self.workers, timeout_s, times)
+            if self._starter.route.keeps_in_host:
+                _started([worker.cache_weights(0) for worker in self.workers], "start", timeout_s)
+            _started([worker.offload() for worker in self.workers], "start", timeout_s)
+            if loan is not None:
+                loan.expect_freed(self.workers)
+        with nullcontext() if loan is None else loan.holding("rollout"):
+            _build(generators, [], timeout_s, times)
+            if loan is not None:
+                _put_to_sleep(self.hosts, loan.sleep_level, timeout_s)
+                loan.expect_freed(self.hosts)
 
 
 def start_actors(
-    config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack, reservation: Reservation
+    config: Config,
+    meter: DriverMeter,
+    stack: ExitStack,
+    reservation: Reservation,
+    route: WeightRoute,
+    *,
+    one_host: bool,
 ) -> StartingActors:
     """Start the processes of all actors, without waiting for them. stack: kills the actors when it is closed.
-    reservation: their places.
+    reservation: their places. route: the way of the weights between them. one_host: whether all processes of the run
+    are on one host.
 
     `resources.switch_roles` must have been decided before: it is not `auto`.
     """
-    return StartingActors(config, _ActorStarter(config, cluster, meter, stack, reservation))
+    starter = _ActorStarter(config, meter, stack, reservation, route, one_host=one_host)
+    return StartingActors(starter, config.resources, config.run.max_restarts)
 
 
 class _ActorStarter:
     """Starts actors, one per call. Closing the caller's exit stack kills them."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, meter: DriverMeter, stack: ExitStack, reservation: Reservation
+        self,
+        config: Config,
+        meter: DriverMeter,
+        stack: ExitStack,
+        reservation: Reservation,
+        route: WeightRoute,
+        *,
+        one_host: bool,
     ) -> None:
         self._config = config
         self._meter = meter
@@ -262,44 +287,47 @@ class _ActorStarter:
         """Each actor started so far, with the function that derives its settings."""
         self._reservation = reservation
         self.placement = reservation.placement
-        self._device = "cpu" if self.placement.layout == "cpu" or not uses_gpus(config) else "cuda:0"
-        self._one_host = cluster.num_nodes == 1
-        self.keeps_in_host = actor_specs.keeps_in_host(config, self.placement)
-        """Whether train rank 0 keeps versions of the weights in its host memory."""
+        self.route = route
+        self._one_host = one_host
+        on_gpus = self.placement.layout != "cpu" and PlacementRequest.of(config).uses_gpus
+        self._device = "cuda:0" if on_gpus else "cpu"
+        kind = "scripted" if config.run.replay else config.rollout.engine
+        self._ahead = engine_ahead(kind, config.model, self._device)
+        """What an actor with an engine does before it knows its settings."""
         by_turns = config.resources.switch_roles == "always" or config.pool.address is not None
         self._shares = self.placement.shared and not by_turns
         """Whether engines and train workers are in the memory of a GPU at the same time."""
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
-        spec = partial(actor_specs.engine_setup, self._config, index, device=self._device, shared_gpu=self._shares)
-        host = (_path(EngineActor), *actor_specs.engine_ahead(self._config, self._device))
+        spec = partial(engine_setup, self._config, index, device=self._device, shared_gpu=self._shares)
+        host = (_path(EngineActor), *self._ahead)
         seat = self.placement.engines[index]
         return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
-        spec = partial(actor_specs.rollout_setup, self._config, index, device=self._device, shared_gpu=self._shares)
-        host = (_path(RolloutActor), *actor_specs.engine_ahead(self._config, self._device))
+        spec = partial(rollout_setup, self._config, index, device=self._device, shared_gpu=self._shares)
+        host = (_path(RolloutActor), *self._ahead)
         return self._start(RolloutHandle, EarlyEngineActor, host, spec, self.placement.engines[index])
 
     def rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds no engine; returns its handle."""
-        spec = partial(actor_specs.rollout_setup, self._config, index, device=None)
+        spec = partial(rollout_setup, self._config, index, device=None)
         seat = self.placement.rollouts[index]
         return self._start(RolloutHandle, EarlyEngineActor, (_path(RolloutActor), (), False), spec, seat)
 
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
         spec = partial(
-            actor_specs.worker_setup,
+            worker_setup,
             self._config,
             rank,
             one_host=self._one_host,
-            placement=self.placement,
+            kind=self.route.kind,
             device=self._device,
         )
-        modules, seat = actor_specs.worker_modules(self._config), self.placement.ranks[rank]
+        modules, seat = worker_modules(self._config.trainer.backend, self._config.model), self.placement.ranks[rank]
         groups = {"concurrency_groups": CONCURRENCY_GROUPS}
         return self._start(TrainHandle, EarlyTrainActor, (modules,), spec, seat, **groups)
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
+from ...actors.engines.config import RolloutConfig
+from ...actors.environments.config import EnvironmentConfig
+from ...actors.rewards.config import RewardConfig
+from ...actors.rollout.config import DataConfig
 from ...actors.rollout.evaluation import find_figure, needs_answers
 from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div, round_up
+from ..advantages.config import AdvantageConfig
+from ..backends.config import TrainerConfig
 from ..backends.model_split import mesh_problems
-from .config import Config
+from ..losses.config import LossConfig
+from .config import AlgorithmConfig, Config, Overlap, ResourcesConfig, RunConfig
+from .evaluation import EvaluationConfig, ValidationConfig
 
 ROLLOUT_TOKEN_BYTES = 9
 """Number of bytes that a rollout writes for each token: input_ids int32, response_mask uint8, rollout_logprobs
@@ -27,7 +36,7 @@ def contradictions(config: Config) -> list[str]:
     return (
         size_problems(config)
         + mesh_problems(config.trainer)
-        + gpu_map_problems(config)
+        + gpu_map_problems(config.resources, config.rollout, config.trainer)
         + pool_problems(config)
         + capacity_problems(config)
         + meaning_problems(config)
@@ -130,10 +139,10 @@ def size_problems(config: Config) -> list[str]:
     return problems
 
 
-def gpu_map_problems(config: Config) -> list[str]:
+def gpu_map_problems(resources: ResourcesConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> list[str]:
     """Return one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`. They must give
     each train worker one GPU and each engine as many as it has processes."""
-    resources, engines, tp = config.resources, config.rollout.num_engines, config.rollout.tp
+    engines, tp = rollout.num_engines, rollout.tp
     maps = {"trainer_gpus": resources.trainer_gpus, "rollout_gpus": resources.rollout_gpus}
     if None in maps.values():
         missing = [name for name, gpus in maps.items() if gpus is None]
@@ -141,7 +150,7 @@ def gpu_map_problems(config: Config) -> list[str]:
             return []
         return [f"resources.{missing[0]}: not set, expected GPU numbers, because the other map of GPUs is set"]
     wanted = {
-        "trainer_gpus": (config.trainer.topology.world, "one for each train worker of the mesh in section trainer"),
+        "trainer_gpus": (trainer.topology.world, "one for each train worker of the mesh in section trainer"),
         "rollout_gpus": (engines * tp, f"rollout.tp={tp} for each of rollout.num_engines={engines}"),
     }
     problems = []
@@ -172,7 +181,8 @@ def meaning_problems(config: Config) -> list[str]:
             "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "
             f"because data.train={data.train!r} has no held-out part of its own"
         )
-    problems += metric_problems(config) + evaluation_problems(config)
+    problems += metric_problems(config.validation, config.figures, config.data)
+    problems += evaluation_problems(config.evaluation, config.reward, config.run)
     if config.trainer.min_lr > config.trainer.lr:
         problems.append(
             f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
@@ -208,14 +218,18 @@ def meaning_problems(config: Config) -> list[str]:
             f"algorithm.mode: got {config.algorithm.mode!r} with advantage.kind={config.advantage.kind!r}, expected "
             "'sync' or 'async', because this estimator normalises over all rows of a step"
         )
-    problems += update_problems(config)
+    problems += update_problems(config.algorithm, config.trainer, config.overlap)
     labels = [function.label for function in config.reward.functions]
     for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):
         problems.append(
             f"reward.functions: got the name {label!r}, which is taken, expected a different `name` for each function"
         )
-    problems += admission_problems(config) + replay_problems(config) + objective_problems(config)
-    problems += route_problems(config)
+    problems += admission_problems(config.algorithm, config.run)
+    if config.run.replay is not None:
+        problems += replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
+    problems += objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
+    if config.router_replay.enabled:
+        problems += route_problems(config.environment, config.rollout)
     if config.resources.switch_roles == "always":
         problems += [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in switch_obstacles(config)]
     return problems
@@ -254,17 +268,16 @@ def switch_obstacles(config: Config) -> list[str]:
     return obstacles
 
 
-def update_problems(config: Config) -> list[str]:
+def update_problems(algorithm: AlgorithmConfig, trainer: TrainerConfig, overlap: Overlap) -> list[str]:
     """Return one sentence for each setting of mini-batches and epochs that does not fit the mode or the mesh."""
-    problems = []
-    algorithm, dp = config.algorithm, config.trainer.dp
+    problems, dp = [], trainer.dp
     if algorithm.minibatches > 1 and algorithm.prompts_per_step % (algorithm.minibatches * dp):
         problems.append(
             f"algorithm.minibatches: got {algorithm.minibatches}, expected a number whose product with "
             f"trainer.dp={dp} divides algorithm.prompts_per_step={algorithm.prompts_per_step}, because every replica "
             "trains on the same number of whole groups of each mini-batch"
         )
-    if not config.overlap.by_chunk:
+    if not overlap.by_chunk:
         return problems
     why = f"because algorithm.mode={algorithm.mode!r} trains on groups as they become ready"
     if algorithm.epochs > 1:
@@ -277,24 +290,24 @@ def update_problems(config: Config) -> list[str]:
     return problems
 
 
-def metric_problems(config: Config) -> list[str]:
+def metric_problems(validation: ValidationConfig, known: Sequence[str], data: DataConfig) -> list[str]:
     """Return one sentence in a list if `validation.metric` names no usable metric; else an empty list. The metric is
     unknown, or it needs reference answers that the data lacks."""
-    metric, known, data = config.validation.metric, config.figures, config.data
+    metric = validation.metric
     key = find_figure(metric, known)
     if key is None:
         return [f"validation.metric: got {metric!r}, expected one of {', '.join(known)}"]
-    if config.validation.every and needs_answers(key) and not data.answer_field and not data.generated:
+    if validation.every and needs_answers(key) and not data.answer_field and not data.generated:
         return [f"validation.metric: got {metric!r} with data.answer_field='', expected a figure that needs no answers"]
     return []
 
 
-def evaluation_problems(config: Config) -> list[str]:
+def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConfig, run: RunConfig) -> list[str]:
     """Return one sentence for each contradiction inside the named evaluation sets, and between them and the run."""
     problems = []
-    for name, one in config.evaluation.items():
+    for name, one in sets.items():
         key = f"evaluation.{name}"
-        labels = [function.label for function in (one.reward or config.reward).functions]
+        labels = [function.label for function in (one.reward or reward).functions]
         if one.correct is not None and one.correct not in labels:
             problems.append(f"{key}.correct: got {one.correct!r}, expected one of its rewards, {', '.join(labels)}")
         if one.num_prompts is None and one.data.source.startswith("task:"):
@@ -305,32 +318,31 @@ def evaluation_problems(config: Config) -> list[str]:
                     f"{key}.{sampled}: got {getattr(one, sampled)} with {key}.temperature=0, expected {plain:g}, "
                     "because greedy samples are all the same"
                 )
-        if one.every and one.background and config.run.deterministic:
+        if one.every and one.background and run.deterministic:
             problems.append(
                 f"{key}.background: got true with run.deterministic=true, expected false, because the weights change "
                 "during an evaluation in the background"
             )
-        if one.every and config.run.replay is not None:
+        if one.every and run.replay is not None:
             problems.append(
                 f"{key}.every: got {one.every} with run.replay set, expected 0, because a replay has no engine"
             )
     return problems
 
 
-def admission_problems(config: Config) -> list[str]:
+def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> list[str]:
     """Return one sentence for each sampler or oversampling setting that conflicts with the order of groups. It is the
     order in which a step must take its groups."""
     problems = []
-    algorithm = config.algorithm
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
     key = "algorithm.dynamic_sampling.oversample"
-    if over and (in_order or config.run.deterministic):
-        what = "run.deterministic=true" if config.run.deterministic else f"algorithm.sampler={algorithm.sampler!r}"
+    if over and (in_order or run.deterministic):
+        what = "run.deterministic=true" if run.deterministic else f"algorithm.sampler={algorithm.sampler!r}"
         problems.append(
             f"{key}: got {algorithm.dynamic_sampling.oversample:g} with {what}, expected 1, because a step "
             "with more prompts takes the groups that are ready first"
         )
-    if config.run.deterministic and algorithm.sampler not in ("auto", "in_order"):
+    if run.deterministic and algorithm.sampler not in ("auto", "in_order"):
         problems.append(
             f"algorithm.sampler: got {algorithm.sampler!r} with run.deterministic=true, expected 'in_order', because "
             "other samplers take groups in the order in which they become ready"
@@ -338,28 +350,26 @@ def admission_problems(config: Config) -> list[str]:
     return problems
 
 
-def replay_problems(config: Config) -> list[str]:
+def replay_problems(
+    run: RunConfig, validation: ValidationConfig, algorithm: AlgorithmConfig, *, window: int
+) -> list[str]:
     """Return one sentence for each key that cannot be combined with `run.replay`. A replay trains on the recorded
-    groups of another run."""
-    run, algorithm = config.run, config.algorithm
-    if run.replay is None:
-        return []
+    groups of another run. window: number of versions that rollouts run ahead."""
     problems = []
     if run.record:
         problems.append(
             "run.record: got true with run.replay set, expected false, because a replay generates no groups"
         )
-    if config.validation.every:
+    if validation.every:
         problems.append(
-            f"validation.every: got {config.validation.every} with run.replay set, expected 0, because a replay has no "
-            "engine"
+            f"validation.every: got {validation.every} with run.replay set, expected 0, because a replay has no engine"
         )
     if algorithm.dynamic_sampling.oversample > 1:
         problems.append(
             f"algorithm.dynamic_sampling.oversample: got {algorithm.dynamic_sampling.oversample:g} with run.replay "
             "set, expected 1, because a step has the groups that it had in the recorded run"
         )
-    if config.overlap.window and algorithm.sampler not in ("auto", "in_order"):
+    if window and algorithm.sampler not in ("auto", "in_order"):
         problems.append(
             f"algorithm.sampler: got {algorithm.sampler!r} with run.replay set, expected 'in_order', because a step "
             "has the groups that it had in the recorded run"
@@ -375,36 +385,36 @@ NO_ROUTES_WITH = {
 """Argument of vLLM with which it reports no routes (0.30) -> its values with which it does."""
 
 
-def route_problems(config: Config) -> list[str]:
+def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> list[str]:
     """Return one sentence for each setting with which rows cannot carry the experts that the engine chose."""
-    if not config.router_replay.enabled:
-        return []
     several = [
-        f"environment.max_rows: got {config.environment.max_rows} with router_replay.enabled=true, expected 1, because "
+        f"environment.max_rows: got {environment.max_rows} with router_replay.enabled=true, expected 1, because "
         "routes are recorded for the first row of an episode only"
     ]
-    return several[: config.environment.max_rows > 1] + [
-        f"rollout.vllm.{name}: got {config.rollout.vllm[name]!r} with router_replay.enabled=true, expected it unset, "
+    return several[: environment.max_rows > 1] + [
+        f"rollout.vllm.{name}: got {rollout.vllm[name]!r} with router_replay.enabled=true, expected it unset, "
         "because vLLM reports no experts with it"
         for name, fine in NO_ROUTES_WITH.items()
-        if name in config.rollout.vllm and config.rollout.vllm[name] not in fine
+        if name in rollout.vllm and rollout.vllm[name] not in fine
     ]
 
 
-def objective_problems(config: Config) -> list[str]:
-    """Return one sentence for each contradiction between the keys of losses, advantages and rewards."""
+def objective_problems(
+    loss: LossConfig, advantage: AdvantageConfig, reward: RewardConfig, prev_logprobs: str
+) -> list[str]:
+    """Return one sentence for each contradiction between the keys of losses, advantages and rewards. prev_logprobs:
+    value of `algorithm.prev_logprobs`."""
     problems = []
-    loss, advantage = config.loss, config.advantage
     if loss.correction != "none":
         low, high = loss.correction_bounds
         if low >= high:
             problems.append(f"loss.correction_high: got {high}, expected a number above loss.correction_low={low}")
-    if loss.correction != "none" and config.algorithm.prev_logprobs == "rollout":
+    if loss.correction != "none" and prev_logprobs == "rollout":
         problems.append(
             f"loss.correction: got {loss.correction!r} with algorithm.prev_logprobs='rollout', expected "
             "algorithm.prev_logprobs='recompute', because without it all importance weights are 1"
         )
-    counting = [function.label for function in config.reward.functions if function.weight]
+    counting = [function.label for function in reward.functions if function.weight]
     if advantage.kind == "gdpo" and len(counting) < 2:
         problems.append(
             f"advantage.kind: got 'gdpo' with {len(counting)} reward functions whose weight is not 0, expected at "
@@ -421,11 +431,12 @@ def pool_problems(config: Config) -> list[str]:
     if config.pool.address is None:
         return []
     because = "with pool.address set"
-    return _map_problems(config, because) + _mode_problems(config, because)
+    return _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because) + _mode_problems(
+        config, because
+    )
 
 
-def _map_problems(config: Config, because: str) -> list[str]:
-    resources = config.resources
+def _map_problems(resources: ResourcesConfig, engines: int, shards: Sequence[Sequence[int]], because: str) -> list[str]:
     if resources.trainer_gpus is None or resources.rollout_gpus is None:
         return [f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool"]
     problems = []
@@ -435,10 +446,9 @@ def _map_problems(config: Config, because: str) -> list[str]:
             f"resources.trainer_gpus: got GPU {beyond[0]} {because}, expected GPUs of resources.rollout_gpus, because "
             "engines use the GPUs of training in the meantime"
         )
-    shards = config.engine_gpus
-    if len(shards) < 2:
+    if engines < 2:
         problems.append(
-            f"rollout.num_engines: got {config.rollout.num_engines} {because}, expected at least 2, because one engine "
+            f"rollout.num_engines: got {engines} {because}, expected at least 2, because one engine "
             "alone would have to sleep whenever the run trains"
         )
     elif all(train.intersection(shard) for shard in shards):

@@ -218,6 +218,11 @@ class RunConfig(Section):
         """Whether the run writes checkpoints."""
         return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
 
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether rollout actors write finished groups to files, or read them from there."""
+        return self.record or bool(self.replay) or (self.journal and self.saves_checkpoints)
+
 
 class WarmupConfig(Section):
     """Supervised warm-up of the built-in model, a separate phase before step 1 that no training metric includes."""
@@ -350,6 +355,21 @@ class Config(Section):
             chunk=self.algorithm.chunk_groups or max(self.trainer.dp, groups // 4),
             stale=self.algorithm.stale_groups,
         )
+
+    @property
+    def resolved_sampler(self) -> str:
+        """Name of the run's sampler: what `algorithm.sampler` says, or what `auto` means. The sampler decides in what
+        order groups that are ready are trained on."""
+        if self.algorithm.sampler != "auto":
+            return self.algorithm.sampler
+        if self.run.deterministic or self.overlap.window:
+            return "in_order"
+        return "ready_first" if self.overlap.by_chunk else "oldest_version_first"
+
+    @property
+    def processes_per_side(self) -> int:
+        """Number of engine processes or of train workers, whichever is larger."""
+        return max(self.rollout.num_engines * self.rollout.tp, self.trainer.topology.world)
 
     @property
     def engine_gpus(self) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, Call, gather_each
 from ..config.config import RunConfig
 from ..errors import UserError
@@ -155,7 +154,7 @@ class Checkpoints:
         """Tell the rollout actors to delete from their journal the groups that the newest complete checkpoint covers.
         Waits for the calls of the previous trim, but not for the new ones."""
         last = self._whole
-        if last is None or actor_specs.journal(run.config) is None:
+        if last is None or not run.config.run.keeps_journal:
             return
         self._expect_trimmed(run)
         self._trims = [rollout.trim_journal(last.position, last.outstanding) for rollout in run.rollouts.active]

@@ -23,8 +23,8 @@ from pathlib import Path
 from ...actors.rollout.evaluation import EXACT_MATCH, FigureSums, needs_answers
 from ...actors.rollout.results import EvaluationReport
 from ..cluster.calls import ActorFailed, Call, ended
-from ..cluster.evaluation_plans import VALIDATION, EvaluationPlan
 from ..cluster.handles import RolloutHandle
+from ..cluster.rollout_specs import VALIDATION, EvaluationPlan
 from ..errors import UserError
 from . import steps as grpo
 from .feed import LOOK_AFTER_S

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,11 +33,10 @@ from ...actors.rollout.results import RolloutReport
 from ...actors.rollout.routes import RouteCounts
 from ...codecs.tokens.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
+from ...dataplane.directory.samplers import TaskConfig
 from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost
 from ...dataplane.meta import POSITION, KVBatchMeta
 from ..base_model.prepare import route_spec
-from ..cluster import actor_specs
-from ..cluster.actor_specs import TASK
 from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
 from ..config.config import Config
@@ -72,8 +71,21 @@ def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> l
 _log = logging.getLogger(__name__)
 PARTITION = "train"
 """Name of the partition (a named set of rows in the data plane) that rollouts write to and training reads from."""
+TASK = "train"
+"""Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
 LOOK_AFTER_S = 1.0
 """Seconds between two checks on the rollout calls during a wait for groups."""
+
+
+def train_task(sampler: str, options: dict[str, Any], next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
+    """Return the settings of the train task, the data plane's consumer through which the driver claims rows.
+
+    next_prompt: position in the prompt stream of the first prompt that was never issued. outstanding: earlier positions
+    whose groups were not trained on yet.
+    """
+    first = min(outstanding, default=next_prompt)
+    settled = tuple(sorted(set(range(first, next_prompt)) - set(outstanding)))
+    return TaskConfig(TASK, sampler, options, first, settled)
 
 
 class TooManyFailedRows(RuntimeError):
@@ -202,8 +214,9 @@ class Feed:
         self._stages = stages
         self._sampling = sampling
         self._partition = partition
-        task = actor_specs.task(config, state.position, state.outstanding)
-        routes = route_spec(config)
+        sampler = config.resolved_sampler
+        task = train_task(sampler, config.algorithm.sampler_options, state.position, state.outstanding)
+        routes = route_spec(config.router_replay, config.model)
         client.register(partition, row_schema(routes, config.data.columns), [task], group_size=config.rows_per_group)
         own = [column.name for column in config.data.columns]
         self._fields = (*TRAIN_FIELDS, *([] if routes is None else [ROUTES]), *own)
@@ -219,10 +232,10 @@ class Feed:
         """Positions in the prompt stream of the groups that the current step has claimed."""
         self._issues: list[_Issue] = []
         self._overlap = config.overlap
-        self._overtaking = self._overlap.window > 0 and actor_specs.sampler(config) != "in_order"
+        self._overtaking = self._overlap.window > 0 and sampler != "in_order"
         """Whether a group can grow too old because later groups are trained on first. False with the sampler
         `in_order`, where it is enough that prompts are not issued too early."""
-        self._components = actor_specs.signal_terms(config)
+        self._components = config.reward.signal_terms
         self._timeout_s = config.resources.stage_timeout_s
         self._tally = FeedTally()
 

@@ -26,11 +26,10 @@ from ...actors.train.worker import REF, WorkerReport
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import POSITION, KVBatchMeta
 from ..advantages.estimators import AdvantageEstimator, RewardRows
-from ..cluster import actor_specs
 from ..cluster.calls import Call, DriverMeter, gather, gather_slow
 from ..cluster.engine_pool import EnginePool, NoEngineLeft
-from ..cluster.evaluation_plans import EvaluationPlan
 from ..cluster.handles import TrainHandle
+from ..cluster.rollout_specs import EvaluationPlan, sample_file
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
@@ -142,7 +141,10 @@ def ship_plan(
     """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard.
     columns: log-prob columns that the workers have written to these rows before. write_samples: whether the workers
     write what the step makes of the picked rows to samples.jsonl."""
-    picks = actor_specs.sample_file(run.config) if write_samples else None
+    config = run.config
+    picks = (
+        sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step) if write_samples else None
+    )
     traced = run.stages.tracer.recording
     with run.stages.timed("plan"):
         shards = plan_step(run.config, run.budget, meta, step, traced=traced, columns=columns, picks=picks)

@@ -82,6 +82,13 @@ class LossConfig(Section):
             raise ValueError(f"got {kind!r}, expected one of {', '.join(LOSS_KINDS)}{hint} or package.module:function")
         return kind
 
+    def with_length_norm(self, max_new_tokens: int) -> LossConfig:
+        """Return the section with the `length_norm` that an unset one means. It is the largest number of tokens of a
+        response."""
+        if self.aggregation != "sequence_sum" or self.length_norm is not None:
+            return self
+        return self.model_copy(update={"length_norm": max_new_tokens})
+
     @property
     def correction_bounds(self) -> tuple[float, float]:
         """Bounds (low, high) of the correction's importance weights; low is 0 when there is no lower bound."""

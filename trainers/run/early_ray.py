@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...dataplane.imports import import_ahead
+from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import open_cluster
 from ..config.config import Config
 from ..observe.start_times import StartTimes
@@ -27,7 +28,7 @@ def train_early(config: Config, *, resume: bool) -> Path:
         return go_on_training(config, resume=resume, cluster=None, times=times)
     importing = import_ahead(_MODULES)
     try:
-        cluster = open_cluster(config)
+        cluster = open_cluster(config.resources, PlacementRequest.of(config), config.dataplane.store)
         times.mark("Ray")
     finally:
         importing.join(IMPORT_TIMEOUT_S)  # a process must not end in the midst of an import

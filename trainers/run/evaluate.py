@@ -17,8 +17,7 @@ from ...actors.rollout.evaluation import FigureSums
 from ...actors.rollout.results import EvaluationReport
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import open_data_plane
-from ..cluster import actor_specs
-from ..cluster.evaluation_plans import EvaluationPlan, all_plans
+from ..cluster.rollout_specs import EvaluationPlan, all_plans, rollout_setup
 from ..config.config import Config
 from ..errors import UserError
 from .checks.preflight import check_evaluation
@@ -91,7 +90,7 @@ async def _evaluate(config: Config, plans: Sequence[EvaluationPlan], tell: Calla
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
     with open_data_plane(local, in_process=True) as plane:
-        setup = actor_specs.rollout_setup(config, 0, config.model.path, plane.handle, device)
+        setup = rollout_setup(config, 0, config.model.path, plane.handle, device)
         evaluations = tuple(plan.setup for plan in plans)
         actor = RolloutActor(replace(setup, evaluations=evaluations, journal=None))
         results = []

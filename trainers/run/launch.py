@@ -18,13 +18,15 @@ from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.estimators import build_advantages
 from ..base_model.prepare import model_config, prepare_model
-from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
-from ..cluster.evaluation_plans import evaluation_plans
 from ..cluster.gpu_bundles import reserve_places
-from ..cluster.gpu_memory import decide_roles, send_buffer_bytes
+from ..cluster.gpu_memory import decide_roles
+from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
+from ..cluster.rollout_specs import evaluation_plans, sampling
 from ..cluster.run_actors import RunActors, start_actors
+from ..cluster.weight_route import WeightRoute
+from ..cluster.worker_specs import budget, with_packing
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
@@ -235,7 +237,7 @@ class _Training:
 
     def _tell_distrust(self, state: grpo.State, metrics: dict[str, float]) -> None:
         """Warn the user if the log-probs of engine and trainer differ too much in the first step."""
-        has_experts = RouteSpec.of(SimpleNamespace(**model_config(self._config))) is not None
+        has_experts = RouteSpec.of(SimpleNamespace(**model_config(self._config.model))) is not None
         warning = distrust(self._config, metrics, has_experts=has_experts)
         if warning is not None:
             self._progress.message(f"warning: {warning}")
@@ -334,7 +336,7 @@ class _Training:
     def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
         """Return whether it is enough to restart the train workers. No other process may be lost, the run must keep a
         journal of the groups that they must train on again, and run.max_restarts must allow a restart."""
-        if actor_specs.journal(self._config) is None or self._watch.reason() is not None:
+        if not self._config.run.keeps_journal or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
         return run.actors.may_replace and lost_process(error) is not None and lost_only_workers(run, processes)
@@ -401,11 +403,11 @@ def launched(
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
     times = times or StartTimes()
-    start_s = config.resources.start_timeout_s
+    start_s, request = config.resources.start_timeout_s, PlacementRequest.of(config)
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
         heartbeat.enter("starting Ray", start_s)
-        cluster = cluster or open_cluster(config)
+        cluster = cluster or open_cluster(config.resources, request, config.dataplane.store)
         stack.callback(cluster.close)
         meter = DriverMeter()
         membership, pids = None, list[int]()
@@ -415,15 +417,19 @@ def launched(
         ending_actors = ExitStack()
         stack.callback(ending_actors.close)
         heartbeat.enter("placing the actors", start_s)
-        reservation = reserve_places(config, start_s) if membership is None else membership.places()
+        reservation = reserve_places(request, start_s) if membership is None else membership.places()
         placement = reservation.placement
-        kind = actor_specs.transport(config, placement)  # refuses one that cannot work before any actor starts
+        # Refuses a transport that cannot work before any actor starts.
+        route = WeightRoute.of(config.sync, placement, pooled=request.pooled)
         decision = decide_roles(config, placement, min(gpu_sizes(), default=None))
-        config = actor_specs.with_packing(decision.applied_to(config), placement)
-        starting = start_actors(config, cluster, meter, ending_actors, reservation)
+        config = decision.applied_to(config)
+        trainer = with_packing(config.trainer, config.model, gpu=placement.layout != "cpu")
+        config = config.model_copy(update={"trainer": trainer})
+        one_host = cluster.num_nodes == 1
+        starting = start_actors(config, meter, ending_actors, reservation, route, one_host=one_host)
         check()
         heartbeat.enter("starting the data plane", start_s)
-        plane = stack.enter_context(_opened(config, run_id, one_host=cluster.num_nodes == 1))
+        plane = stack.enter_context(_opened(config, run_id, one_host=one_host))
         times.mark("data plane")
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)
@@ -445,12 +451,12 @@ def launched(
         actors.on_replaced.append(tell)
         meter.take()
         stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
-        cached = (decision.take_turns or membership is not None) and actor_specs.keeps_in_host(config, placement)
+        cached = (decision.take_turns or membership is not None) and route.keeps_in_host
         weights = WeightSync(
             config.sync if membership is None else config.sync.model_copy(update={"cache": True}),
             actors.workers,
             actors.engines,
-            lasting=actor_specs.is_lasting(config, placement),
+            lasting=route.lasting,
             in_cache=0 if cached else None,
         )
         stages = Stages(tracer, heartbeat)
@@ -463,12 +469,12 @@ def launched(
                 stages,
                 timeout_s=timeout_s,
                 residual_bytes=config.resources.residual_mib << 20,
-                bucket_bytes=send_buffer_bytes(config, kind),
+                bucket_bytes=route.send_buffer_bytes,
             )
         if membership is not None:
             progress = connect(plane.handle, name="pool")
             stack.callback(progress.close)
-            roles = membership.roles(actors, weights, stages, progress, send_buffer_bytes(config, kind))
+            roles = membership.roles(actors, weights, stages, progress, route.send_buffer_bytes)
             stack.callback(membership.tenant.stop)
         yield grpo.Run(
             config=config,
@@ -482,10 +488,10 @@ def launched(
             meter=meter,
             watch=DataPlaneWatch(client),
             reward_errors=RewardErrors(folder),
-            estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
-            sampling=actor_specs.sampling(config),
+            estimate=build_advantages(config.advantage, config.reward.weights),
+            sampling=sampling(config.rollout, n=config.algorithm.group_size, seed=config.run.seed),
             evaluations=evaluation_plans(config),
-            budget=actor_specs.budget(config),
+            budget=budget(config.trainer, config.model),
         )
 
 
@@ -493,7 +499,7 @@ def _opened(config: Config, run_id: str, *, one_host: bool) -> DataPlane:
     """Open the run's data plane. Raises UserError if a host cannot provide what the configuration asks for."""
     try:
         return open_data_plane(
-            actor_specs.data_plane(config),
+            config.dataplane.with_sampler(config.resolved_sampler),
             run_id=run_id,
             one_host=one_host,
             start_timeout_s=config.resources.start_timeout_s,

@@ -26,7 +26,8 @@ from ...codecs.batch import Batch, Jagged, Ragged
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import connect, open_data_plane
 from ..base_model.prepare import route_spec
-from ..cluster import actor_specs
+from ..cluster.rollout_specs import journal as journal_of
+from ..cluster.rollout_specs import rollout_setup, sampling
 from ..config.config import Config
 from ..config.load import load_config
 from ..errors import UserError
@@ -110,7 +111,7 @@ def _recorded(config: Config, run_dir: Path, version: int) -> dict[int, Journale
     Raises UserError if there is none, or if the run is itself a replay."""
     if config.run.replay is not None:
         raise UserError(f"{run_dir} is itself a replay of {config.run.replay}, expected the run that it replays")
-    kept = actor_specs.journal(config)
+    kept = journal_of(config)
     if kept is None:
         raise UserError(f"{run_dir} has no journal, expected a run with run.record=true")
     try:
@@ -148,12 +149,12 @@ async def _replay(
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     together = config.algorithm.prompts_per_step
     positions = sorted(recorded)
+    params = sampling(config.rollout, n=config.algorithm.group_size, seed=config.run.seed)
     local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
     with open_data_plane(local, in_process=True) as plane, connect(plane.handle, name="replay") as client:
-        client.register(
-            _PARTITION, row_schema(route_spec(config), config.data.columns), group_size=config.rows_per_group
-        )
-        setup = actor_specs.rollout_setup(config, 0, model, plane.handle, device)
+        schema = row_schema(route_spec(config.router_replay, config.model), config.data.columns)
+        client.register(_PARTITION, schema, group_size=config.rows_per_group)
+        setup = rollout_setup(config, 0, model, plane.handle, device)
         assert setup.engine is not None
         actor = RolloutActor(replace(setup, engine=replace(setup.engine, version=version), journal=None))
         tally, seconds = _Tally(), 0.0
@@ -163,7 +164,7 @@ async def _replay(
                 chunk = positions[first : first + together]
                 tell(f"rolling out group {first + len(chunk)} of {len(positions)}")
                 started = time.perf_counter()
-                await actor.worker.rollout(chunk, _PARTITION, actor_specs.sampling(config), fresh=True)
+                await actor.worker.rollout(chunk, _PARTITION, params, fresh=True)
                 seconds += time.perf_counter() - started
                 for position in chunk:
                     rows = recorded[position].rows

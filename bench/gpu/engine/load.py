@@ -20,7 +20,7 @@ import torch
 
 from ....actors.engines.factory import EngineConfig
 from ....actors.engines.protocol import Completion, GenerationEngine, SamplingParams
-from ....trainers.cluster import actor_specs
+from ....trainers.cluster.rollout_specs import sampling
 from ....trainers.config.config import Config
 from ....trainers.config.load import load_config
 from ....trainers.errors import UserError
@@ -115,7 +115,7 @@ def prepare(options: EngineOptions, folder: Path, given: Sequence[str] = ()) -> 
         rollout=config.rollout, model=config.model, device=device,
         max_model_len=work.prompt_tokens[1] + work.max_new_tokens, log=str(options.out / "engine.log"),
     )  # fmt: skip
-    params = replace(actor_specs.sampling(config), n=work.group_size, max_new_tokens=work.max_new_tokens, seed=1)
+    params = replace(sampling(config.rollout, n=work.group_size, seed=1), max_new_tokens=work.max_new_tokens)
     return EngineBench(config, setup, made_up_load(work.prompts, work.prompt_tokens, shape.tokens, params), options)
 
 

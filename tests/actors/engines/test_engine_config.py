@@ -9,10 +9,16 @@ import pytest
 
 from headrace.actors.engines.config import ModelConfig, RolloutConfig, engine_batch, engine_dtype, memory_share
 from headrace.tests.trainers.config.refusals import only_problem
-from headrace.trainers.cluster import actor_specs
+from headrace.trainers.cluster.engine_specs import engine_log, engine_setup, neighbour_bytes
+from headrace.trainers.cluster.rollout_specs import rollout_setup
+from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 
 VLLM, HF = RolloutConfig(engine="vllm"), RolloutConfig()
+
+
+def kept_free(config: Config) -> int:
+    return neighbour_bytes(config.pool, config.rollout, config.sync)
 
 
 def test_weights_are_bfloat16_on_gpus_alone() -> None:
@@ -51,14 +57,14 @@ def test_what_sleeps_on_a_pools_gpu_are_the_own_trainer_and_two_processes_of_eac
     gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1]}
     sections = {"pool": pool, "rollout": rollout, "resources": gpus, "algorithm": {"mode": "async"}}
     sections["sync"] = {"in_flight": "keep"}
-    kept = actor_specs.neighbour_bytes(build_config(sections))
+    kept = kept_free(build_config(sections))
     assert kept == (3 * 1128 + 2 * 1000) << 20, "each trainer has two buckets of 64 MiB"
     handle: Any = SimpleNamespace(store=SimpleNamespace(key="k"))
-    setup = actor_specs.engine_setup(build_config(sections), 1, "m", handle, "cuda:0")
+    setup = engine_setup(build_config(sections), 1, "m", handle, "cuda:0")
     assert setup.engine.kept_free_bytes == kept
-    assert actor_specs.engine_setup(build_config(sections), 1, "m", handle, "cpu").engine.kept_free_bytes == 0
-    assert actor_specs.neighbour_bytes(build_config({**sections, "rollout": {**rollout, "kv_cache": 512}})) == 0
-    assert actor_specs.neighbour_bytes(build_config({})) == 0
+    assert engine_setup(build_config(sections), 1, "m", handle, "cpu").engine.kept_free_bytes == 0
+    assert kept_free(build_config({**sections, "rollout": {**rollout, "kv_cache": 512}})) == 0
+    assert kept_free(build_config({})) == 0
 
 
 def test_an_engine_takes_sequences_as_long_as_training_and_validation_need() -> None:
@@ -80,19 +86,19 @@ def test_engines_too_short_for_the_run_are_refused() -> None:
 
 def test_a_setup_tells_the_engine_where_it_runs_and_where_its_log_is() -> None:
     config = build_config({"run": {"dir": "/r"}, "rollout": {"engine": "vllm"}})
-    assert actor_specs.engine_log(config, "rollout 3") == actor_specs.engine_log(config, "engine 3")
-    assert actor_specs.engine_log(config, "engine 3") == "/r/engines/engine-3.log"
-    assert actor_specs.engine_log(build_config({}), "engine 3") == ""
+    assert engine_log(config.run.dir, "rollout 3") == engine_log(config.run.dir, "engine 3")
+    assert engine_log(config.run.dir, "engine 3") == "/r/engines/engine-3.log"
+    assert engine_log(build_config({}).run.dir, "engine 3") == ""
 
 
 def test_an_actor_s_engine_is_told_its_length_its_place_and_its_log() -> None:
     sections = {"run": {"dir": "/r"}, "rollout": {"engine": "vllm"}, "data": {"max_prompt_tokens": 100}}
     config = build_config(sections)
     handle: Any = SimpleNamespace(store=SimpleNamespace(key="k"))
-    rollout = actor_specs.rollout_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True)
-    for engine in (rollout.engine, actor_specs.engine_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True).engine):
+    rollout = rollout_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True)
+    for engine in (rollout.engine, engine_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True).engine):
         assert engine is not None and engine.on_gpu and engine.shared_gpu
         assert (engine.max_model_len, engine.log) == (356, "/r/engines/engine-1.log")
-    alone = actor_specs.engine_setup(config, 0, "m", handle, "cpu").engine
+    alone = engine_setup(config, 0, "m", handle, "cpu").engine
     assert not alone.on_gpu and not alone.shared_gpu
-    assert actor_specs.rollout_setup(config, 1, "m", handle, None).engine is None
+    assert rollout_setup(config, 1, "m", handle, None).engine is None

@@ -16,11 +16,12 @@ from headrace.actors.process.own_process import ActorInfo
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import open_data_plane
 from headrace.tests import process_pool
-from headrace.trainers.cluster import actor_specs, gpu_bundles, run_actors
+from headrace.trainers.cluster import gpu_bundles, run_actors
 from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMeter, gather
 from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
-from headrace.trainers.cluster.placement import Placement
+from headrace.trainers.cluster.placement import Placement, PlacementRequest
 from headrace.trainers.cluster.ray_cluster import lean_start
+from headrace.trainers.cluster.weight_route import WeightRoute
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.start_times import StartTimes
@@ -107,10 +108,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, ExitStack], Seen
 
     def begin(config: Config, stack: ExitStack, reservation: Reservation | None = None) -> Seen:
         plane = stack.enter_context(open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}})))
-        cluster: Any = type("OneHost", (), {"num_nodes": 1})
-        reservation = reservation or reserve_places(config, START_S)
-        actor_specs.transport(config, reservation.placement)
-        starting = run_actors.start_actors(config, cluster, DriverMeter(), stack, reservation)
+        reservation = reservation or reserve_places(PlacementRequest.of(config), START_S)
+        route = WeightRoute.of(config.sync, reservation.placement, pooled=config.pool.address is not None)
+        starting = run_actors.start_actors(config, DriverMeter(), stack, reservation, route, one_host=True)
         with pytest.raises(Identified):
             starting.build("", plane, StartTimes())
         return Seen(list(handles), placements[-1])
@@ -228,10 +228,12 @@ def test_gpus_of_other_jobs_are_left_to_them(
         leave(address)
         wait_until(lambda: free_gpus() == 3)
         with pytest.raises(UserError, match=r"GPU 0 of \S+, expected a free one, but another"):
-            gpu_bundles.reserve_places(config(1, 1, resources={**mapped, "rollout_gpus": [0]}), START_S)
+            gpu_bundles.reserve_places(
+                PlacementRequest.of(config(1, 1, resources={**mapped, "rollout_gpus": [0]})), START_S
+            )
         wait_until(lambda: free_gpus() == 3)
         with pytest.raises(UserError, match=r"has 3 of 4 GPU\(s\) .* trainer.dp=3 with"):
-            gpu_bundles.reserve_places(config(1, 4), START_S)
+            gpu_bundles.reserve_places(PlacementRequest.of(config(1, 4)), START_S)
 
 
 @pytest.mark.slow
@@ -242,6 +244,6 @@ def test_gpus_that_another_job_takes_meanwhile_are_waited_for_in_bounds(monkeypa
         assert other.wait(30)
         monkeypatch.setattr(gpu_bundles, "read_hosts", lambda: read)
         with pytest.raises(UserError, match=r"Ray did not give 2 whole GPU\(s\) .* within \d s"):
-            gpu_bundles.reserve_places(config(1, 1), 3.0)
+            gpu_bundles.reserve_places(PlacementRequest.of(config(1, 1)), 3.0)
         remove_placement_group(other)
         wait_until(lambda: free_gpus() == 2)

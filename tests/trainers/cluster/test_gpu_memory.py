@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.trainers.cluster.gpu_memory import decide_roles, estimate, parameters
-from headrace.trainers.cluster.placement import Host, Placement, plan_placement
+from headrace.trainers.cluster.placement import Host, Placement, PlacementRequest, plan_placement
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 
@@ -44,13 +44,13 @@ def config(folder: Path, switch_roles: str = "auto", model: dict[str, Any] | Non
 
 def placed(chosen: Config, num_gpus: int) -> Placement:
     """Where a run stands on one host with so many GPUs."""
-    return plan_placement(chosen, [Host("host", num_gpus, tuple(range(num_gpus)), 64)])
+    return plan_placement(PlacementRequest.of(chosen), [Host("host", num_gpus, tuple(range(num_gpus)), 64)])
 
 
 def test_the_estimate_covers_what_was_measured(tmp_path: Path) -> None:
     """That run had 49 GiB at torch's peak in the trainer and 89 GiB on the GPU, both roles resident."""
     chosen = config(tmp_path)
-    assert parameters(chosen) == pytest.approx(596e6, rel=0.01)
+    assert parameters(chosen.model) == pytest.approx(596e6, rel=0.01)
     memory = estimate(chosen)
     assert memory is not None
     assert 49 <= sum(memory.trainer.values()) / GIB <= 1.25 * 49

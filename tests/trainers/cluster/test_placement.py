@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.trainers.cluster.placement import (
     Host,
     Placement,
+    PlacementRequest,
     plan_placement,
     train_groups,
     used_gpus,
@@ -87,7 +88,7 @@ def gpus(placement: Placement) -> tuple[list[tuple[int, ...]], list[tuple[int, .
 def test_each_shape_has_its_places(
     machine: list[int], asked: Config, layout: str, ranks: list[int], engines: list[list[int]]
 ) -> None:
-    placement = plan_placement(asked, hosts(*machine))
+    placement = plan_placement(PlacementRequest.of(asked), hosts(*machine))
     assert gpus(placement) == ([(gpu,) for gpu in ranks], [tuple(held) for held in engines])
     assert placement.layout == layout and placement.shared == (layout == "colocated")
     assert placement.sentence.startswith(f"GPUs: {layout}, ") and len(placement.sentence) < 300
@@ -120,41 +121,43 @@ def test_each_shape_has_its_places(
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_sentence(machine: list[Host], asked: Config, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        plan_placement(asked, machine)
+        plan_placement(PlacementRequest.of(asked), machine)
     assert sentence in str(caught.value) and str(caught.value).startswith(("resources.", "rollout."))
     assert "\n" not in str(caught.value)
 
 
 def test_without_gpus_everything_is_as_ray_likes() -> None:
     for machine, host in ((hosts(0), 0), (hosts(0, 0), None)):
-        placement = plan_placement(config(2, 2, actors=1, trainer={"dp": 2}, layout="colocated"), machine)
+        placement = plan_placement(
+            PlacementRequest.of(config(2, 2, actors=1, trainer={"dp": 2}, layout="colocated")), machine
+        )
         assert (placement.layout, placement.shared, placement.one_host) == ("cpu", False, host == 0)
         assert [(seat.name, seat.cpus, seat.host, seat.gpus) for seat in placement.seats] == [
             ("engine 0", 2, host, ()), ("engine 1", 2, host, ()), ("train worker 0", 1, host, ()),
             ("train worker 1", 1, host, ()), ("rollout 0", 1, host, ()),
         ]  # fmt: skip
     scripted = Config.model_validate({"rollout": {"engine": "scripted"}, "trainer": {"backend": "scripted"}})
-    assert plan_placement(scripted, hosts(8)).layout == "cpu"
+    assert plan_placement(PlacementRequest.of(scripted), hosts(8)).layout == "cpu"
 
 
 def test_rollout_actors_take_the_cpus_that_are_left_near_the_engines() -> None:
     machine = [Host("a", 2, (0, 1), 2), Host("b", 2, (0, 1), 4), Host("c", 0, (), 2)]
-    placement = plan_placement(config(2, actors=4, trainer={"dp": 2}), machine)
+    placement = plan_placement(PlacementRequest.of(config(2, actors=4, trainer={"dp": 2})), machine)
     assert [seat.host for seat in placement.engines] == [1, 1], placement
     assert [seat.host for seat in placement.rollouts] == [1, 1, 2, 2]
 
 
 def test_an_actor_returns_to_the_node_of_its_gpus() -> None:
     machine = [Host("a", 1, (0,), 8, "node a"), Host("b", 1, (0,), 8, "node b")]
-    placement = plan_placement(config(), machine)
+    placement = plan_placement(PlacementRequest.of(config()), machine)
     assert [seat.host for seat in (*placement.ranks, *placement.engines)] == [0, 1]
     assert placement.nodes_for("train worker 0", {"node a", "node b"}) == {"node a"}
     assert placement.nodes_for("rollout 0", {"node a", "node c"}) == set()
-    assert plan_placement(config(), hosts(0, 0)).nodes_for("rollout 0", {"node c"}) == {"node c"}
+    assert plan_placement(PlacementRequest.of(config()), hosts(0, 0)).nodes_for("rollout 0", {"node c"}) == {"node c"}
 
 
 def test_gpus_that_ray_gives_instead_keep_their_order() -> None:
-    placement = plan_placement(config(1, 2, trainer={"dp": 2}), hosts(8, free=[[0, 1]]))
+    placement = plan_placement(PlacementRequest.of(config(1, 2, trainer={"dp": 2})), hosts(8, free=[[0, 1]]))
     given = with_reserved_gpus(placement, {0: {6: "GPU-f", 3: "GPU-c"}})
     assert [(seat.gpus, seat.devices) for seat in given.seats] == [
         ((3, 6), ("GPU-c", "GPU-f")), ((3,), ("GPU-c",)), ((6,), ("GPU-f",)),
@@ -180,13 +183,15 @@ def shapes(draw: st.DrawFn) -> tuple[Config, list[Host]]:
 
 
 def test_colocated_roles_share_a_gpu_where_there_are_cpus_for_both() -> None:
-    placement = plan_placement(config(2, layout="colocated"), [Host("a", 1, (0,), 1), Host("b", 2, (0, 1), 3)])
+    placement = plan_placement(
+        PlacementRequest.of(config(2, layout="colocated")), [Host("a", 1, (0,), 1), Host("b", 2, (0, 1), 3)]
+    )
     assert placement.layout == "colocated"
     assert [(seat.host, seat.gpus) for seat in (*placement.ranks, *placement.engines)] == [
         (1, (0,)), (1, (0,)), (1, (1,)),
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"resources\.layout"):
-        plan_placement(config(layout="colocated"), [Host("a", 1, (0,), 1), Host("b", 1, (0,), 1)])
+        plan_placement(PlacementRequest.of(config(layout="colocated")), [Host("a", 1, (0,), 1), Host("b", 1, (0,), 1)])
 
 
 @given(shapes())
@@ -196,10 +201,10 @@ def test_no_plan_breaks_a_rule(shape: tuple[Config, list[Host]]) -> None:
     asked, machine = shape
     assume(any(host.num_gpus for host in machine))
     try:
-        placement = plan_placement(asked, machine)
+        placement = plan_placement(PlacementRequest.of(asked), machine)
     except UserError:
         return
-    assert placement == plan_placement(asked, machine)
+    assert placement == plan_placement(PlacementRequest.of(asked), machine)
     for seats in (placement.ranks, placement.engines):
         held = [(seat.host, gpu) for seat in seats for gpu in seat.gpus]
         assert len(held) == len(set(held)), "two processes of a role on a GPU"
@@ -223,5 +228,5 @@ def test_a_run_that_fits_on_one_host_s_gpus_is_not_refused(shape: tuple[Config, 
     asked, _ = shape
     train, rollout = asked.trainer.topology.world, asked.rollout.num_engines * asked.rollout.tp
     needed = max(train, rollout) if asked.resources.layout == "colocated" else train + rollout
-    placement = plan_placement(asked, hosts(0, needed))
+    placement = plan_placement(PlacementRequest.of(asked), hosts(0, needed))
     assert sorted(used_gpus(placement)) == [1] and len(used_gpus(placement)[1]) == needed

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
-from headrace.trainers.cluster.actor_specs import bucket_mib, data_plane
+from headrace.trainers.cluster.weight_route import bucket_mib
 from headrace.trainers.config.checks import capacity_problems, step_bytes, steps_in_store
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
@@ -265,18 +265,20 @@ def test_a_mesh_of_megatron(tmp_path: Path) -> None:
 def test_buckets_are_larger_between_gpus(tmp_path: Path) -> None:
     unset, given = load(tmp_path, ""), load(tmp_path, "sync: {bucket_mib: 8}")
     for kind in ("ipc", "collective", "store", "disk"):
-        assert bucket_mib(unset, kind, "cpu") == 64
-        assert bucket_mib(unset, kind, "cuda:1") == (512 if kind in ("ipc", "collective") else 64)
-        assert bucket_mib(given, kind, "cuda") == 8
+        assert bucket_mib(unset.sync, kind, "cpu", pooled=False) == 64
+        assert bucket_mib(unset.sync, kind, "cuda:1", pooled=False) == (512 if kind in ("ipc", "collective") else 64)
+        assert bucket_mib(given.sync, kind, "cuda", pooled=False) == 8
 
 
 def test_the_data_plane_may_import_the_samplers_that_the_configuration_names(tmp_path: Path) -> None:
     listed = load(tmp_path, "dataplane: {samplers: ['my:first']}")
-    assert data_plane(listed) is listed.dataplane and listed.dataplane.samplers == ("my:first",)
+    assert listed.dataplane.with_sampler(listed.resolved_sampler) is listed.dataplane and listed.dataplane.samplers == (
+        "my:first",
+    )
     own = load(tmp_path, "dataplane: {samplers: ['my:first']}", "algorithm.sampler=my:second")
-    assert data_plane(own).samplers == ("my:first", "my:second")
+    assert own.dataplane.with_sampler(own.resolved_sampler).samplers == ("my:first", "my:second")
     both = load(tmp_path, "dataplane: {samplers: ['my:first']}", "algorithm.sampler=my:first")
-    assert data_plane(both).samplers == ("my:first",)
+    assert both.dataplane.with_sampler(both.resolved_sampler).samplers == ("my:first",)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import yaml
 
 import headrace
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
-from headrace.trainers.cluster import actor_specs
+from headrace.trainers.cluster.rollout_specs import journal as journal_of
 from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.effects import EFFECTS, idle_key_problems, value_of
 from headrace.trainers.config.load import build_config, load_config, renamed_keys
@@ -208,7 +208,7 @@ def test_the_configuration_of_an_older_run_loads_with_a_warning(tmp_path: Path) 
 def test_a_journal_s_fingerprint_is_what_it_was(tmp_path: Path) -> None:
     """A run that is resumed takes its journal up only when the text is the same to the letter."""
     config = build_config({"run": {"checkpoint_every": 5}, "reward": {"functions": [{"kind": "my:f", "weight": 2}]}})
-    journal = actor_specs.journal(config)
+    journal = journal_of(config)
     assert journal is not None and journal.fingerprint == (
         '{"data": {"answer_field": "answer", "held_out": false, "options": {}, "prompt_field": "prompt", "seed": 0, '
         '"source": "task:reverse", "split": "train", "template": "{prompt}"}, "environment": ["single_turn", '

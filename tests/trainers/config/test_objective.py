@@ -10,13 +10,19 @@ from headrace.actors.rewards.config import REWARD_KINDS
 from headrace.actors.rewards.rubric import BUILT_REWARDS
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.advantages.config import AdvantageConfig
-from headrace.trainers.cluster.actor_specs import backend_config, reward_weights, tagged_rewards
+from headrace.trainers.cluster import rollout_specs
+from headrace.trainers.cluster.worker_specs import backend_config
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.losses.config import LossConfig
 
 RECOMPUTE = {"algorithm": {"prev_logprobs": "recompute"}}
 TWO = {"reward": {"functions": [{"kind": "exact_match", "weight": 0.5}, {"kind": "per_position", "weight": 2}]}}
+
+
+def tagged_rewards(config: Config) -> frozenset[str]:
+    dynamic = config.algorithm.dynamic_sampling.enabled
+    return rollout_specs.tagged_rewards(config.advantage, config.reward, dynamic=dynamic)
 
 
 def test_the_kinds_of_rewards_are_those_that_can_be_built() -> None:
@@ -51,7 +57,7 @@ def test_the_longest_answer_is_dr_grpos_constant_by_default() -> None:
 
 def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
     config = build_config({"advantage": {"kind": "gdpo"}, **TWO})
-    assert reward_weights(config) == {"exact_match": 0.5, "per_position": 2.0}
+    assert config.reward.weights == {"exact_match": 0.5, "per_position": 2.0}
     assert tagged_rewards(config) == {"exact_match", "per_position"}
     assert tagged_rewards(build_config(TWO)) == set()
     functions = [*TWO["reward"]["functions"], {"kind": "format", "weight": 0, "options": {"pattern": "x"}}]
@@ -116,4 +122,4 @@ def test_one_sentence_for_each_mistake(data: dict[str, Any], sentence: str) -> N
 def test_the_defaults_of_a_run_are_the_quickstarts() -> None:
     """Nothing new is on unless asked for."""
     assert backend_config(Config(), "model").loss == LossConfig(clip_low=0.2, clip_high=0.28)
-    assert Config().advantage == AdvantageConfig() and reward_weights(Config()) == {"exact_match": 1.0}
+    assert Config().advantage == AdvantageConfig() and Config().reward.weights == {"exact_match": 1.0}

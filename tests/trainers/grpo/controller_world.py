@@ -26,7 +26,7 @@ from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.weight_sync.memory_sender import MemorySender
 from headrace.tests.trainers.grpo.feed_world import World
 from headrace.trainers.advantages.estimators import build_advantages
-from headrace.trainers.cluster.actor_specs import backend_config, reward_weights
+from headrace.trainers.cluster.worker_specs import backend_config
 from headrace.trainers.config.config import Config
 from headrace.trainers.grpo.controllers import AfterStep, run_steps
 from headrace.trainers.grpo.feed import Feed
@@ -60,7 +60,7 @@ class Loop:
             meter=nothing,
             watch=nothing,
             reward_errors=SimpleNamespace(note=lambda *figures: None),
-            estimate=build_advantages(config.advantage, reward_weights(config)),
+            estimate=build_advantages(config.advantage, config.reward.weights),
             budget=budget or Budget(64),
             workers=self.workers,
             engines=SimpleNamespace(ahead_of=lambda version: False),

@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.tests.trainers.cluster import fake_ray
-from headrace.trainers.cluster import actor_specs
 from headrace.trainers.cluster.calls import ActorFailed, gather
+from headrace.trainers.cluster.rollout_specs import journal
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo import checkpoints as module
@@ -171,14 +171,14 @@ def test_a_run_without_checkpoints_leaves_none(tmp_path: Path, monkeypatch: pyte
 
 def fingerprint(**sections: Any) -> str:
     sections["run"] = {"dir": "/somewhere", "checkpoint_every": 5, **sections.get("run", {})}
-    found = actor_specs.journal(build_config(sections))
+    found = journal(build_config(sections))
     assert found is not None and found.folder == "/somewhere/journal"
     return found.fingerprint
 
 
 def test_a_run_that_cannot_be_resumed_has_no_journal() -> None:
-    assert actor_specs.journal(build_config({"run": {"checkpoint_minutes": 0}})) is None
-    assert actor_specs.journal(build_config({"run": {"checkpoint_every": 5, "journal": False}})) is None
+    assert journal(build_config({"run": {"checkpoint_minutes": 0}})) is None
+    assert journal(build_config({"run": {"checkpoint_every": 5, "journal": False}})) is None
 
 
 def test_the_journal_s_groups_are_for_the_same_settings_only(tmp_path: Path) -> None:

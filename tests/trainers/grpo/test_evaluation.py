@@ -11,7 +11,7 @@ import pytest
 
 from headrace.actors.rollout.results import EvaluationReport
 from headrace.trainers.cluster.calls import ActorFailed
-from headrace.trainers.cluster.evaluation_plans import evaluation_plans
+from headrace.trainers.cluster.rollout_specs import evaluation_plans
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.grpo import evaluation

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.rollout.results import EvaluationReport
-from headrace.trainers.cluster.evaluation_plans import evaluation_plans
+from headrace.trainers.cluster.rollout_specs import evaluation_plans
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError

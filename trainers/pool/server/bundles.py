@@ -20,8 +20,7 @@ from ray.exceptions import RaySystemError
 from ray.util.placement_group import PlacementGroup
 
 from ...cluster.gpu_bundles import LOOK_S, Bundle, Reservation, create_group, read_hosts, tell_gpus
-from ...cluster.placement import Host, place_as_mapped, used_gpus, with_reserved_gpus
-from ...config.config import Config
+from ...cluster.placement import Host, PlacementRequest, place_as_mapped, used_gpus, with_reserved_gpus
 from ...errors import UserError
 from ..state.status import PooledGpu
 from .client import NAMESPACE, PoolClient, actor_name
@@ -72,19 +71,19 @@ def _created(
             time.sleep(LOOK_S)
 
 
-def places_in_pool(config: Config, reserved: Sequence[PooledGpu]) -> Reservation:
+def places_in_pool(pool: str, request: PlacementRequest, reserved: Sequence[PooledGpu]) -> Reservation:
     """Return the places of a tenant's actors on the GPUs `reserved` of its pool. They are those of
     `resources.trainer_gpus` and `resources.rollout_gpus`.
 
     Raises UserError if the run cannot be placed there, or the pool's GPUs are no longer reserved.
     """
-    placement = place_as_mapped(config, _hosts(reserved))
+    placement = place_as_mapped(request, _hosts(reserved))
     on_host = _by_host(placement.hosts, reserved)
     used = {host: {gpu: on_host[host][gpu].device for gpu in gpus} for host, gpus in used_gpus(placement).items()}
     placement = with_reserved_gpus(placement, used)
     seats = (*placement.engines, *placement.ranks)
     bundles = {seat.name: on_host[seat.host][seat.gpus[0]].bundle for seat in seats if seat.host is not None}
-    return Reservation(placement, _group(config.pool.name), bundles)
+    return Reservation(placement, _group(pool), bundles)
 
 
 def _hosts(reserved: Sequence[PooledGpu]) -> tuple[Host, ...]:

@@ -16,7 +16,7 @@ from ....dataplane.owned_folder import process_start
 from ...cluster.calls import ActorFailed
 from ...cluster.gpu_bundles import Reservation, read_hosts
 from ...cluster.handles import EngineHandle, TrainHandle
-from ...cluster.placement import plan_placement
+from ...cluster.placement import PlacementRequest, plan_placement
 from ...cluster.run_actors import RunActors
 from ...config.config import Config
 from ...grpo.roles import TrainerMemory, fallen, residual_limit
@@ -64,9 +64,10 @@ class PoolMembership:
         """Return the places of the run's actors on the GPUs that the pool has reserved. Where its GPUs are numbers
         only, Ray chooses the places. Raises UserError if the run cannot be placed."""
         reserved = self._client.status().reserved
+        request = PlacementRequest.of(self._config)
         if reserved:
-            return places_in_pool(self._config, reserved)
-        return Reservation(plan_placement(self._config, read_hosts()))
+            return places_in_pool(self._config.pool.name, request, reserved)
+        return Reservation(plan_placement(request, read_hosts()))
 
     @property
     def sleep_level(self) -> int:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ....actors.engines.config import engine_batch
+from ....actors.engines.config import ModelConfig, RolloutConfig, engine_batch
 from ....actors.engines.vllm.options import default_on_cpu, token_bytes
 from ....actors.process.memory import assumed_machine, available_memory, gpu_sizes
 from ....actors.train.topology import Topology
 from ....codecs.integers import ceil_div, round_up
 from ....codecs.tokens.routes import RouteSpec
+from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config, route_spec
-from ...cluster import actor_specs
 from ...cluster.gpu_memory import (
     decide_roles,
     engine_bytes,
@@ -29,9 +29,10 @@ from ...cluster.gpu_memory import (
     trained_bytes,
     value_bytes,
 )
-from ...cluster.placement import Host, Placement, plan_placement
+from ...cluster.placement import Host, Placement, PlacementRequest, plan_placement
+from ...cluster.weight_route import WeightRoute
 from ...config.checks import ROLLOUT_TOKEN_BYTES, cautions, step_bytes
-from ...config.config import Config
+from ...config.config import Config, PoolConfig
 from ...errors import UserError
 
 
@@ -42,21 +43,19 @@ def plan_here(config: Config) -> Placement | None:
     assumed = assumed_machine()
     if config.resources.ray_address is not None and assumed is None:
         return None
-    here = local_host(config)
+    request = PlacementRequest.of(config)
+    here = local_host(config.resources.num_cpus or max(os.cpu_count() or 1, request.num_cpus))
     hosts = [replace(here, name=f"host {index}") for index in range(assumed.num_hosts)] if assumed else [here]
-    placement = plan_placement(config, hosts)
-    actor_specs.transport(config, placement)
+    placement = plan_placement(request, hosts)
+    WeightRoute.of(config.sync, placement, pooled=config.pool.address is not None)
     return placement
 
 
-def local_host(config: Config) -> Host:
+def local_host(num_cpus: int) -> Host:
     """Return this machine as the run's own Ray will see it. It has all GPUs that this process may use, and as many
-    logical CPUs as `resources.num_cpus` says or the run needs."""
-    rollout = config.rollout
-    needed = rollout.num_engines * rollout.tp + config.trainer.topology.world + (rollout.num_actors or 0)
+    logical CPUs as Ray is given."""
     gpus = count_gpus()
-    cpus = config.resources.num_cpus or max(os.cpu_count() or 1, needed)
-    return Host(socket.gethostname(), gpus, tuple(range(gpus)), cpus)
+    return Host(socket.gethostname(), gpus, tuple(range(gpus)), num_cpus)
 
 
 def count_gpus() -> int:
@@ -153,83 +152,91 @@ def describe(config: Config) -> str:
     """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError if
     the model cannot be used, as the run itself would."""
     check_model(config)
+    lines = ["placement"]
+    lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
+    lines += ["GPUs", *_gpu_lines(config), "memory", *_model_lines(config), *_store_lines(config)]
+    lines += ["plan of a step", *_plan_lines(config)]
+    lines += [f"note: {line}" for line in cautions(config)]
+    return "\n".join(lines)
+
+
+def _model_lines(config: Config) -> list[str]:
+    """Return the memory that the model takes in engines and train workers."""
+    trainer, rollout, model = config.trainer, config.rollout, config.model
+    params, reference = parameters(model), config.with_reference
+    if params is None:
+        return [f"  model            {model.path}: read when the run starts"]
+    trained = trained_bytes(trainer, params, with_reference=reference)
+    on_cpus = host_bytes(trainer, params, with_reference=reference, gpus=False)
+    on_gpus = host_bytes(trainer, params, with_reference=reference, gpus=True)
+    return [
+        f"  model            {params:,} parameters",
+        f"  train worker     {_size(trained)} weights, gradients, Adam" + (" and reference" * reference),
+        f"  engine           {_size(engine_bytes(rollout, model, params))} weights"
+        + f" in each of {rollout.tp} processes" * (rollout.tp > 1),
+        f"  host memory      {_size(on_cpus)} in each train worker without GPUs, {_size(on_gpus)} with GPUs",
+        *_memory_lines(config),
+    ]
+
+
+def _store_lines(config: Config) -> list[str]:
+    store, routes = config.dataplane.store, route_spec(config.router_replay, config.model)
+    largest = step_bytes(config, 0 if routes is None else routes.token_bytes)
+    lines = [] if routes is None else _route_lines(config.rollout, config.model, config.engine_length, routes)
+    return [
+        *lines,
+        f"  store ({store.kind})".ljust(19) + f"at most {_size(largest)} a step; {store.capacity_mib} MiB in all",
+    ]
+
+
+def _plan_lines(config: Config) -> list[str]:
+    """Return the rows and microbatches of a step, and the steps of the run."""
     algorithm, trainer = config.algorithm, config.trainer
     topology = trainer.topology
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
     per_replica = rows // topology.dp
     padded = round_up(longest, topology.pad_multiple)
     microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
-    lines = ["placement"]
-    lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
-    lines += ["GPUs", *_gpu_lines(config), "memory"]
-    params = parameters(config)
-    if params is None:
-        lines += [f"  model            {config.model.path}: read when the run starts"]
-    else:
-        trained = trained_bytes(config, params)
-        lines += [
-            f"  model            {params:,} parameters",
-            f"  train worker     {_size(trained)} weights, gradients, Adam"
-            + (" and reference" * config.with_reference),
-            f"  engine           {_size(engine_bytes(config, params))} weights"
-            + f" in each of {config.rollout.tp} processes" * (config.rollout.tp > 1),
-        ]
-    if params is not None:
-        lines += [
-            f"  host memory      {_size(host_bytes(config, params, gpus=False))} in each train worker without GPUs, "
-            f"{_size(host_bytes(config, params, gpus=True))} with GPUs"
-        ]
-        lines += _memory_lines(config)
-    store, routes = config.dataplane.store, route_spec(config)
-    route_bytes = 0 if routes is None else routes.token_bytes
-    lines += [] if routes is None else _route_lines(config, routes)
-    lines += [
-        f"  store ({store.kind})".ljust(19)
-        + f"at most {_size(step_bytes(config, route_bytes))} a step; {store.capacity_mib} MiB in all",
-        "plan of a step",
+    every = config.validation.every
+    return [
         f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
         "tokens",
         f"  {trainer.dp} replica(s) of {topology.replica_size} rank(s) x {per_replica} rows, at most {microbatches} "
         f"microbatch(es) of {trainer.tokens_per_microbatch} tokens each",
-        f"  {algorithm.steps} steps, validation every {config.validation.every}"
-        if config.validation.every
-        else f"  {algorithm.steps} steps, no validation",
+        f"  {algorithm.steps} steps, " + (f"validation every {every}" if every else "no validation"),
     ]
-    lines += [f"note: {line}" for line in cautions(config)]
-    return "\n".join(lines)
 
 
-def _pool_lines(config: Config) -> list[str]:
+def _pool_lines(pool: PoolConfig, trainer_gpus: Sequence[int], engine_gpus: Sequence[Sequence[int]]) -> list[str]:
     """Return the tenant's map: the pool's GPUs for training, and those of each engine. An engine is woken and put to
     sleep as a whole."""
-    train = config.resources.trainer_gpus or ()
     lines = [
-        f"  of pool {config.pool.name} at {config.pool.address}, with weight {config.pool.weight:g}",
-        f"  training         GPUs {', '.join(map(str, train))}",
+        f"  of pool {pool.name} at {pool.address}, with weight {pool.weight:g}",
+        f"  training         GPUs {', '.join(map(str, trainer_gpus))}",
     ]
-    for shard, gpus in enumerate(config.engine_gpus):
-        shared = ", asleep while this run trains" * bool(set(gpus) & set(train))
+    for shard, gpus in enumerate(engine_gpus):
+        shared = ", asleep while this run trains" * bool(set(gpus) & set(trainer_gpus))
         lines.append(f"  shard {shard:<10} GPUs {', '.join(map(str, gpus))}: engine {shard}{shared}")
     return lines
 
 
 def _gpu_lines(config: Config) -> list[str]:
     if config.pool.address is not None:
-        return _pool_lines(config)
+        return _pool_lines(config.pool, config.resources.trainer_gpus or (), config.engine_gpus)
     placement = plan_here(config)
     if placement is None:
         return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]
     return gpu_lines(placement)
 
 
-def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
+def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, routes: RouteSpec) -> list[str]:
     """Return what the routes cost in the store and in a vLLM engine's host memory. It is the bytes per token in the
-    store, and the memory in which the engine keeps one route for each token of its key-value cache, with all layers."""
+    store, and the memory in which the engine keeps one route for each token of its key-value cache, with all layers.
+    longest: number of tokens of the longest sequence."""
     lines = [f"  routes           {routes.token_bytes} bytes per token, beside {ROLLOUT_TOKEN_BYTES} without them"]
-    rollout = config.rollout
     if rollout.engine != "vllm":
         return lines
-    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
+    per_token = token_bytes(model_config(model), value_bytes=value_bytes(model), tp=rollout.tp)
     slot = routes.hidden_layers * routes.top_k * (1 if routes.num_experts <= VLLM_BYTE_EXPERTS else 2)
     if per_token is None:
         return lines
@@ -237,7 +244,7 @@ def _route_lines(config: Config, routes: RouteSpec) -> list[str]:
         size = (
             rollout.kv_cache << 20
             if rollout.kv_cache != "auto"
-            else default_on_cpu(per_token, config.engine_length, engine_batch(rollout, gpu=False), available_memory())
+            else default_on_cpu(per_token, longest, engine_batch(rollout, gpu=False), available_memory())
         )
         return [*lines, f"  route buffer     {_size(size / per_token * slot)} of host memory in each engine"]
     return [*lines, f"  route buffer     {slot / per_token:.2%} of the size of a GPU's key-value cache, in host memory"]
@@ -267,16 +274,14 @@ def _memory_lines(config: Config) -> list[str]:
     return lines
 
 
-def check_host_memory(config: Config, params: int, total: int) -> None:
-    """Raise UserError if the train workers together need more host memory than `total` bytes. A no-op for a run that
-    joins a Ray cluster, and on a machine without GPUs."""
-    if config.resources.ray_address is not None or not has_gpus():
-        return
-    world = config.trainer.topology.world
-    needed = host_bytes(config, params, gpus=True)
+def check_host_memory(trainer: TrainerConfig, params: int, total: int, *, model: str, with_reference: bool) -> None:
+    """Raise UserError if the train workers together need more host memory beside their GPUs than `total` bytes. model:
+    path of the model, which has `params` parameters."""
+    world = trainer.topology.world
+    needed = host_bytes(trainer, params, with_reference=with_reference, gpus=True)
     if needed * world > total:
         raise UserError(
-            f"model.path: got {config.model.path!r} with {params:,} parameters, expected at most {_size(total)} of "
+            f"model.path: got {model!r} with {params:,} parameters, expected at most {_size(total)} of "
             f"host memory, which this machine has, for {world} train worker(s) of {_size(needed)}"
         )
 

@@ -6,32 +6,37 @@ import importlib.util
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from ....actors.engines.config import ModelConfig, RolloutConfig
 from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
 from ....actors.environments.factory import check_environment
 from ....actors.process.memory import assumed_machine, total_memory
+from ....actors.rewards.config import RewardConfig
 from ....actors.rewards.rubric import check_rewards
-from ....actors.rollout.config import is_generated
+from ....actors.rollout.config import DataConfig, is_generated
+from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.rank_samplers import RankShares
 from ....dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
+from ....dataplane.directory.samplers import TaskConfig
 from ....dataplane.factory import check_store
 from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.security.trusted_network import check_trust
 from ...base_model.prepare import check_model, model_config
-from ...cluster import actor_specs
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
-from ...config.config import Config
+from ...config.config import AlgorithmConfig, Config, RunConfig
+from ...config.evaluation import EvaluationConfig
 from ...errors import ConfigError
+from ...losses.config import LossConfig
 from ...observe.run_folder import has_figures
 from ...observe.trackers import wanted_trackers
 from .dry_run import check_host_memory, plan_here
 from .prompts import read_prompts
 
-Check = Callable[[Config], list[str] | None]
+Check = Callable[[], list[str] | None]
 """Function that raises ValueError or ConfigError if a run cannot work, and returns what only the run itself can
 check."""
 CONNECT_TIMEOUT_S = 5.0
@@ -41,13 +46,15 @@ CONNECT_TIMEOUT_S = 5.0
 def check_quickly(config: Config, *, resume: bool = False) -> None:
     """Check what `check_start` checks, but for the prompts, which take seconds to read. If something is wrong, the
     prompts are checked, too, so that the ConfigError has all mistakes. The caller must then call `check_prompts`."""
-    _check(config, _quick_checks(resume), otherwise=(read_prompts,))
+    check_extras(config)
+    _check(_quick_checks(config, resume), otherwise=lambda: read_prompts(config))
 
 
 def check_prompts(config: Config) -> None:
     """Check the tokenizer and the prompts of a run that `check_quickly` has found in order. Raises ConfigError as
     `check_start` does."""
-    _check(config, [read_prompts])
+    check_extras(config)
+    _check([lambda: read_prompts(config)])
 
 
 def check_start(config: Config, *, resume: bool = False) -> list[str]:
@@ -57,52 +64,58 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
     Returns one line for each check that only the run itself can make, for example because the model is not on this
     machine yet. config: must have `run.dir` set, see `with_run_dir`.
     """
-    return _check(config, [*_quick_checks(resume), read_prompts])
+    check_extras(config)
+    return _check([*_quick_checks(config, resume), lambda: read_prompts(config)])
 
 
 def check_evaluation(config: Config) -> None:
     """Check what the evaluation of a model without a training run needs. It needs the model, the rewards, and the
     packages for these and for the prompts. Raises ConfigError with one sentence for each mistake."""
-    _check(config, [check_model, _check_rewards, _check_environment], extras=check_evaluation_extras)
+    _expect_installed(_evaluation_packages(config))
+    _check(
+        [
+            lambda: check_model(config),
+            lambda: _check_rewards(config.reward, config.evaluation),
+            lambda: check_environment(config.environment, config.rollout),
+        ]
+    )
 
 
-def _quick_checks(resume: bool) -> list[Check]:
+def _quick_checks(config: Config, resume: bool) -> list[Check]:
+    resources, rollout = config.resources, config.rollout
     return [
-        lambda config: _check_run_dir(config, resume=resume),
-        check_model,
-        _check_kv_cache,
-        _check_engine_arguments,
-        _check_rewards,
-        _check_environment,
-        _check_loss,
-        _check_sampler,
-        _check_ray_address,
-        _check_store,
-        _check_gpus,
-        _check_memory,
+        lambda: _check_run_dir(config.run, resume=resume),
+        lambda: check_model(config),
+        lambda: _check_kv_cache(rollout, config.model, config.engine_length),
+        lambda: _check_engine_arguments(rollout),
+        lambda: _check_rewards(config.reward, config.evaluation),
+        lambda: check_environment(config.environment, rollout),
+        lambda: _check_loss(config.loss, config.data, rollout.max_new_tokens),
+        lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
+        lambda: _check_ray_address(resources.ray_address),
+        lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
+        lambda: _check_gpus(config),
+        lambda: _check_memory(config),
     ]
 
 
-def _check(
-    config: Config,
-    checks: Sequence[Check],
-    otherwise: Sequence[Check] = (),
-    extras: Callable[[Config], None] | None = None,
-) -> list[str]:
-    """Run all checks, and `otherwise` as well if one of them fails. Returns the lines that the checks return. extras:
-    check of the optional packages, which comes first."""
-    (extras or check_extras)(config)
+def _check(checks: Sequence[Check], otherwise: Check | None = None) -> list[str]:
+    """Run all checks, and `otherwise` as well if one of them fails. Returns the lines that the checks return."""
     problems: list[str] = []
     left: list[str] = []
-    for check in (*checks, *otherwise):
-        if check in otherwise and not problems:
-            break
+
+    def run(check: Check) -> None:
         try:
-            left += check(config) or []
+            left.extend(check() or [])
         except ConfigError as error:
-            problems += error.problems
+            problems.extend(error.problems)
         except ValueError as error:
             problems.append(str(error))
+
+    for check in checks:
+        run(check)
+    if problems and otherwise is not None:
+        run(otherwise)
     if problems:
         raise ConfigError(problems)
     return left
@@ -111,9 +124,9 @@ def _check(
 # ---------------------------------------------------------------- the run folder
 
 
-def _check_run_dir(config: Config, *, resume: bool) -> None:
-    assert config.run.dir is not None, "with_run_dir sets it"
-    path = Path(config.run.dir)
+def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
+    assert run.dir is not None, "with_run_dir sets it"
+    path = Path(run.dir)
     if resume:
         if not has_figures(path):
             raise ValueError(f"run.dir: {path} holds no run to resume, expected the folder of an earlier run")
@@ -136,59 +149,53 @@ def _check_run_dir(config: Config, *, resume: bool) -> None:
 # ---------------------------------------------------------------- the user's code
 
 
-def _check_rewards(config: Config) -> None:
-    check_rewards(config.reward.functions)
-    for name, one in config.evaluation.items():
+def _check_rewards(reward: RewardConfig, evaluation: Mapping[str, EvaluationConfig]) -> None:
+    check_rewards(reward.functions)
+    for name, one in evaluation.items():
         try:
             check_rewards(one.reward.functions if one.reward else ())
         except ValueError as error:
             raise ValueError(f"evaluation.{name}: {error}") from error
 
 
-def _check_kv_cache(config: Config) -> None:
-    """Raise ValueError if `rollout.kv_cache` is too small for one sequence. If the model's config is not on this
-    machine, only the engine checks it."""
-    rollout = config.rollout
+def _check_kv_cache(rollout: RolloutConfig, model: ModelConfig, longest: int) -> None:
+    """Raise ValueError if `rollout.kv_cache` is too small for one sequence of `longest` tokens. If the model's config
+    is not on this machine, only the engine checks it."""
     if rollout.engine != "vllm" or rollout.kv_cache == "auto" or "kv_cache_dtype" in rollout.vllm:
         return
-    per_token = token_bytes(model_config(config), value_bytes=value_bytes(config), tp=rollout.tp)
-    check_cache(rollout.kv_cache << 20, per_token, config.engine_length)
+    per_token = token_bytes(model_config(model), value_bytes=value_bytes(model), tp=rollout.tp)
+    check_cache(rollout.kv_cache << 20, per_token, longest)
 
 
-def _check_engine_arguments(config: Config) -> None:
+def _check_engine_arguments(rollout: RolloutConfig) -> None:
     """Check `rollout.vllm` against the arguments of the vLLM that is installed here, in a process of its own."""
-    if config.rollout.engine != "vllm" or not config.rollout.vllm:
+    if rollout.engine != "vllm" or not rollout.vllm:
         return
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             ["rollout.vllm: vLLM is not installed here, expected it: `make vllm` on a CPU, the extra `vllm` for GPUs"]
         )
-    if problems := problems_in_child(config.rollout.vllm):
+    if problems := problems_in_child(rollout.vllm):
         raise ConfigError(problems)
 
 
-def _check_loss(config: Config) -> None:
+def _check_loss(loss: LossConfig, data: DataConfig, max_new_tokens: int) -> None:
     """Try a loss of the user's own on made-up rows, and check the names of the columns that it reads."""
-    if ":" in config.loss.kind:
+    if ":" in loss.kind:
         from ....actors.protocols import row_schema  # imports torch, which checks do without
-        from ...cluster.actor_specs import backend_config
         from ...losses.policy_loss import build_loss
 
-        row_schema(None, config.data.columns)
-        build_loss(backend_config(config, config.model.path).loss, config.data.columns)
+        row_schema(None, data.columns)
+        build_loss(loss.with_length_norm(max_new_tokens), data.columns)
 
 
-def _check_environment(config: Config) -> None:
-    check_environment(config.environment, config.rollout)
-
-
-def _check_sampler(config: Config) -> None:
-    task = actor_specs.task(config, 0, ())
+def _check_sampler(sampler: str, algorithm: AlgorithmConfig, plane: DataPlaneConfig) -> None:
+    task = TaskConfig("train", sampler, algorithm.sampler_options)
     try:
         if task.sampler in FOR_RANKS:
             needed = RankShares.arguments
         else:
-            needed = build_sampler(task, actor_specs.data_plane(config).samplers).arguments
+            needed = build_sampler(task, plane.with_sampler(sampler).samplers).arguments
     except ValueError as error:
         raise ValueError(f"algorithm.sampler: {error}") from error
     if needed:
@@ -201,9 +208,8 @@ def _check_sampler(config: Config) -> None:
 # ---------------------------------------------------------------- the machine
 
 
-def _check_ray_address(config: Config) -> None:
+def _check_ray_address(given: str | None) -> None:
     """Raise ValueError when no connection to the cluster at `resources.ray_address` can be opened."""
-    given = config.resources.ray_address
     if given is None or given == "local" or assumed_machine() is not None:
         return
     try:
@@ -230,11 +236,11 @@ def _cluster_address(given: str) -> str:
     return get_ray_address_from_environment(given, None)
 
 
-def _check_store(config: Config) -> None:
-    if config.resources.ray_address is None:
-        check_store(config.dataplane)
-    else:  # a cluster whose number of hosts is not known yet
-        check_trust(config.dataplane, config.dataplane.store.kind, one_host=True)
+def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
+    if not joins_ray:
+        check_store(plane)
+    else:  # the number of hosts of that cluster is not known yet
+        check_trust(plane, plane.store.kind, one_host=True)
 
 
 def _check_gpus(config: Config) -> None:
@@ -247,20 +253,20 @@ def _check_memory(config: Config) -> None:
     """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
     ValueError if the weights, gradients and optimizer state of all train workers and engines need more. With GPUs,
     raises UserError if the part that the train workers keep in host memory needs more."""
-    params = parameters(config)
-    if assumed_machine() is not None:
+    trainer, rollout, model = config.trainer, config.rollout, config.model
+    params, reference = parameters(model), config.with_reference
+    if assumed_machine() is not None or params is None or config.resources.ray_address is not None:
         return
-    if params is not None:
-        check_host_memory(config, params, total_memory())
-    if params is None or config.resources.ray_address is not None or has_gpus():
+    if has_gpus():
+        check_host_memory(trainer, params, total_memory(), model=model.path, with_reference=reference)
         return
-    world, engines = config.trainer.topology.world, config.rollout.num_engines
-    worker = trained_bytes(config, params) if config.trainer.backend != "scripted" else 0
-    engine = engine_bytes(config, params) * config.rollout.tp if config.rollout.engine != "scripted" else 0
+    world, engines = trainer.topology.world, rollout.num_engines
+    worker = trained_bytes(trainer, params, with_reference=reference) if trainer.backend != "scripted" else 0
+    engine = engine_bytes(rollout, model, params) * rollout.tp if rollout.engine != "scripted" else 0
     needed, total = worker * world + engine * engines, total_memory()
     if needed > total:
         raise ValueError(
-            f"model.path: got {config.model.path!r} with {params:,} parameters, but this machine has "
+            f"model.path: got {model.path!r} with {params:,} parameters, but this machine has "
             f"{total / 2**30:.1f} GiB of memory and no GPU; expected at least {needed / 2**30:.1f} GiB, for {world} "
             f"train worker(s) of {worker / 2**30:.1f} GiB and {engines} engine(s) of {engine / 2**30:.1f} GiB"
         )
@@ -271,21 +277,16 @@ def _check_memory(config: Config) -> None:
 
 def check_extras(config: Config) -> None:
     """Raise ConfigError if optional packages are missing, with one sentence for each that names its extra."""
-    _raise_if_missing([*_needs(config), *_evaluation_needs(config)])
+    _expect_installed([*_run_packages(config), *_evaluation_packages(config)])
 
 
-def check_evaluation_extras(config: Config) -> None:
-    """Raise ConfigError as `check_extras` does, but only for packages that prompts and rewards need."""
-    _raise_if_missing([*_evaluation_needs(config)])
-
-
-def _raise_if_missing(needs: Sequence[tuple[str, str, str]]) -> None:
+def _expect_installed(needs: Iterable[tuple[str, str, str]]) -> None:
     missing = [need for need in needs if importlib.util.find_spec(need[0]) is None]
     if missing:
         raise ConfigError([str(MissingExtra(*need)) for need in missing])
 
 
-def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
+def _run_packages(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield each optional package that the run uses, as (package, what uses it, extra that installs it).
 
     Packages of engines and backends are not among them: these check for their packages themselves, within the first
@@ -306,8 +307,8 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"
 
 
-def _evaluation_needs(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield each optional package that the prompts and rewards of the configuration use, as `_needs` does."""
+def _evaluation_packages(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield each optional package that the prompts and rewards of the configuration use, as `_run_packages` does."""
     for key, source in config.sources:
         if source and source.startswith("reasoning-gym:"):
             yield "reasoning_gym", f"{key}={source}", "reasoning-gym"

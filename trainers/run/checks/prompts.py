@@ -12,7 +12,7 @@ from typing import Any
 from ....actors.environments.factory import kind_of
 from ....actors.protocols import PromptRow, PromptSource
 from ....actors.rollout.config import is_generated
-from ...cluster.evaluation_plans import evaluation_plans
+from ...cluster.rollout_specs import evaluation_plans
 from ...config.config import Config
 
 READ_PROMPTS = 10_000

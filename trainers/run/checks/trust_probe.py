@@ -25,7 +25,7 @@ from ....codecs.jagged import pack
 from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
 from ...backends.config import BackendConfig
 from ...backends.factory import build_backend
-from ...cluster import actor_specs
+from ...cluster.rollout_specs import sampling
 from ...config.config import Config
 from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
@@ -123,7 +123,7 @@ Rows = list[tuple[np.ndarray, Completion]]
 async def _sample(config: Config, spec: RouteSpec | None) -> Rows:
     tokenizer = load_tokenizer(config.model.path)
     prompts = encode_prompts(tokenizer, PROMPTS)
-    params = replace(actor_specs.sampling(config), n=1, max_new_tokens=TOKENS // len(PROMPTS))
+    params = replace(sampling(config.rollout, n=1, seed=config.run.seed), max_new_tokens=TOKENS // len(PROMPTS))
     setup = EngineConfig(
         config.rollout,
         config.model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 import ray
 
 from headrace.tests.trainers.cluster.test_gpu_bundles import QUIET, START_S, Seen, nodes, start, wait_until
-from headrace.trainers.cluster.placement import Host
+from headrace.trainers.cluster.gpu_bundles import Reservation
+from headrace.trainers.cluster.placement import Host, PlacementRequest
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.pool.server.bundles import places_in_pool, reserve_pool
@@ -41,6 +42,10 @@ def tenant(name: str, train: list[int], rollout: list[int], tp: int = 1) -> Conf
     )  # fmt: skip
 
 
+def places(config: Config, reserved: Sequence[PooledGpu]) -> Reservation:
+    return places_in_pool(config.pool.name, PlacementRequest.of(config), reserved)
+
+
 def free_gpus() -> float:
     return ray.available_resources().get("GPU", 0)
 
@@ -56,16 +61,16 @@ def test_actors_of_several_tenants_stand_on_the_same_gpus_and_see_those_of_their
         assert free_gpus() == 0
         with ExitStack() as stack:
             wide = tenant("wide", [3], [0, 1, 2, 3], tp=2)
-            seen = start(wide, stack, places_in_pool(wide, reserved)).table()
+            seen = start(wide, stack, places(wide, reserved)).table()
             assert seen.pop("rollout 0")[1] == ""
             assert seen == {"engine 0": (0, "0,1"), "engine 1": (1, "0,1"), "train worker 0": (1, "1")}
             beside = tenant("beside", [2], [1, 2])
-            seen = start(beside, stack, places_in_pool(beside, reserved)).table()
+            seen = start(beside, stack, places(beside, reserved)).table()
             assert seen["train worker 0"] == (1, "0") == seen["engine 1"] and seen["engine 0"] == (0, "1")
         pool.close()
         wait_until(lambda: free_gpus() == 4)
         with pytest.raises(UserError, match="the GPUs of pool 'pool' are not reserved in Ray any more"):
-            places_in_pool(beside, reserved)
+            places(beside, reserved)
 
 
 def test_a_pool_waits_in_bounds_for_gpus_that_another_job_holds() -> None:
@@ -97,13 +102,13 @@ def test_numbers_are_those_of_the_pool_wherever_the_tenant_is(monkeypatch: pytes
         PooledGpu("first", "a", 0, "0", 2), PooledGpu("mine", "b", 0, "GPU-x", 0),
         PooledGpu("mine", "b", 1, "GPU-y", 1),
     )  # fmt: skip
-    found = places_in_pool(tenant("t", [0], [0, 1, 2]), reserved)
+    found = places(tenant("t", [0], [0, 1, 2]), reserved)
     assert found.bundles == {"train worker 0": 2, "engine 0": 2, "engine 1": 0, "engine 2": 1}
     seats = {seat.name: (seat.host, seat.devices, seat.cpus) for seat in found.placement.seats}
     assert seats["engine 2"] == (1, ("GPU-y",), 0) and seats["train worker 0"] == (0, ("0",), 0)
     assert found.placement.hosts[seats["rollout 0"][0] or 0].name in ("first", "mine") and seats["rollout 0"][2] == 1
     with pytest.raises(UserError, match=r"resources.rollout_gpus: got GPU 3, expected a number below 3"):
-        places_in_pool(tenant("t", [0], [0, 3]), reserved)
+        places(tenant("t", [0], [0, 3]), reserved)
     monkeypatch.setattr(pool_bundles, "read_hosts", lambda: hosts[:1])
     with pytest.raises(UserError, match="the pool's host first is gone from the Ray cluster"):
-        places_in_pool(tenant("t", [0], [0, 1]), reserved)
+        places(tenant("t", [0], [0, 1]), reserved)

@@ -37,27 +37,34 @@ def test_microbatches_count_padded_rows() -> None:
     assert "2 replica(s) of 4 rank(s) x 128 rows, at most 13 microbatch(es) of 280 tokens each" in text
 
 
+def trained(config: Config, params: int = 1000) -> int:
+    return trained_bytes(config.trainer, params, with_reference=config.with_reference)
+
+
+def on_host(config: Config, *, gpus: bool, params: int = 1000) -> int:
+    return host_bytes(config.trainer, params, with_reference=config.with_reference, gpus=gpus)
+
+
 def test_memory_as_the_backend_splits_it() -> None:
-    assert trained_bytes(config(dp=2, tp=2), 1000) == 4000
-    assert trained_bytes(config(backend="megatron", dp=2, tp=2, pp=2), 1000) == 3000
-    assert trained_bytes(config(backend="megatron", dp=2, tp=2, distributed_optimizer=False), 1000) == 8000
+    assert trained(config(dp=2, tp=2)) == 4000
+    assert trained(config(backend="megatron", dp=2, tp=2, pp=2)) == 3000
+    assert trained(config(backend="megatron", dp=2, tp=2, distributed_optimizer=False)) == 8000
 
 
-def test_host_memory_is_that_of_a_rank_s_own_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_that_of_a_rank_s_own_pieces() -> None:
     kept = config(dp=4, tp=2).model_copy(update={"loss": LossConfig(kl_coef=0.1)})
-    assert host_bytes(kept, 1000, gpus=False) == trained_bytes(kept, 1000) == 1000 * 4 * 5 // 8
+    assert on_host(kept, gpus=False) == trained(kept) == 1000 * 4 * 5 // 8
     half = kept.model_copy(update={"trainer": kept.trainer.model_copy(update={"mixed_precision": True})})
-    assert trained_bytes(half, 1000) == 1000 * (4 * 4 + 2) // 8, "a reference model in bfloat16"
-    assert host_bytes(kept, 1000, gpus=True) == 1000 * 4 // 8, "the reference alone, and of that its pieces"
+    assert trained(half) == 1000 * (4 * 4 + 2) // 8, "a reference model in bfloat16"
+    assert on_host(kept, gpus=True) == 1000 * 4 // 8, "the reference alone, and of that its pieces"
     alone = config().model_copy(update={"loss": LossConfig(kl_coef=0.1)})
-    assert host_bytes(alone, 1000, gpus=True) == 0, "one rank has it on its GPU"
+    assert on_host(alone, gpus=True) == 0, "one rank has it on its GPU"
     offloaded = config(dp=4, tp=2, offload=True)
-    assert host_bytes(offloaded, 1000, gpus=True) == 1000 * 4 * 4 // 8
+    assert on_host(offloaded, gpus=True) == 1000 * 4 * 4 // 8
     assert "host memory" in describe(config(dp=2))
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
-    check_host_memory(offloaded, 1000, 16_000)
+    check_host_memory(offloaded.trainer, 1000, 16_000, model="m", with_reference=False)
     with pytest.raises(UserError, match=r"1,000 parameters, expected at most 15.6 KiB .* 8 train worker.s. of 2.0 KiB"):
-        check_host_memory(offloaded, 1000, 15_999)
+        check_host_memory(offloaded.trainer, 1000, 15_999, model="m", with_reference=False)
 
 
 @pytest.mark.parametrize(

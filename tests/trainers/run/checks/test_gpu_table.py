@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from headrace.actors.process.own_process import show_gpus, shown_gpus
+from headrace.actors.weight_sync.config import SyncConfig
 from headrace.tests.trainers.config.refusals import only_problem
-from headrace.trainers.cluster import actor_specs
-from headrace.trainers.cluster.placement import Host, plan_placement
+from headrace.trainers.cluster.placement import Host, PlacementRequest, plan_placement
+from headrace.trainers.cluster.weight_route import WeightRoute
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.run.checks import doctor
@@ -51,7 +52,7 @@ def test_a_dry_run_shows_who_stands_where(two_gpus: None) -> None:
 
 
 def test_lines_take_further_text() -> None:
-    placement = plan_placement(Config(), [Host("a", 4, (1, 3), 8)])
+    placement = plan_placement(PlacementRequest.of(Config()), [Host("a", 4, (1, 3), 8)])
     first, *rows = gpu_lines(placement, {3: "engine 4.0 GiB"})
     assert "because the 2 free GPU(s) hold 1 train worker(s) beside 1 engine process(es)" in first
     assert [" ".join(row.split()) for row in rows] == [
@@ -102,20 +103,25 @@ def test_the_doctor_names_the_layout(two_gpus: None, monkeypatch: pytest.MonkeyP
 )
 def test_the_transport_fits_the_placement(gpus: tuple[int, ...], layout: str, given: str, kind: str) -> None:
     config = Config.model_validate({"resources": {"layout": layout}, "sync": {"transport": given}})
-    placement = plan_placement(config, [Host(str(index), n, tuple(range(n)), 8) for index, n in enumerate(gpus)])
+    placement = plan_placement(
+        PlacementRequest.of(config), [Host(str(index), n, tuple(range(n)), 8) for index, n in enumerate(gpus)]
+    )
     if " " in kind:
         with pytest.raises(UserError, match=f"^sync.transport: got '{given}' .*{kind}"):
-            actor_specs.transport(config, placement)
+            WeightRoute.of(config.sync, placement, pooled=False)
     else:
-        assert actor_specs.transport(config, placement) == kind
+        assert WeightRoute.of(config.sync, placement, pooled=False).kind == kind
 
 
 def test_shared_gpus_on_two_hosts_go_through_the_store() -> None:
-    placement = plan_placement(pair(), [Host("a", 1, (0,), 8), Host("b", 1, (0,), 8)])
+    placement = plan_placement(PlacementRequest.of(pair()), [Host("a", 1, (0,), 8), Host("b", 1, (0,), 8)])
     assert placement.shared and not placement.one_host
-    assert actor_specs.transport(pair(), placement) == "store" and actor_specs.is_lasting(pair(), placement)
-    together = plan_placement(pair(), [Host("a", 2, (0, 1), 8)])
-    assert not actor_specs.is_lasting(pair(), together), "the next version overwrites the memory of a GPU"
+    route = WeightRoute.of(SyncConfig(), placement, pooled=False)
+    assert route.kind == "store" and route.lasting
+    together = plan_placement(PlacementRequest.of(pair()), [Host("a", 2, (0, 1), 8)])
+    assert not WeightRoute.of(SyncConfig(), together, pooled=False).lasting, (
+        "the next version overwrites the memory of a GPU"
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from headrace.trainers.base_model.made_tokenizers import make_tokenizer
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.gpu_bundles import Reservation
 from headrace.trainers.cluster.placement import ON_CPUS
-from headrace.trainers.config.config import Config, with_run_dir
+from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.run import early_ray, launch
@@ -184,7 +184,7 @@ def test_a_mistake_is_told_by_the_dry_run_and_by_the_start(
 class FakeCluster:
     """Ray as the start sees it until the prompts are checked."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self) -> None:
         self.closed = False
         self.num_nodes, self.num_gpus = 1, 0
 
@@ -199,13 +199,13 @@ def fake_clusters(monkeypatch: pytest.MonkeyPatch) -> list[FakeCluster]:
     """Have a start open fake clusters, which the list gets, and no actors."""
     opened: list[FakeCluster] = []
 
-    def open_cluster(config: Config) -> FakeCluster:
-        opened.append(FakeCluster(config))
+    def open_cluster(*_: Any) -> FakeCluster:
+        opened.append(FakeCluster())
         return opened[-1]
 
     monkeypatch.setattr(early_ray, "open_cluster", open_cluster)
     monkeypatch.setattr(launch, "reserve_places", lambda *_: Reservation(ON_CPUS))
-    monkeypatch.setattr(launch, "start_actors", lambda *_: None)
+    monkeypatch.setattr(launch, "start_actors", lambda *_, **__: None)
     return opened
 
 

@@ -1,0 +1,269 @@
+"""Derives what rollout actors generate, for training and for evaluations, and what they write beside their rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ...actors.engines.config import RolloutConfig
+from ...actors.engines.protocol import SamplingParams
+from ...actors.environments.config import EnvironmentConfig
+from ...actors.rewards.config import RewardConfig
+from ...actors.rollout.actor import EvaluationSetup, RolloutSetup
+from ...actors.rollout.config import DataConfig
+from ...actors.rollout.evaluation import VALIDATION as VALIDATION_PREFIX
+from ...actors.rollout.journal import JournalConfig
+from ...actors.rollout.routes import RouteRules
+from ...actors.samples import SampleFile, SamplesConfig
+from ...dataplane.handle import DataPlaneHandle
+from ...dataplane.section import Section
+from ..advantages.config import AdvantageConfig
+from ..advantages.estimators import build_advantages
+from ..base_model.prepare import route_spec
+from ..config.config import Config, RunConfig
+from ..config.evaluation import EvaluationConfig, ValidationConfig, evaluation_data
+from .engine_specs import engine_config, threads
+
+
+def rollout_setup(
+    config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None, *, shared_gpu: bool = False
+) -> RolloutSetup:
+    """Return the settings from which rollout actor `index` builds itself.
+
+    device: device of the engine that it embeds; None if engines run in actors of their own. shared_gpu: see
+    `engine_config`.
+    """
+    name, spec = f"rollout {index}", route_spec(config.router_replay, config.model)
+    return RolloutSetup(
+        name=name,
+        threads=threads(config.resources.threads, config.processes_per_side, device),
+        seed=config.run.seed,
+        engine=None if device is None else engine_config(config, name, model, handle, device, shared_gpu=shared_gpu),
+        rollout=config.rollout,
+        environment=config.environment,
+        model=config.model,
+        tokenizer=model,
+        reward=config.reward,
+        tagged_rewards=tagged_rewards(
+            config.advantage, config.reward, dynamic=config.algorithm.dynamic_sampling.enabled
+        ),
+        data=config.data,
+        evaluations=tuple(plan.setup for plan in evaluation_plans(config)),
+        check_prompts=index == 0,
+        data_plane=handle,
+        mask_truncated=config.algorithm.mask_truncated,
+        keeps_old_kv=config.sync.keeps_old_kv,
+        engine_timeout_s=config.resources.stage_timeout_s,
+        samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
+        journal=journal(config),
+        routes=None if spec is None else RouteRules(spec, config.router_replay),
+    )
+
+
+def sampling(rollout: RolloutConfig, *, n: int, seed: int) -> SamplingParams:
+    """Return the sampling parameters of training rollouts. n: number of samples of each prompt."""
+    return SamplingParams(
+        n=n,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        seed=seed,
+        stop=rollout.stop,
+    )
+
+
+def tagged_rewards(advantage: AdvantageConfig, reward: RewardConfig, *, dynamic: bool) -> frozenset[str]:
+    """Return the names of the rewards that the advantage estimator or dynamic sampling needs one by one. Each row then
+    carries each of them as a tag (a number that can be read without the row's content). dynamic: whether the run
+    samples dynamically."""
+    one_by_one = set(build_advantages(advantage, reward.weights).components)
+    return frozenset(one_by_one | {name for name, _ in reward.signal_terms} if dynamic else one_by_one)
+
+
+def sample_file(samples: SamplesConfig, run: RunConfig, prompts_per_step: int) -> SampleFile | None:
+    """Return the run's file of episodes for people to read. None for a run that writes none, because it has no folder,
+    because `samples.every` is 0, or because it trains on recorded groups, whose texts are not recorded."""
+    if not samples.every or run.dir is None or run.replay:
+        return None
+    return SampleFile(os.path.join(run.dir, "samples.jsonl"), samples, prompts_per_step)
+
+
+# ---------------- the journal
+
+
+def journal(config: Config) -> JournalConfig | None:
+    """Return the settings of the journal, whose files rollout actors write finished groups to or read them from. None
+    for a run without a journal."""
+    run = config.run
+    if not run.keeps_journal:
+        return None
+    folder = os.path.join(run.replay or run.dir or ".", "journal")
+    purpose = "replay" if run.replay else "record" if run.record else "resume"
+    return JournalConfig(folder, _fingerprint(config), purpose=purpose)
+
+
+_FIRST_DATA = ("split", "prompt_field", "answer_field", "template", "options")
+_LATER_DATA = (
+    "subset", "answer_pattern", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts", "mixture",
+    "columns",
+)  # fmt: skip
+_LATER_MODEL = ("renderer", "renderer_options")
+_LATER_REWARD = ("per", "runs", "timeout_s", "retries")
+"""Keys that came after the first journals: the fingerprint has them only where they differ from their defaults."""
+
+
+def _fingerprint(config: Config) -> str:
+    """Return a JSON text with all settings that determine what the rollouts generate.
+
+    The text is stored in the journals of earlier runs, so it must never change for a given configuration.
+    """
+    rollout, data, reward, seed = config.rollout, config.data, config.reward, config.run.seed
+    read = _without_defaults(data, _LATER_DATA)
+    read = {key: read[key] for key in (*_FIRST_DATA, *_LATER_DATA) if key in read}
+    if data.overlong_prompts == "drop":
+        read["max_prompt_tokens"] = data.max_prompt_tokens
+    model = _without_defaults(config.model, _LATER_MODEL)
+    if config.model.dtype == "auto":
+        model["dtype"] = "float32"  # the default when the first journals were written
+    sampled = asdict(sampling(rollout, n=config.algorithm.group_size, seed=seed))
+    del sampled["routes_from"], sampled["continues"]  # parts of a request, which decide nothing for a whole run
+    tagged = tagged_rewards(config.advantage, reward, dynamic=config.algorithm.dynamic_sampling.enabled)
+    decisive = {
+        "seed": seed,
+        "model": model,
+        "warmup": config.warmup.model_dump(),
+        "data": {**read, "source": data.train, "seed": seed, "held_out": False},
+        "sampling": sampled,
+        "environment": [rollout.environment, rollout.tools, rollout.max_turns],
+        "rewards": [
+            {**_without_defaults(term, _LATER_REWARD), "name": term.label, "tagged": term.label in tagged}
+            for term in reward.functions
+        ],
+    }
+    if reward.scale != 1.0 or reward.clip is not None:
+        decisive["reward"] = [reward.scale, reward.clip]
+    if config.router_replay.enabled:
+        decisive["routes"] = config.router_replay.model_dump(include={"missing", "max_missing_share"})
+    if config.environment != EnvironmentConfig():
+        decisive["own_environment"] = config.environment.model_dump()
+    if config.algorithm.mask_truncated:
+        decisive["mask_truncated"] = True
+    if config.sync.keeps_old_kv:
+        decisive["keeps_old_kv"] = True
+    return json.dumps(decisive, sort_keys=True, default=str)
+
+
+def _without_defaults(section: Section, later: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a section, without those of `later` that have their defaults."""
+    keys, fields = section.model_dump(), type(section).model_fields
+    return {
+        key: value for key, value in keys.items() if key not in later or getattr(section, key) != fields[key].default
+    }
+
+
+# ---------------- evaluations
+
+VALIDATION = "validation"
+"""Name of the evaluation that the section `validation` describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """One evaluation of a run: what it generates, and when."""
+
+    setup: EvaluationSetup
+    """Settings with which rollout actors prepare it."""
+    sampling: SamplingParams
+    every: int
+    """Number of steps between two evaluations; 0 if the run makes none."""
+    awaited: Literal["at_once", "before_update", "never"]
+    """When the run waits for an evaluation that has not ended: as soon as it has started, before the next update of the
+    weights, or only at the run's end."""
+    in_flight: int
+    """Largest number of prompts that each rollout actor works on at a time; 0 means no limit."""
+
+    @property
+    def name(self) -> str:
+        return self.setup.name
+
+
+def evaluation_plans(config: Config) -> tuple[EvaluationPlan, ...]:
+    """Return the evaluations that a run makes. Validation comes first, if `validation.every` is above 0, and then the
+    named sets with `every` above 0."""
+    return tuple(plan for plan in _plans(config) if plan.every)
+
+
+def all_plans(config: Config) -> tuple[EvaluationPlan, ...]:
+    """Return every evaluation that the configuration describes, including those that a run makes none of. Validation is
+    among them if the data has held-out prompts."""
+    data = config.data
+    validates = data.validation or data.validation_split or data.generated
+    return tuple(_plans(config))[0 if validates else 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What an evaluation takes over from training, where it has no setting of its own."""
+
+    rollout: RolloutConfig
+    data: DataConfig
+    reward: RewardConfig
+    seed: int
+
+
+def _plans(config: Config) -> Iterator[EvaluationPlan]:
+    """Yield validation, and then the named sets."""
+    training = _Training(config.rollout, config.data, config.reward, config.run.seed)
+    yield _validation(config.validation, training)
+    for name, one in config.evaluation.items():
+        yield _named(name, one, training)
+
+
+def _validation(validation: ValidationConfig, training: _Training) -> EvaluationPlan:
+    rollout, greedy = training.rollout, validation.temperature == 0
+    sampling = SamplingParams(
+        n=validation.n,
+        max_new_tokens=validation.max_new_tokens or rollout.max_new_tokens,
+        temperature=validation.temperature,
+        top_p=1.0 if greedy else rollout.top_p,
+        top_k=0 if greedy else rollout.top_k,
+        seed=training.seed,
+        stop=rollout.stop,
+    )
+    setup = EvaluationSetup(
+        name=VALIDATION,
+        prefix=VALIDATION_PREFIX,
+        data=training.data,
+        num_prompts=validation.num_prompts,
+        reward=training.reward,
+        correct=None,
+    )
+    awaited = "before_update" if validation.background else "at_once"
+    return EvaluationPlan(setup, sampling, validation.every, awaited, 0)
+
+
+def _named(name: str, one: EvaluationConfig, training: _Training) -> EvaluationPlan:
+    sampling = SamplingParams(
+        n=one.n,
+        max_new_tokens=one.max_new_tokens or training.rollout.max_new_tokens,
+        temperature=one.temperature,
+        top_p=one.top_p,
+        top_k=one.top_k,
+        seed=training.seed,
+        stop=training.rollout.stop,
+    )
+    reward = one.reward or training.reward
+    setup = EvaluationSetup(
+        name=f"evaluation.{name}",
+        prefix=f"eval/{name}",
+        data=evaluation_data(training.data, one.data),
+        num_prompts=one.num_prompts,
+        reward=reward,
+        correct=one.correct or reward.functions[0].label,
+    )
+    awaited, in_flight = ("never", one.in_flight) if one.background else ("at_once", 0)
+    return EvaluationPlan(setup, sampling, one.every, awaited, in_flight)

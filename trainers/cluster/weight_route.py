@@ -1,0 +1,67 @@
+"""Derives how a run's weights travel from the train workers to the engines: the transport, and what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...actors.weight_sync.config import SyncConfig
+from ...actors.weight_sync.transports.factory import LASTING_KINDS, resolve_kind
+from ..errors import UserError
+from .placement import Placement
+
+POOL_BUCKET_MIB = 64
+"""Size in MiB of the buckets of a run that shares a pool's GPUs. Trainer and engines keep two each in GPU memory, also
+while others use the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRoute:
+    """The way of a run's weights from the train workers to the engines."""
+
+    kind: str
+    """Kind of the weight transport; `auto` is resolved by where the actors are."""
+    lasting: bool
+    """True if engines can read a version of the weights long after it was sent, without the trainer.
+
+    They cannot with `ipc` between GPUs, where the next version overwrites the memory. In a run that shares a pool's
+    GPUs, train rank 0 keeps the versions instead, because some are sent to no engine at first."""
+    keeps_in_host: bool
+    """True if train rank 0 keeps the last versions of the weights in its host memory."""
+    send_buffer_bytes: int
+    """GPU memory of the two buffers from which train rank 0 sends weights."""
+
+    @classmethod
+    def of(cls, sync: SyncConfig, placement: Placement, *, pooled: bool) -> WeightRoute:
+        """Return the route between the actors of `placement`. pooled: whether the run shares a pool's GPUs. Raises
+        UserError if the transport that `sync` names cannot work between these actors."""
+        kind, on_gpus = sync.transport, placement.layout != "cpu"
+        if placement.shared and kind == "collective":
+            raise UserError(
+                f"sync.transport: got 'collective' with GPU {placement.shared_gpus[0]} shared by an engine and a train "
+                "worker, expected 'auto' or 'ipc' (on several hosts 'store'), because NCCL takes no two processes of "
+                "one group on a GPU"
+            )
+        if kind == "ipc" and on_gpus and not placement.one_host:
+            raise UserError(
+                "sync.transport: got 'ipc' with engines and train workers on several hosts, expected 'auto', because "
+                "ipc shares the memory of one host"
+            )
+        kind = resolve_kind(kind, one_host=placement.one_host, shared_gpus=placement.shared)
+        lasting = not pooled and kind in LASTING_KINDS and not (on_gpus and kind == "ipc")
+        kept = sync.delta or pooled or (sync.cache and not lasting)
+        return cls(kind, lasting, kept, send_buffer_bytes(sync, kind, pooled=pooled))
+
+
+def bucket_mib(sync: SyncConfig, kind: str, device: str, *, pooled: bool) -> int:
+    """Return the size in MiB of the buckets in which a trainer on `device` sends weights by transport `kind`. A bucket
+    is one message."""
+    if sync.bucket_mib is not None:
+        return sync.bucket_mib
+    if pooled:
+        return POOL_BUCKET_MIB
+    return 512 if device.startswith("cuda") and kind in ("ipc", "collective") else 64
+
+
+def send_buffer_bytes(sync: SyncConfig, kind: str, *, pooled: bool) -> int:
+    """Return the GPU memory of the two buffers from which train rank 0 sends weights by transport `kind`."""
+    return 2 * bucket_mib(sync, kind, "cuda", pooled=pooled) << 20

@@ -1,0 +1,109 @@
+"""Derives the settings from which each train worker builds itself: its backend, its sender of weights, its sizes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+from ...actors.engines.config import ModelConfig
+from ...actors.train.shard_plans import Budget
+from ...actors.train.worker import WorkerSetup
+from ...actors.weight_sync.transports.factory import build_sender
+from ...actors.weight_sync.transports.protocol import SenderConfig, WeightSender
+from ...dataplane.handle import DataPlaneHandle
+from ..backends.config import BackendConfig, PrevSource, TrainerConfig
+from ..backends.factory import MODULES, build_backend
+from ..backends.model_split import resolved_packing
+from ..base_model.prepare import model_config, model_modules, route_spec
+from ..config.config import AlgorithmConfig, Config
+from .engine_specs import threads
+from .rollout_specs import sample_file
+from .weight_route import bucket_mib
+
+
+def worker_setup(
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, one_host: bool, kind: str, device: str
+) -> WorkerSetup:
+    """Return the settings from which train worker `rank` builds itself. one_host: whether all processes of the run are
+    on one host. kind: kind of the weight transport."""
+    sync, pooled = config.sync, config.pool.address is not None
+    folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
+    sender = SenderConfig(handle.run_id, sync, folder=folder, data_plane=handle, device=device, key=handle.store.key)
+    return WorkerSetup(
+        rank=rank,
+        topology=config.trainer.topology,
+        fetch=config.trainer.fetch,
+        threads=threads(config.resources.threads, config.processes_per_side, device),
+        temperature=config.rollout.temperature,
+        timeout_s=config.resources.stage_timeout_s,
+        collective_timeout_s=config.resources.collective_timeout_s,
+        data_plane=handle,
+        backend=partial(build_backend, backend_config(config, model)),
+        sender=partial(_sender_at, kind, sender),
+        sync=sync,
+        bucket_bytes=bucket_mib(sync, kind, device, pooled=pooled) << 20,
+        keep_versions=pooled,
+        samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
+        one_host=one_host,
+        single_rank_groups=config.trainer.backend == "megatron",
+        routes=route_spec(config.router_replay, config.model),
+        columns=config.data.columns,
+    )
+
+
+def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:
+    """Build the sender of weight transport `kind`, which engines reach at the IP address `host`."""
+    return build_sender(kind, replace(config, host=host))
+
+
+def worker_modules(kind: str, model: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the modules that a train worker needs and that take seconds to import."""
+    return (MODULES[kind], *(model_modules(model) if kind == "fsdp" else ()))
+
+
+def backend_config(config: Config, model: str) -> BackendConfig:
+    """Return the configuration of the train backend, the same for every rank. model: local folder or hub id."""
+    return BackendConfig(
+        model,
+        config.trainer,
+        config.loss.with_length_norm(config.rollout.max_new_tokens),
+        config.scripted,
+        config.router_replay,
+        total_steps=config.algorithm.steps,
+        updates_per_step=config.algorithm.updates_per_step,
+        prev=_prev_source(config.algorithm),
+        columns=config.data.columns,
+        with_reference=config.with_reference,
+    )
+
+
+def _prev_source(algorithm: AlgorithmConfig) -> PrevSource:
+    """Return where the log-probs of the policy before the step come from, see `BackendConfig.prev`."""
+    if algorithm.prev_logprobs == "rollout":
+        return "rollout"
+    return "train_pass" if algorithm.updates_per_step == 1 else "fixed"
+
+
+def with_packing(trainer: TrainerConfig, model: ModelConfig, *, gpu: bool) -> TrainerConfig:
+    """Return the section `trainer` with what `trainer.packing: auto` means for the model. gpu: whether the train
+    workers have GPUs."""
+    packing = resolved_packing(trainer, SimpleNamespace(**model_config(model)), gpu=gpu)
+    return trainer.model_copy(update={"packing": packing})
+
+
+def budget(trainer: TrainerConfig, model: ModelConfig) -> Budget:
+    """Return the limit on a microbatch's tokens, and the coefficients that give a row's compute cost from its length.
+
+    For a row of L tokens, attention takes 4·h·L FLOPs per token and layer, and the matrix products 24·h², where h is
+    the hidden size; so attention costs L / (6·h) of what the matrix products cost.
+    """
+    hidden, packing = model_config(model).get("hidden_size"), trainer.packing
+    assert packing != "auto", "a run begins by deciding what it means"
+    return Budget(
+        trainer.tokens_per_microbatch,
+        linear_cost=1.0,
+        quadratic_cost=1.0 / (6 * hidden) if hidden else 0.0,
+        packing=packing,
+    )
