@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from headrace import Kind
-from headrace.codecs.schema import Field, Schema
-from headrace.dataplane.factory import connect, open_data_plane
-from headrace.dataplane.streaming import StreamingDataset
+from headrace import Field, Kind, Schema, StreamingDataset, connect, open_data_plane
 
 ROWS = 64
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("reward", Kind.PER_SAMPLE, torch.float32)])

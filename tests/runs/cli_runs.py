@@ -13,10 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from headrace import load_config, run_training
 from headrace.tests import forks
 from headrace.tests.process_pool import ray_address
-from headrace.trainers.config.load import load_config
-from headrace.trainers.run.launch import run_training
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (

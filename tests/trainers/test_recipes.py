@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from headrace import load_config
 from headrace.cli import main
 from headrace.cli.outcome import DONE, MISTAKE
 from headrace.tests import forks
 from headrace.tests.runs.cli_runs import environment, shared_ray
-from headrace.trainers.config.load import load_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.metrics import read_metrics
 from headrace.trainers.recipes import EXAMPLES, find_recipe, recipes, write_offline
