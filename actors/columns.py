@@ -1,4 +1,4 @@
-"""Columns of numbers that a user brings: they come with the prompts or from the environment, and reach the loss."""
+"""User-defined numeric columns, from prompts or environments to the loss."""
 
 from __future__ import annotations
 

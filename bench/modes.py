@@ -43,8 +43,8 @@ class Case:
     """Name in the results and of the run folder."""
     mode: Mode
     in_order: bool = False
-    """True if groups are trained on in the order of their prompts. Otherwise those that are ready first come first, in
-    the modes that allow it."""
+    """True if groups are trained on in the order of their prompts. Otherwise groups come as they get ready, in the
+    modes that allow it."""
     train_share: float = 1.0
     """Seconds that the training of a step takes, as a share of those of its slowest group."""
 

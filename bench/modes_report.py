@@ -57,7 +57,7 @@ def meaning(options: StepOptions) -> str:
     return (
         f"{options.prompts} groups of {options.group_size} rows per step, generated at once, a group in a log-normal "
         f"time of sigma {options.sigma:g}; the slowest of a step takes {options.train_s:g} s on average, and so does "
-        f"its training. Seconds a step: wall time of {options.counted} steps over their number, without the first "
+        f"its training. Seconds per step: wall time of {options.counted} steps over their number, without the first "
         f"{options.warm} and the last {LAST}. `streaming` trains on {options.chunk_groups} groups at a time, staleness "
         "0; `async` on those that are ready first, staleness 1, groups that grow too old dropped. `async_in_order` and "
         "`async_streaming` train half as long, in the order of the prompts; the latter also on "

@@ -27,8 +27,8 @@ each checksum took as long as the xxh3 itself."""
 
 
 class ChecksumMismatch(ValueError):
-    """Bytes of a block differ from those that were written. The message names the field, its rows, and the expected and
-    found xxh3."""
+    """Bytes of a block differ from what was written. The message names the field, its rows, and the expected and found
+    xxh3."""
 
     def __init__(self, message: str, block: int) -> None:
         """block: number of the block, by which the caller knows it."""

@@ -178,7 +178,7 @@ def stored_pieces(
 
 
 def _joined(block: np.ndarray, begin: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Drop empty pieces, and join those that follow one another in the same block."""
+    """Drop empty pieces, and join adjacent ones of the same block."""
     full = np.flatnonzero(count)
     block, begin, count = block[full], begin[full], count[full]
     if not len(full):

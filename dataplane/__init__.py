@@ -1,1 +1,1 @@
-"""Stores rows between the processes that produce them and those that consume them. Builds only on `codecs`."""
+"""Stores rows between the processes that produce and consume them. Builds only on `codecs`."""

@@ -41,8 +41,8 @@ class DataPlaneHandle:
     def to_text(self) -> str:
         """Return the handle as a short text of letters, digits, "-", "_" and ".", with which any process can `connect`.
 
-        The text contains the run's key: anyone who has it can read and write all rows. Raises ValueError for a data
-        plane that was opened with in_process=True, which only its own process can use.
+        The text contains the run's key: its holder can read and write all rows. Raises ValueError for a data plane that
+        was opened with in_process=True, which only its own process can use.
         """
         if self.address is None:
             raise ValueError(

@@ -145,7 +145,7 @@ class PartitionReader:
                 self._next(file)
                 self._next(file)
             if file.read(1):
-                raise ValueError(f"{self._path}: damaged: more bytes follow its {self.saved.num_chunks} chunks")
+                raise ValueError(f"{self._path}: damaged: unexpected bytes after its {self.saved.num_chunks} chunks")
         self._matching: dict[tuple[str, ...], np.ndarray] = {}
 
     def chunk(self, number: int) -> tuple[np.ndarray, Batch]:

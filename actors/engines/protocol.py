@@ -21,8 +21,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 them finish first. `abort` ends them at once with the tokens generated so far (finish_reason `abort`)."""
 
 KeysAndValues = Literal["keep", "recompute"]
-"""Treatment of the keys and values of requests that continue after new weights were committed. `keep` uses those that
-older weights computed for the earlier tokens; `recompute` computes them again with the new weights, before the next
+"""Treatment of the keys and values of requests that continue after new weights were committed. `keep` uses those
+computed by older weights for the earlier tokens; `recompute` computes them again with the new weights, before the next
 token. Requests that begin after the commit never read older keys and values."""
 
 Prepared = Literal["staged", "joined"]
@@ -76,7 +76,7 @@ class SamplingParams:
     """Texts that end a completion, wherever they fall in its tokens. The tokens that complete such a text are kept."""
     routes_from: int = 0
     """Index of the first token of the prompt whose route is wanted, from engines that record routes. A request that
-    continues an earlier one asks for those that it does not have yet."""
+    continues an earlier one asks for the missing ones."""
     continues: CutOff | None = None
     """The sample that this request continues, from the tokens at the end of its prompt; None for one that begins."""
 

@@ -166,7 +166,7 @@ class Router:
         tally = member.tally = _Tally()
         while not member.idle.is_set():
             for request in list(member.requests) if cut else ():
-                try:  # again and again: an abort may reach the engine before its request
+                try:  # repeated, because an abort can overtake its request
                     await member.engine.abort(request.request_id)
                 except (EngineDied, EngineBroken) as error:
                     self._leave_out(member, error)
@@ -301,7 +301,7 @@ class Router:
 
     @property
     def stats(self) -> EngineStats:
-        """Sum of the counters of all engines, including those that were removed."""
+        """Sum of the counters of all engines, including removed ones."""
         total = EngineStats()
         for stats in (self._past, *self.engine_stats().values()):
             _accumulate(total, stats)

@@ -46,8 +46,8 @@ def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.
     """Return the log-probs of the distribution that tokens are drawn from, float32 `[B, V]`.
 
     logits: `[B, V]` of any float dtype. Temperature is applied first, then top-k (0 is off), then top-p (1.0 is off).
-    What remains is renormalised, and tokens that are cut off get -inf. Temperature 0 means greedy decoding: the
-    log-probs are then those of temperature 1, and nothing is cut off.
+    The rest is renormalised, and tokens that are cut off get -inf. Temperature 0 means greedy decoding: the log-probs
+    are then those of temperature 1, and nothing is cut off.
     """
     scores = logits.float()
     if temperature == 0.0:

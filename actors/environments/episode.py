@@ -225,9 +225,9 @@ class Episode:
     async def say(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """Append chat messages, let the policy answer, and return its answer as a message.
 
-        messages: messages in the form of OpenAI's API, only those that are new; the policy's own answers are there
-        already. tools: tools that the policy may call, in the same form; give the same in each call. Raises what
-        `generate` raises, and ValueError if the model's chat format cannot continue the tokens so far exactly.
+        messages: new messages, in the form of OpenAI's API; the policy's own answers are there already. tools: tools
+        that the policy may call, in the same form; give the same in each call. Raises what `generate` raises, and
+        ValueError if the model's chat format cannot continue the tokens so far exactly.
         """
         chat = self._services.chat()
         if not self._rows:
@@ -345,7 +345,7 @@ class Episode:
                 )
             except EPISODE_ERRORS:
                 raise
-            except Exception as error:  # of the engine, so it is not this episode that failed
+            except Exception as error:  # the engine failed, not this episode
                 self.fatal = error
                 raise
         return completion, response_texts(services.tokenizer, [completion], params)[0]

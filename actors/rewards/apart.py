@@ -1,6 +1,6 @@
 """Computes rewards apart from the others: coroutines, whole groups, and functions in processes of their own.
 
-An LLM judge or a reward server is such a reward: an `async def` that asks it. What fails costs only its own rows.
+An LLM judge or a reward server is such a reward: an `async def` that asks it. A failure costs only its own rows.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class DataConfig(Section):
     columns: tuple[ColumnConfig, ...] = ()
     """Columns of numbers that reach a loss of your own. Environments and rewards get all columns of a row."""
     max_prompt_tokens: Count = 512
-    """Largest number of tokens of a prompt, including those that the chat template adds."""
+    """Largest number of tokens of a prompt, including those of the chat template."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """Treatment of prompts from a file or dataset that have more than `data.max_prompt_tokens` tokens. All prompts are
     checked at the start. `error` ends the run; `drop` leaves out the prompts that are too long and reports how many

@@ -5,8 +5,8 @@
                         +--> the resumed run finds the group and puts it unchanged
 
 A group is all rows of one prompt. Every rollout actor appends to its own segment files in one folder and reads those of
-all actors, because another actor may take over a prompt. Files are not flushed to the disk. What a killed process has
-written is not lost, because the operating system holds it, but a host that loses power may lose the groups of the last
+all actors, because another actor may take over a prompt. Files are not flushed to the disk. Writes of a killed process
+are not lost, because the operating system holds it, but a host that loses power may lose the groups of the last
 seconds.
 
 A group is one record of a segment file:

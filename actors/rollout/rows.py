@@ -228,14 +228,14 @@ def rollout_rows(
 
 
 def sample_keys(sample: Sample, max_rows: int) -> list[str]:
-    """Return the keys of a sample's rows: first `{prompt_uid}.{sample}`, then `{prompt_uid}.{sample}+{row}`. What
-    stands before the dot names the group in the data plane."""
+    """Return the keys of a sample's rows: first `{prompt_uid}.{sample}`, then `{prompt_uid}.{sample}+{row}`. The part
+    before the dot names the group in the data plane."""
     key = row_key(sample.prompt.uid, sample.index)
     return [key, *(f"{key}+{number}" for number in range(1, max_rows))]
 
 
 def _rows_of(sample: Sample, max_rows: int) -> list[RowTokens]:
-    """Return the sample's rows, and rows of one masked token for those that are missing to `max_rows`."""
+    """Return the sample's rows, and rows of one masked token in place of missing ones, up to `max_rows`."""
     rows = list(sample.rows)
     assert len(rows) <= max_rows, (len(rows), max_rows)
     if len(rows) == max_rows:

@@ -200,7 +200,7 @@ class InjuredRun:
 
     def left_behind(self) -> list[str]:
         """Wait, for at most GONE_S, until an ended run has no processes and no folders in /dev/shm any more. Returns
-        the names of those that remain."""
+        the names of the remaining ones."""
         deadline = time.monotonic() + GONE_S
         while time.monotonic() < deadline:
             alive = [process for process in self.family if is_alive(process)]

@@ -16,7 +16,7 @@ once. Errors are:
 
 lost         a row of these positions on which no surviving step has trained
 twice        a row on which surviving steps have trained more than once, or that was put twice into one partition
-wrong bytes  a row that was read with other bytes than were put under its key in that partition, or that was trained on
+wrong bytes  one that was read with other bytes than were put under its key in that partition, or that was trained on
              although no complete and correct read of it was noted
 """
 
@@ -41,7 +41,7 @@ class Balance:
     """Result of comparing the rows that a run trained on with the rows that were put."""
 
     steps: int
-    """Number of steps in the surviving history, which are those that no return to a checkpoint has undone."""
+    """Number of steps in the surviving history, which no return to a checkpoint has undone."""
     undone: int
     """Number of steps that were committed, and later undone by a return to a checkpoint."""
     epochs: int

@@ -25,7 +25,7 @@ class Figures:
     out: Path
     """Folder for the results."""
     tell: Progress = field(default_factory=Progress)
-    """Function to which the work tells its phases and its parts."""
+    """Callback that reports the current phase and its parts."""
     summary: dict[str, float] = field(default_factory=dict)
     """Figures by name, `gpu.{work}.{figure}`."""
     conditions: dict[str, Any] = field(default_factory=dict)

@@ -98,9 +98,9 @@ def run_train(
 ) -> None:
     """Run `headrace train` to its end, or until it takes longer than its limit.
 
-    bounds: within them the figures are right. sampler: samples the GPUs meanwhile; None: nobody does. keep: function
-    that gets the figures of the steps that were made. The run's output is in a text file of the run folder's name,
-    beside it. When this function is interrupted, it ends the run and keeps the figures first.
+    bounds: within them the figures are right. sampler: samples the GPUs meanwhile; None: they are not sampled. keep:
+    function that gets the figures of the steps that were made. The run's output is in a text file of the run folder's
+    name, beside it. When this function is interrupted, it ends the run and keeps the figures first.
     """
     output = task.folder.with_name(f"{task.folder.name}.txt")
     output.parent.mkdir(parents=True, exist_ok=True)

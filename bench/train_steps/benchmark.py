@@ -117,7 +117,7 @@ def _judge(report: Figures, task: TrainTask, world: int) -> None:
 
 
 def _finite(figures: TrainFigures) -> dict[str, Any]:
-    """Return figures as plain data, without those that are not known yet."""
+    """Return figures as plain data, without unknown ones."""
     return {name: value for name, value in asdict(figures).items() if not _is_nan(value)}
 
 
@@ -151,7 +151,7 @@ def summarise(work: str, ranks: Sequence[TrainFigures]) -> dict[str, float]:
 
     `tokens_per_s` counts the tokens of all ranks, `tokens_per_s_per_gpu` those of a rank. `share.{family}` is the part
     of a step that the kernels of a family took on the first rank. `plain.{figure}` is plain torch's, and `vs_plain` our
-    seconds of a step over its, where below 1 means faster. What is not known yet is left out.
+    seconds of a step over its, where below 1 means faster. Unknown values are left out.
     """
     first, slowest = ranks[0], max(ranks, key=lambda one: one.step_s)
     tokens = sum(one.tokens for one in ranks)

@@ -20,8 +20,8 @@ FAMILIES: dict[str, str] = {
     "copy": r"memcpy|memset|copy|cat_?array|catarray|fill_?functor|fillfunctor|zero_|aten::(cat|fill_|_to_copy)",
     "index": r"gather|scatter|index|embedding|sort|radix|topk",
 }
-"""Family -> pattern that the name of a kernel contains, in the order in which the patterns are tried. What none of them
-fits is `other`: elementwise kernels above all."""
+"""Family -> pattern that the name of a kernel contains, in the order in which the patterns are tried. A kernel that
+fits none of them is `other`: elementwise kernels above all."""
 _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FAMILIES.items()}
 
 

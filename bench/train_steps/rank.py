@@ -87,7 +87,7 @@ class TrainTask:
 class TrainFigures:
     """Figures of one rank. Sizes are in GiB and times in seconds; those of the steps are medians.
 
-    A rank that was ended early leaves those that it knew by then; the others are NaN or empty.
+    A rank that was ended early leaves the ones it had by then; the others are NaN or empty.
     """
 
     tokens: int
@@ -96,10 +96,10 @@ class TrainFigures:
     """Seconds in which the train backend was built and read its weights."""
     step_s: float
     steps_s: tuple[float, ...]
-    """Seconds of each step, also of those that are not counted."""
+    """Seconds of each step, uncounted ones included."""
     flops: float
-    """FLOPs of a step of this rank's replica, over the number of its ranks, see `step_flops`. What is computed again
-    does not count."""
+    """FLOPs of a step of this rank's replica, over the number of its ranks, see `step_flops`. Recomputed work does not
+    count."""
     mfu: float | None
     """FLOPs per second over the device's peak in dense bfloat16; None where that is not known."""
     peak_gib: float

@@ -45,7 +45,7 @@ class Load:
 
     spec: LoadSpec
     batch: Batch
-    """Rows with all fields, including those that are written back."""
+    """Rows with all fields, including those written back."""
     first: tuple[str, ...]
     """Names of the fields of the first put."""
     group_size: int

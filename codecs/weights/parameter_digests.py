@@ -1,4 +1,4 @@
-"""Digests of single weights, by which an engine checks that the weights it serves are those that the trainer sent."""
+"""Digests of single weights, by which an engine checks that it serves the weights that the trainer sent."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ class AsyncDataPlaneClient:
                 try:
                     await asyncio.wait([future])
                 except asyncio.CancelledError:
-                    continue  # it is being obeyed; the store's own bound ends this wait
+                    continue  # the cancellation is already under way; the store's own bound ends this wait
             if not future.cancelled():
                 future.exception()  # seen: the caller gets the cancellation instead
             raise

@@ -211,9 +211,9 @@ class DataPlaneClient:
         waits; it then takes as many as are ready, at most n. None waits for n, and 1 takes up to n. With whole_groups
         rows come group by group, and n and at_least must be multiples of group_size. min_version, max_version: rows of
         a lower or higher version, and groups with such a row, are passed over. Rows passed over are not leased and
-        delay no other rows. They stay, and a claim with other bounds can take them; `clear_stale` removes those that
-        are too old. arguments: values for the task's sampler, such as `{"rank": 0}`, made of None, bool, int, float,
-        str, bytes, lists and dicts.
+        delay no other rows. They stay, and a claim with other bounds can take them; `clear_stale` removes too old ones.
+        arguments: values for the task's sampler, such as `{"rank": 0}`, made of None, bool, int, float, str, bytes,
+        lists and dicts.
 
         Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served.
         The lease lasts until

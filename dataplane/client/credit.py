@@ -13,8 +13,8 @@ RECENT_PUTS = 8
 SLACK_PART = 4
 """Divisor for the largest slack in a request for space: as the lengths of rows differ from put to put, the difference
 between the largest recent put and the smallest is added, up to a quarter of the largest. Puts of one size get no slack.
-What a put leaves over of its space becomes a hole between blocks, and with holes that are too small for such a put the
-store could not be filled."""
+The rest of a put's space becomes a hole between blocks, and with holes that are too small for such a put the store
+could not be filled."""
 MAX_BYTES = 64 << 20
 """Largest number of bytes of space that is requested ahead of a put. For larger puts, the extra call that reserves
 space costs little beside moving the bytes."""

@@ -1,4 +1,4 @@
-"""Verifies the checksums of blocks that were read, and names the rows of those that are damaged."""
+"""Verifies the checksums of blocks that were read, and names the rows of damaged ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Holds the directory, which knows which rows exist, where their bytes are, and who may read them next."""
+"""Holds the directory, which knows which rows exist, where their bytes are, and which client may read them next."""

@@ -1,4 +1,4 @@
-"""Keeps track of which rows exist, where their bytes are, and who may read them next. Pure and synchronous.
+"""Keeps track of which rows exist, where their bytes are, and which client may read them next. Pure and synchronous.
 
 The directory has no clock (`now` is passed in, as seconds of any monotonic clock) and no store (freed blocks are
 returned for the caller to delete), and it never waits (None means that something is not possible now). Each operation

@@ -258,7 +258,7 @@ class LeaseBook:
                 del self._leases[lease.lease_id]
 
     def renew(self, lease_ids: Iterable[int], deadline: float) -> list[int]:
-        """Extend leases to `deadline`, and return the ids of those that still exist."""
+        """Extend leases to `deadline`, and return the ids of the leases that still exist."""
         live = [lease_id for lease_id in lease_ids if lease_id in self._leases]
         for lease_id in live:
             self._leases[lease_id].deadline = deadline

@@ -98,7 +98,7 @@ async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
         try:
             await asyncio.wait([future], timeout=left)
         except asyncio.CancelledError:
-            continue  # it is being obeyed; the deadline ends this wait
+            continue  # the cancellation is already under way; the deadline bounds this wait
 
 
 _directories: dict[str, InProcessLink] = {}

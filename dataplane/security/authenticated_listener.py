@@ -24,7 +24,7 @@ from .strangers import Stranger, Strangers
 _logger = logging.getLogger(__name__)
 
 _ACCEPTED_AT_ONCE = 64
-"""Largest number of connections that are accepted before those that are open already are read again."""
+"""Largest number of connections that are accepted before open ones are read again."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05
 _BACKLOG = 1024

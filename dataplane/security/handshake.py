@@ -61,7 +61,7 @@ class ClientHandshake:
         server_nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
         expected = _proof(self._key, b"server", self._service, self._nonce, server_nonce)
         if not hmac.compare_digest(proof, expected):
-            raise HandshakeError(f"who listens there is not the {self._service} of this run: it does not know its key")
+            raise HandshakeError(f"the peer is not the {self._service} of this run: it does not know its key")
         return _proof(self._key, b"client", self._service, self._nonce, server_nonce)
 
 

@@ -54,8 +54,8 @@ class DeadlineThreads:
             raise TimeoutError from None
 
     def end(self, error: BaseException) -> None:
-        """Make all calls raise `error` from now on, including those that are running, and end the idle threads. Later
-        calls of this method do nothing."""
+        """Make all calls raise `error` from now on, including running ones, and end the idle threads. Later calls of
+        this method do nothing."""
         with self._lock:
             if self._ended is not None:
                 return

@@ -14,7 +14,7 @@ class LmEval:
     """Runs lm-eval on its tasks, and returns the metric of the first as the episode's reward."""
 
     def __init__(self, tasks, command="lm-eval", include_path=None, limit=None, chat=True, concurrent=16):
-        """tasks: names of tasks that generate text; those that compare log-probs of given answers need another engine.
+        """tasks: names of tasks that generate text; tasks that compare log-probs of given answers need another engine.
         include_path: folder with task files of your own. limit: number of questions of each task; None is all."""
         self._arguments = [command, "run", "--tasks", *tasks, *(["--apply_chat_template"] if chat else [])]
         self._arguments += ["--include_path", include_path] if include_path else []

@@ -123,3 +123,24 @@ def test_first_sentences_stand_on_the_first_line() -> None:
         and not re.search(r"[.?!][\"`)]*(\s|$)", line)
     ]
     assert wrapped == []
+
+
+BANNED = re.compile(
+    r"\b(?:(?:no|every|some|any)body|anew|whoever|(?<!anyone )who has|who listens|imposition|makes good|so that it may"
+    r"|(?:is|are|be|been|being|was|were) told(?! apart)|told of|(?:gets?|got) on(?! t)"
+    r"|[Hh]ave (?:the (?:workers?|thread|process|pool)|all workers|vLLM) [a-z]+"
+    r"|(?:bytes|tokens|rows|seconds(?! a call)|samples|prompts|updates|calls|steps) a (?:token|row|step|second|prompt|call|GPU))\b",
+    re.IGNORECASE,
+)
+"""Words that read as translated: persons in place of processes, "a" for "per", and turns that are not English idiom."""
+
+
+def test_sentences_are_plain_english() -> None:
+    """Docstrings and comments of the package and tools, errors, and pages are free of the turns in BANNED."""
+    texts = [text for path in tree.package() for text in (*tree.strings(path), *tree.comments(path))]
+    found = [
+        f"{text.place}: {match[0]} in {text.text[max(0, match.start() - 40) : match.end() + 40]!r}"
+        for text in (*texts, *tree.page_texts())
+        for match in BANNED.finditer(re.sub(r"\s+", " ", text.text))
+    ]
+    assert found == []

@@ -270,7 +270,7 @@ def _begin(batch: _Batch, slot: torch.Tensor) -> _Transfer:
 
 
 def _tensors(batch: _Batch, slot: torch.Tensor) -> dict[SpreadWeight, torch.Tensor]:
-    """Return a view of the buffer `slot` for each weight of the batch, except those that rank 0 itself has whole."""
+    """Return a view of the buffer `slot` for each weight of the batch, except weights that rank 0 itself has whole."""
     found, offset = {}, 0
     for weight in batch.weights:
         if not weight.is_local:

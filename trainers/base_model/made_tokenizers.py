@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""The last tokens of every tokenizer: those that pad a row, begin it and end it."""
+"""The last tokens of every tokenizer: which pad a row, begin it and end it."""
 _LETTERS = (*string.ascii_lowercase, *string.ascii_uppercase, *string.digits, "\u0120")
 """Characters of which the longer tokens are made; the last one stands for a space in a byte-level tokenizer."""
 DIGITS = "0123456789"

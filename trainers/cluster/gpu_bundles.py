@@ -194,7 +194,7 @@ def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservati
     """Reserve the places of all actors in one placement group.
 
     exact: whether it must be the GPUs that the placement names; if Ray gives others, they are given back, and None is
-    returned. Otherwise, the actors take those that Ray gives.
+    returned. Otherwise, the actors take the GPUs that Ray gives.
     """
     used = used_gpus(placement)
     places = [(host, gpu) for host, gpus in used.items() for gpu in gpus]
@@ -223,7 +223,7 @@ def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservati
 
 
 def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> None:
-    """Take all free GPUs of the placement's hosts but those that it uses. stack: gives them back when it is closed.
+    """Take all free GPUs of the placement's hosts that it does not use. stack: gives them back when it is closed.
 
     Raises UserError if another job holds a GPU that the placement uses.
     """

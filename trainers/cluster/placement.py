@@ -27,7 +27,7 @@ class Host:
     name: str
     """Name of the host in tables and errors."""
     num_gpus: int
-    """Number of all its GPUs, including those that other jobs hold."""
+    """Number of all its GPUs, including those held by other jobs."""
     free_gpus: tuple[int, ...]
     """Numbers of the GPUs that the run can have, counted from 0 on this host, ascending."""
     free_cpus: float

@@ -131,8 +131,8 @@ class Cluster:
         return {process for root in self._started for process in _family(root)}
 
     def close(self) -> None:
-        """Disconnect from Ray. If the cluster was started here, its processes are stopped, and those that still run
-        after 10 seconds are killed. Idempotent."""
+        """Disconnect from Ray. If the cluster was started here, its processes are stopped, and killed if they still run
+        after 10 seconds. Idempotent."""
         worker.print_to_stdstream = self._print
         if not ray.is_initialized():
             return

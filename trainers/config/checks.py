@@ -77,8 +77,8 @@ def steps_in_store(config: Config) -> float:
     if rollouts run ahead or oversample, and may be a fraction.
 
     Two chunks suffice, one that is trained on and one that comes, if a step is trained on by chunk and any groups may
-    be in a chunk: more groups then wait for room, which each chunk makes. Where groups have an order, those that wait
-    could be the ones that are needed next. With a reference model, the room could be that of its log-probs.
+    be in a chunk: more groups then wait for room, which each chunk makes. Where groups have an order, the next ones
+    needed could be among the waiting. With a reference model, the room could be that of its log-probs.
     """
     overlap, algorithm = config.overlap, config.algorithm
     oversample = algorithm.dynamic_sampling.oversample

@@ -150,10 +150,10 @@ class AlgorithmConfig(Section):
     """If true, samples that were cut off at `rollout.max_new_tokens` are not trained on (overlong filtering, DAPO,
     arXiv:2503.14476). Their rewards still count in the baselines of their groups."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Source of the old policy's log-probs in the probability ratio. `rollout` takes those that the engine reported, so
-    that the ratio also reflects how the policy has changed since. `recompute` takes the trainer's own from before the
-    step's first update. In that update the ratio is then 1 at every token and nothing is clipped. Rows that an older
-    policy sampled need a `loss.correction`."""
+    """Source of the old policy's log-probs in the probability ratio. `rollout` takes the engine's, so that the ratio
+    also reflects how the policy has changed since. `recompute` takes the trainer's own from before the step's first
+    update. In that update the ratio is then 1 at every token and nothing is clipped. Rows that an older policy sampled
+    need a `loss.correction`."""
 
     @property
     def updates_per_step(self) -> int:
@@ -379,7 +379,7 @@ class Config(Section):
 
     @property
     def rows_per_group(self) -> int:
-        """Number of rows of each group in the data plane, including those that an episode leaves unused."""
+        """Number of rows of each group in the data plane, including unused ones of an episode."""
         return self.algorithm.group_size * self.environment.max_rows
 
     @property

@@ -100,7 +100,7 @@ START_HERE = (
     "logging.trackers",
     "resources.layout",
 )
-"""The forty keys to read first: those that a first run on one's own model, data and reward sets."""
+"""The forty keys to read first: the keys to set in a first run on your own model, data and reward."""
 
 
 def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:

@@ -12,15 +12,15 @@ train       all train workers                        the gradients of the chunk
 finish      the last chunk                           the optimizer update
 sync        all engines serve the new version        every bucket being verified, the engines' pause
 
-What a mode does is in the numbers of `Overlap`. With a window of 0, training is strictly on-policy: after the last
-claim of a step nothing is in flight. With a larger window no token of a step's rows is more than `window` versions
-older than the policy that is trained on it (`staleness/max`). When groups are trained on in the order of their prompts,
-this holds because prompts are not issued too early. Other samplers let groups overtake each other: a group that grows
-too old is then cleared, and `algorithm.stale_groups` says whether the same prompt or another one is rolled out in its
-place. With chunks smaller than a step, training overlaps with the generation of the step's longest responses. For the
-same rows the gradient does not depend on the chunks, because losses are sums that are divided once per update. The
-bytes of a chunk go back to the data plane once its gradients are there, while its rows are cleared with the step: a
-store that holds less than a step then suffices.
+The numbers of `Overlap` define a mode. With a window of 0, training is strictly on-policy: after the last claim of a
+step nothing is in flight. With a larger window no token of a step's rows is more than `window` versions older than the
+policy that is trained on it (`staleness/max`). When groups are trained on in the order of their prompts, this holds
+because prompts are not issued too early. Other samplers let groups overtake each other: a group that grows too old is
+then cleared, and `algorithm.stale_groups` says whether the same prompt or another one is rolled out in its place. With
+chunks smaller than a step, training overlaps with the generation of the step's longest responses. For the same rows the
+gradient does not depend on the chunks, because losses are sums that are divided once per update. The bytes of a chunk
+go back to the data plane once its gradients are there, while its rows are cleared with the step: a store that holds
+less than a step then suffices.
 
 With `resources.switch_roles`, a step that is trained on as a whole with a window of 0 has the engines sleep from the
 claim to the sync, and the train workers offloaded at all other times (see roles.py). In a run that borrows its GPUs
@@ -315,14 +315,14 @@ def _chunks(run: Run, feed: Feed) -> Iterator[tuple[int, int, KVBatchMeta]]:
         left = overlap.groups // minibatches
         while left:
             least = min(overlap.chunk, left)
-            # Any number of groups would do, but how many are ready when is a matter of timing.
+            # How many groups are ready depends on timing, so a deterministic run takes the minimum.
             rows = feed.claim(least if run.config.run.deterministic else left, least)
             left -= len(rows) // run.config.rows_per_group
             yield update, left, rows
 
 
 def _borrow_gpus(run: Run, feed: Feed) -> None:
-    """Have the pool grant the train workers their GPUs, once nothing more of this step is waited for with them."""
+    """Ask the pool for the train workers' GPUs, after the step's last wait."""
     if run.config.run.deterministic:
         feed.drain()
     run.roles.to_training()

@@ -269,8 +269,8 @@ class Evaluations:
         return metrics
 
     def after_step(self, state: State, *, last: bool) -> dict[str, float]:
-        """Start the evaluations of the policy of `state` that are due. Returns the metrics of those that have ended
-        since the last step. In the last step all are due, and the run waits for them."""
+        """Start the evaluations of the policy of `state` that are due. Returns the metrics of evaluations that have
+        ended since the last step. In the last step all are due, and the run waits for them."""
         metrics: dict[str, float] = {}
         served = not self._run.engines.ahead_of(state.version)  # else it was evaluated before the workers went back
         for evaluation in self._all:

@@ -1,4 +1,4 @@
-"""Issues prompts to rollout actors and claims finished groups for the trainer; prompts that got lost are issued again.
+"""Issues prompts to rollout actors, claims finished groups for the trainer, and reissues lost prompts.
 
     position --issue--> rollout actor --put--> ready --claim--> trained on
                  ^          |  died              |  too old, or no signal (dynamic sampling)
@@ -243,9 +243,8 @@ class Feed:
 
     def top_up(self) -> None:
         """Issue all prompts that may be in flight now. They are those of the current step and those of the later steps
-        in the window, times the oversampling factor. A group is then at most as many versions as the window has older
-        than the policy that trains on it, unless the sampler trains on later groups first; a group that grows too old
-        in this way is cleared."""
+        in the window, times the oversampling factor. A group is then at most `window` versions older than the policy
+        that trains on it. A sampler that reorders groups can exceed that; such groups are cleared."""
         self._look_after(0.0)  # an actor whose call has ended has nothing to do
         self._fill(math.ceil(self._admitted * self._config.algorithm.dynamic_sampling.oversample))
 

@@ -79,7 +79,7 @@ def fallen(
 
 def residual_limit(held: ProcessMemory, residual_bytes: int, processes: int) -> int | None:
     """Return the most bytes that an actor of so many processes may hold on a pool's GPUs while it sleeps. Returns None
-    if its processes cannot be told from those of other runs there. residual_bytes: limit of one process."""
+    if its processes cannot be distinguished from those of other runs there. residual_bytes: limit of one process."""
     return None if held.whole_device else residual_bytes * processes
 
 
@@ -143,8 +143,8 @@ def measured(handles: Sequence[EngineHandle | TrainHandle], timeout_s: float) ->
 
 _log = logging.getLogger(__name__)
 LEVEL = 2
-"""Level at which engines sleep: they drop their weights, which takes no host memory. The version that they serve next
-comes from the train workers in any case, and faster than from a copy in the host."""
+"""Level at which engines sleep: they drop their weights, which takes no host memory. The next version comes from the
+train workers anyway, faster than from a copy in the host."""
 FALL_S = 10.0
 """Seconds within which the memory of an engine that sleeps, or of a worker that has offloaded, must have fallen."""
 KEY = "resources.residual_mib"

@@ -1,4 +1,4 @@
-"""Manages a run's rollout actors and engines for its steps: those that die are replaced while the others continue."""
+"""Manages a run's rollout actors and engines for its steps: dead ones are replaced while the others continue."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ class SyncReport:
     """Number of weights that engines have compared with the trainer's since the last report, also while single engines
     caught up: the sum over the engines."""
     left_out: int
-    """Number of engines that serve neither the version nor a later one, without those that a pool has put to sleep."""
+    """Number of engines that serve neither the version nor a later one, without engines that a pool has put to
+    sleep."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
     """Spans of each engine's pause and load for the trace, as (engine name, spans). Their times assume that every
     engine began at the same moment."""
@@ -363,7 +364,7 @@ class WeightSync:
         return _failures(engines, outcomes)
 
     def _answering(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Return those of `engines` that are in use, and those that were left out but answer again."""
+        """Return the `engines` that are in use, and the left-out ones that answer again."""
         alive = self._alive([engine for engine in engines if engine.left_out])
         return [engine for engine in engines if not engine.left_out or engine in alive]
 

@@ -1,6 +1,6 @@
 """Sends metrics and samples to trackers: TensorBoard, Weights & Biases, MLflow and trackio, each behind one protocol.
 
-A tracker imports its package when it is started, so that a run needs only those that it uses.
+A tracker imports its package when it is started, so that a run needs only the packages that it uses.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class _Line:
             self._left_out += 1
 
     def end(self) -> None:
-        """Have the thread end once it has made the calls that wait."""
+        """Ask the thread to finish its queued calls and exit."""
         try:
             self._calls.put_nowait(None)
         except queue.Full:

@@ -354,7 +354,7 @@ class _Training:
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
         run.roles.make_room()
-        with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):  # its waits in a row
+        with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):  # three waits
             run.actors.restart_workers()
         run.weights.forget()
         checkpoints.load(run, earlier)
@@ -438,7 +438,7 @@ def launched(
             watch.opened(plane.handle)
         model = prepare()
         times.mark("model")
-        heartbeat.enter("starting the actors", 4 * start_s)  # its waits in a row
+        heartbeat.enter("starting the actors", 4 * start_s)  # it makes four bounded waits, one after another
         actors = starting.build(model, plane, times, membership)
 
         def tell() -> None:

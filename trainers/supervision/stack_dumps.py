@@ -77,7 +77,7 @@ def collect_stacks(folder: str | os.PathLike[str], pids: Mapping[str, int], time
 
 
 def remove_stacks(folder: str | os.PathLike[str]) -> None:
-    """Remove all stack files of the run; those that processes still have open disappear when they close. Idempotent."""
+    """Remove all stack files of the run; open ones disappear when their processes close them. Idempotent."""
     shutil.rmtree(Path(folder) / FOLDER, ignore_errors=True)
 
 

@@ -261,7 +261,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
 
     @property
     def _num_running(self) -> int:
-        """Number of unanswered requests, not counting those that a pause holds back."""
+        """Number of unanswered requests, without those held back by a pause."""
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
     def _serve_on(self) -> None:

@@ -384,7 +384,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- weights
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Have the workers receive and verify `update`, while the engine keeps serving the old version.
+        """Make the workers receive and verify `update`, while the engine keeps serving the old version.
 
         Cancelling the call stops the transfer.
         """
@@ -396,10 +396,10 @@ class VllmEngine:
     ) -> CommitReport:
         """Load the prepared `version` and serve it from now on.
 
-        in_flight: what happens to running requests, see PauseMode. kv: what happens to the keys and values of those
-        that are kept. With `recompute` every later log-prob is that of the new model. With `keep` they read at most
-        those that were computed since their first token; when the KV cache is full, vLLM recomputes those of requests
-        that have to wait.
+        in_flight: what happens to running requests, see PauseMode. kv: the treatment of the keys and values of kept
+        requests. With `recompute` every later log-prob is that of the new model. With `keep` they read at most those
+        that were computed since their first token; when the KV cache is full, vLLM recomputes those of requests that
+        have to wait.
 
         A paused engine keeps its requests in flight, or ends them for `abort`, and stays paused. A sleeping engine
         wakes its weights only; `wake` does the rest. If the load fails (WeightTransferError without staging, else
@@ -441,8 +441,8 @@ class VllmEngine:
             return CommitReport(version, stopped - started, loaded - stopped, kept, aborted)
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
-        """Have each worker compare its weights with the trainer's. Returns the smallest number of weights that a worker
-        has compared: see `ModelLoader.served` for those that can be."""
+        """Make each worker compare its weights with the trainer's. Returns the smallest number of weights that a worker
+        has compared: `ModelLoader.served` lists those that can be."""
         self._expect_alive(f"weights of version {digests.version}")
         return await self._alone(self._verify(digests))
 
@@ -557,7 +557,7 @@ class VllmEngine:
         while not self.died:
             self._process.trim_log()
             await asyncio.sleep(LOOK_S)
-        self._flowing.set()  # those that wait find that it died
+        self._flowing.set()  # waiting requests then find that it died
 
     def _expect_alive(self, what: str) -> None:
         if self._closed:

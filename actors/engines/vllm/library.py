@@ -185,7 +185,7 @@ def take_what_is_free() -> None:
 
 
 def keep_recorded_routes() -> None:
-    """Have the workers in this process not clear, before each step, the buffer in which layers record routes.
+    """Stop the workers in this process from clearing, before each step, the buffer in which layers record routes.
 
     vLLM 0.26 clears it, which takes a hundredth of a short step, and later versions do not. Each layer with experts
     writes the routes of all tokens of a step, and only these are read. Delete this function with the support for vLLM

@@ -139,7 +139,7 @@ class SampledLogprobs:
 
 
 def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
-    """Have a model runner call `keep` for the tokens of each step. Returns the function that undoes it."""
+    """Make a model runner call `keep` for the tokens of each step. Returns the function that undoes it."""
     if hasattr(runner, "input_batch") and hasattr(runner, "discard_request_mask"):
         return _tap_first(runner, keep)
     if hasattr(runner, "req_states") and hasattr(runner, "sample"):
@@ -254,7 +254,7 @@ class LogprobTaker:
         return await future
 
     def forget(self, sample_id: str) -> None:
-        """Have the worker forget a sample whose log-probs are not wanted."""
+        """Make the worker forget a sample whose log-probs are not wanted."""
         self._ask(sample_id, 0, None)
 
     def _ask(self, sample_id: str, num_tokens: int, future: asyncio.Future[np.ndarray] | None) -> None:

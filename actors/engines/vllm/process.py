@@ -229,7 +229,7 @@ class VllmProcess:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     async def sleep(self, level: int) -> None:
-        """Have vLLM release device memory. level: vLLM's sleep level, 1 or 2 (see `VllmEngine.sleep`). No request may
+        """Make vLLM release device memory. level: vLLM's sleep level, 1 or 2 (see `VllmEngine.sleep`). No request may
         be running."""
         await self._bounded("sleep", self.llm.sleep(level))
         self._asleep = {"weights", "kv_cache"}
@@ -278,7 +278,7 @@ class VllmProcess:
         self._log.trim()
 
     async def end(self) -> None:
-        """Shut down all of vLLM's processes; those that do not end in time are killed."""
+        """Shut down all of vLLM's processes; late ones are killed."""
         if not self.died:
             try:
                 await asyncio.wait_for(self.llm.collective_rpc("headrace_close"), CLOSE_PATIENCE_S)

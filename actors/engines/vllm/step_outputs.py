@@ -177,7 +177,7 @@ class SampleRoutes:
 
 
 class RoutesOfSamples:
-    """Gives each sample the routes of its tokens out of those that `hand_out` put together in each step."""
+    """Gives each sample the routes of its tokens out of the routes that `hand_out` collected in each step."""
 
     def __init__(self) -> None:
         self._samples = WeakValueDictionary[str, SampleRoutes]()

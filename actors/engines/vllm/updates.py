@@ -280,7 +280,7 @@ class WeightUpdates:
         return self._links.lost
 
     async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> Prepared:
-        """Have the workers receive and verify `update`. Returns `staged` once they have done so, or `joined` if the
+        """Make the workers receive and verify `update`. Returns `staged` once they have done so, or `joined` if the
         weights will only arrive during the load.
 
         If the call fails or is cancelled, what has arrived is dropped. If another version is still being received, it
@@ -329,7 +329,7 @@ class WeightUpdates:
             await self._process.call("headrace_drop", version)
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        """Have the workers replace all weights with those of `version`. No model step may run during the call.
+        """Make the workers replace all weights with those of `version`. No model step may run during the call.
         meanwhile: work for the engine process at the same time, see `WorkerLinks.load`; None if there is none.
 
         Raises what `meanwhile` raises, EngineDied if a worker has died, WeightTransferError if the version did not
@@ -355,7 +355,7 @@ class WeightUpdates:
         self.way = reports[0].way
 
     async def verify(self, digests: ParameterDigests) -> int:
-        """Have the workers compare their weights with the trainer's. Returns the smallest number of weights that a
+        """Make the workers compare their weights with the trainer's. Returns the smallest number of weights that a
         worker has compared; 0 for weights that no update brought. Raises EngineDied if a worker has died, and
         RuntimeError, naming a weight, if one differs or cannot be read."""
         if not self._opened:
@@ -391,7 +391,7 @@ class WeightUpdates:
             task.cancel()
 
     async def _receive(self, update: WeightUpdate) -> Prepared:
-        """Have all workers receive `update`. Returns `staged` once they have done so, or `joined` if the weights will
+        """Make all workers receive `update`. Returns `staged` once they have done so, or `joined` if the weights will
         only arrive during the load. Raises an error as soon as one worker has failed."""
         started, timeout_s = time.perf_counter(), _PREPARE_TIMEOUTS * update.timeout_s
         try:

@@ -129,9 +129,9 @@ class ModelLoader:
         """Return a function that reads a weight, as it was sent, back from the live parameters. It returns no tensor
         for a weight that cannot be read back exactly.
 
-        With recorded copies, these are the weights of which this worker has all elements: with tensor parallelism,
-        those that are not split. Without them, because the model was loaded layer by layer, only the parameters of
-        modules whose weights no kernel repacks (such as norms) are read. None are if the loaders convert weights.
+        With recorded copies, these are the weights of which this worker has all elements: with tensor parallelism, the
+        unsplit ones. Without them, because the model was loaded layer by layer, only the parameters of modules whose
+        weights no kernel repacks (such as norms) are read. None are if the loaders convert weights.
         """
         plan = self._plan
         if plan is not None and plan.places.stand():

@@ -83,7 +83,7 @@ class Link:
     @staticmethod
     def connect(host: str, port: int, key: bytes, timeout_s: float) -> Link:
         """Connect to a sender that listens at `host` and `port`. key: the run's key. Raises OSError if this fails, if
-        who listens there does not know the key, or if it takes longer than `timeout_s` seconds."""
+        the server there does not know the key, or if it takes longer than `timeout_s` seconds."""
         connection = connect_authenticated(host, port, key, SERVICE, timeout_s)
         return Link(connection, timeout_s, MAX_ANNOUNCEMENT_BYTES)
 

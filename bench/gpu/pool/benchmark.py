@@ -45,11 +45,11 @@ from .figures import (
 from .tenants import NUM_GPUS, TenantTask, follow, served, tenants
 
 ALONE, BOTH = "alone", ("a", "b")
-"""Name of the tenant that has the pool to itself, and names of those that share it."""
+"""Name of the tenant that has the pool to itself, and names of the tenants that share it."""
 LINK = "host link"
 """Name of the part in which bare copies are measured."""
 ENDLESS = 1_000_000
-"""Number of steps of tenants `a` and `b`, which are ended when both have made those that are wanted."""
+"""Number of steps of tenants `a` and `b`, which are ended when both have made the wanted number."""
 MOST_GROWTH_GIB = 0.0625
 """Largest growth, in GiB, of what a process holds asleep that counts as none."""
 _LINK_TIMEOUT_S = 120.0

@@ -107,7 +107,7 @@ def served(folder: Path, *, gpu: bool) -> Iterator[ServedPool]:
 
 @contextmanager
 def tenants(tasks: Sequence[TenantTask], pool: ServedPool) -> Iterator[list[RunningTenant]]:
-    """Context manager that starts the tenants, and ends those that still run at its end. Their outputs are in text
+    """Context manager that starts the tenants, and at its end ends the ones that still run. Their outputs are in text
     files of the run folders' names, beside them."""
     environment = {**os.environ, AUTH_MODE: pool.auth_mode}
     running: list[RunningTenant] = []

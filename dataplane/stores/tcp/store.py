@@ -244,8 +244,8 @@ class TcpStore:
         near.settle(wants)
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Raise RowsCleared if a block of this host's pools has been freed since the `get`. What came over TCP was
-        checked when it came."""
+        """Raise RowsCleared if a block of this host's pools has been freed since the `get`. Rows that came over TCP
+        were checked on arrival."""
         deadline = time.monotonic() + _ASK_TIMEOUT_S
         for want in wants:
             near = self._near.get(self._number(want.block, deadline))

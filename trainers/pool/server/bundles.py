@@ -30,9 +30,9 @@ def reserve_pool(name: str, timeout_s: float, stack: ExitStack) -> tuple[PooledG
     """Reserve all GPUs of the Ray cluster for the pool named `name`, and return where they are. They are in the order
     of hosts, this process's first, and of their numbers there.
 
-    stack: gives them back when it is closed; Ray also does when this process leaves it, and ends who is on them. This
-    process's Ray namespace must be that of pools. Raises UserError if the cluster has a pool of this name already, or
-    not all GPUs are free within `timeout_s` seconds.
+    stack: gives them back when it is closed; Ray also does when this process leaves it, and ends the processes on them.
+    This process's Ray namespace must be that of pools. Raises UserError if the cluster has a pool of this name already,
+    or not all GPUs are free within `timeout_s` seconds.
     """
     if _is_there(name):
         raise UserError(f"--name: got {name!r}, expected another, as the Ray cluster has a pool of that name already")

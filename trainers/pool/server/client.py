@@ -55,7 +55,7 @@ class PoolClient:
             ) from error
 
     def send(self, command: Command) -> None:
-        """Have the pool carry out a command. Raises UserError if it is refused."""
+        """Make the pool carry out a command. Raises UserError if it is refused."""
         kind, body = type(command).__name__, messages.encode(command)
         refusal, attempts = self._call(PoolActor.apply, kind, body)
         if refusal and attempts > 1 and isinstance(command, (Register, Release, Unregister)):

@@ -159,7 +159,7 @@ class PoolTrace:
     lanes: tuple[Lane, ...]
     """One lane for each GPU that has an event, in the order of their numbers."""
     waits_s: dict[tuple[str, Role], list[float]]
-    """Seconds that each grant of a tenant's role was waited for, of those that tell."""
+    """Seconds that each grant of a tenant's role was waited for, if the grant says it."""
 
     @property
     def seconds(self) -> float:
@@ -193,7 +193,8 @@ def pool_trace(events: Iterable[PoolEvent]) -> PoolTrace:
 
 
 def _segments(events: Sequence[PoolEvent], end_s: float) -> list[Segment]:
-    """Return who held a GPU when. What is not released is held until the next grant or the last event of all."""
+    """Return which tenant held a GPU when. A GPU that is not released is held until the next grant or the last event of
+    all."""
     found: list[Segment] = []
     begun: tuple[float, str, Role] | None = None
     for event in events:

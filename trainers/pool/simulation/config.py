@@ -31,7 +31,7 @@ class SwitchSection(Section):
     wake_s: NonNegative = 0.3
     """Seconds to wake engines."""
     sync_s: NonNegative = 1.0
-    """Seconds to load the newest weights: into engines that wake, and into those that are awake after a train step."""
+    """Seconds to load the newest weights: into waking engines, and into engines that are awake after a train step."""
     onload_s: NonNegative = 1.0
     """Seconds to bring the trainer's state back to its GPUs."""
     offload_s: NonNegative = 1.0

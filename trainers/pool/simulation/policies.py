@@ -38,7 +38,7 @@ class FirstComePool(Pool):
     def plan(self, state: PoolState) -> Plan:
         """Return the plan that serves training and rollouts in the order in which they were asked for.
 
-        Training that cannot have all of its GPUs reserves those that it can have. Rollouts take what there is.
+        Training that cannot have all of its GPUs reserves the ones it can have. Rollouts take what there is.
         """
         at_work = {name for name, one in state.tenants.items() if not one.ending and (one.remaining or one.estimate)}
         self.since_s = {name: self.since_s.get(name, state.now_s) for name in sorted(at_work)}
@@ -66,8 +66,8 @@ def _of_holders(draft: Draft, given_up: np.ndarray) -> np.ndarray:
 
 
 def _serve(draft: Draft, request: Request, can_have: np.ndarray) -> None:
-    """Grant training its GPUs if all are free, given up, or held by engines of the tenant itself. Otherwise reserve
-    those that are."""
+    """Grant training its GPUs if all are free, given up, or held by engines of the tenant itself. Otherwise reserve the
+    GPUs that are."""
     wanted = np.array(draft.state.tenants[request.tenant].map.gpus(request.role))
     own = draft.of_tenant(request.tenant)
     holders = draft.holder[wanted]
@@ -183,10 +183,10 @@ def pool_figures(pool: SimulatedPool) -> dict[str, float]:
     """Return the figures of a pool under one policy.
 
     `utilisation` is the share of all GPU seconds in which a GPU trained or generated, where an engine counts by the
-    groups that it has of those that it has room for. `idle_share` is that in which no tenant held it. `train_wait_*`
-    are seconds from the question for train GPUs to the grant, `rollout_wait_*` those of groups for a first engine that
-    is awake. `fairness` is Jain's index of the GPU seconds that each tenant held for each unit of its weight (Jain,
-    Chiu and Hawe, 1984): 1 if all have the same, 1 / tenants if one has all.
+    share of its room that groups fill. `idle_share` is that in which no tenant held it. `train_wait_*` are seconds from
+    the question for train GPUs to the grant, `rollout_wait_*` those of groups for a first engine that is awake.
+    `fairness` is Jain's index of the GPU seconds that each tenant held for each unit of its weight (Jain, Chiu and
+    Hawe, 1984): 1 if all have the same, 1 / tenants if one has all.
     """
     total = pool.num_gpus * (pool.end_s - pool.begin_s)
     train_waits = [wait for one in pool.tenants for wait in one.train_waits_s]

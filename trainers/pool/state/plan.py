@@ -120,7 +120,7 @@ class PoolState:
     """GPUs that no tenant holds but that cannot be granted yet, such as those of processes that are being ended."""
 
     def holders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield (who holds them, GPUs) for all GPUs that are held or blocked."""
+        """Yield (holder, GPUs) for all GPUs that are held or blocked."""
         for grant in self.grants:
             yield f"{grant.tenant} ({grant.role})", grant.gpus
         for name, tenant in self.tenants.items():
@@ -130,7 +130,7 @@ class PoolState:
             yield "no tenant (blocked)", tuple(sorted(self.blocked))
 
     def held(self) -> list[int]:
-        """Return the GPUs that are held or blocked, in no order; twice those that two hold."""
+        """Return the GPUs that are held or blocked, in no order; GPUs with two holders twice."""
         gpus = [gpu for grant in self.grants for gpu in grant.gpus]
         for tenant in self.tenants.values():
             for shard in tenant.awake:

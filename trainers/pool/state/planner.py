@@ -90,7 +90,7 @@ def _takes_part(tenant: TenantState, awake: int) -> bool:
 
 
 def _work(tenant: TenantState) -> int:
-    """Return the number of groups that are left; a request that waits adds those that it expects."""
+    """Return the number of groups that are left; a waiting request adds the GPUs that it expects."""
     return (tenant.remaining or 0) + (tenant.estimate or 0)
 
 

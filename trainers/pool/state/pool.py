@@ -1,4 +1,4 @@
-"""Keeps the state of a pool of GPUs: its tenants, the GPUs that each holds, those that wait, and the open orders.
+"""Keeps the state of a pool of GPUs: its tenants, the GPUs that each holds, the waiting ones, and the open orders.
 
 The state is pure: it has no clock, no network and no thread.
 
@@ -71,7 +71,7 @@ class Tenant:
     """True once all earlier tenants have finished a step or are gone; only then does it get GPUs."""
     has_finished_step: bool = False
     awake: set[int] = field(default_factory=set)
-    """Shards that hold their GPUs for generation, those that are on the way to sleep or out of it included."""
+    """Shards that hold their GPUs for generation, also on the way to sleep or out of it."""
     failures: dict[int, int] = field(default_factory=dict)
     """Number of failed attempts to wake each shard."""
     demand: Demand | None = None
@@ -164,8 +164,8 @@ class Pool:
         return {name: tenant.suspect for name, tenant in self.tenants.items() if tenant.suspect}
 
     def state(self, now_s: float) -> PoolState:
-        """Return the state that the planner sees. What suspect tenants hold is blocked, and they are not in it, nor are
-        tenants that have not been admitted."""
+        """Return the state that the planner sees. GPUs of suspect tenants are blocked. Suspect tenants are not in it,
+        nor are tenants that have not been admitted."""
         trusted = {name: tenant for name, tenant in self.tenants.items() if not tenant.suspect}
         owed = self._owed(now_s)
         blocked = {gpu for name in self.suspects for gpu in self._held(name)}

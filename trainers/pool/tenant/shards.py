@@ -152,7 +152,7 @@ class Shards:
     # ------------------------------------------------------------ shrink
 
     def _shrink(self, engines: Sequence[Engine]) -> dict[str, str]:
-        """Put engines to sleep. Returns those that had to be killed: name -> reason. Their GPUs are free, too."""
+        """Put engines to sleep. Returns the killed ones: name -> reason. Their GPUs are free, too."""
         awake = [engine for engine in engines if not engine.asleep]
         for engine in awake:
             engine.asleep = True  # from now on it takes part in no weight sync
@@ -214,7 +214,7 @@ class Shards:
             _log.warning("expand: %s sleeps on: %s", engine.name, failed[engine.name])
             engine.asleep = False
         if back:
-            for name in self._shrink(back):  # those that cannot sleep are ended
+            for name in self._shrink(back):  # engines that cannot sleep are ended
                 self._unready.discard(name)
         return failed
 
@@ -297,7 +297,7 @@ class Shards:
         _log.warning("%s is ended: %s", info, reason)
         family = Family(info.pid) if info.host == socket.gethostname() else None
         if family is not None:
-            family.look()  # those that it has started hold the memory, and end after it
+            family.look()  # its children hold the memory, and end after it
         engine.handle.kill()
         engine.dead = engine.asleep = engine.broken = True
         self._asleep_since.setdefault(engine.name, time.monotonic())

@@ -342,7 +342,7 @@ def try_imports(groups: dict[str, tuple[str, ...]], ahead: tuple[str, ...] = ())
 
 
 def _import_in_children(wanted: dict[str, tuple[str, ...]], ahead: tuple[str, ...]) -> dict[str, str]:
-    """Import the groups in child processes. Returns the outcomes of those that ended within IMPORT_TIMEOUT_S: name ->
+    """Import the groups in child processes. Returns the outcomes of imports that ended within IMPORT_TIMEOUT_S: name ->
     error, "" if there was none."""
     command = [sys.executable, "-c", _IMPORTER, json.dumps([wanted, ahead])]
     # A session of their own, so that all of them can be ended together.
