@@ -118,8 +118,7 @@ class MooncakeHost:
         return self._used_bytes + sum(self._unfinished.values())
 
     def unfreed_bytes(self) -> int:
-        """Ask the Mooncake master again to remove freed blocks, and return the bytes of the ones that still take
-        space."""
+        """Ask the Mooncake master again to remove freed blocks, and return the bytes that they still take."""
         if self._unfinished:
             self._remove([])
         return sum(self._unfinished.values())

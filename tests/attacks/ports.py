@@ -322,8 +322,7 @@ PORTS: dict[str, Callable[[], AttackedPort]] = {
 
 
 def recorded(port: AttackedPort) -> bytes:
-    """Return all that a client sends in one connection, the handshake included, as a listener on the network sees
-    it."""
+    """Return all that a client sends in one connection, with the handshake, as the network sees it."""
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
         between.settimeout(TIMEOUT_S)

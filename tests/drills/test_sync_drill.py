@@ -1,5 +1,4 @@
-"""Engines that stop, die and come back around a weight sync: the others continue, and no engine serves a wrong
-version."""
+"""Engines that stop, die and come back around a weight sync: no engine serves a wrong version."""
 
 from __future__ import annotations
 

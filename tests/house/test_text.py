@@ -129,7 +129,8 @@ BANNED = re.compile(
     r"\b(?:(?:no|every|some|any)body|anew|whoever|(?<!anyone )who has|who listens|imposition|makes good|so that it may"
     r"|(?:is|are|be|been|being|was|were) told(?! apart)|told of|(?:gets?|got) on(?! t)"
     r"|[Hh]ave (?:the (?:workers?|thread|process|pool)|all workers|vLLM) [a-z]+"
-    r"|(?:bytes|tokens|rows|seconds(?! a call)|samples|prompts|updates|calls|steps) a (?:token|row|step|second|prompt|call|GPU))\b",
+    r"|(?:bytes|tokens|rows|seconds(?! a call)|samples|prompts|updates|calls|steps)"
+    r" a (?:token|row|step|second|prompt|call|GPU))\b",
     re.IGNORECASE,
 )
 """Words that read as translated: persons in place of processes, "a" for "per", and turns that are not English idiom."""

@@ -37,8 +37,7 @@ class FlopModel:
     """
 
     per_token: int
-    """Number of multiply-adds per token in the weights of all layers. Of the experts, only those that the token is
-    routed to count.
+    """Number of multiply-adds per token in the weights of all layers. Only experts to which the token is routed count.
 
     With hidden size H, n_q query heads and n_kv key-value heads of width d, attention takes `H (n_q + 2 n_kv) d + n_q d
     H`. A gated MLP of width I takes `3 H I`. A layer with E experts of width I_e takes `H E + 3 k H I_e` when each

@@ -1,6 +1,6 @@
 """Adapts a HF causal LM to training: log-probs of wanted tokens, packed rows, half precision, and norms on CPUs.
 
-`CausalLm` computes logits only for wanted tokens. On a GPU, packed rows attend through torch's variable-length flash
+`CausalLM` computes logits only for wanted tokens. On a GPU, packed rows attend through torch's variable-length flash
 attention; without it, HF finds where packed rows begin from the position ids and gives SDPA a dense block-diagonal
 causal mask of S x S, where S is the number of tokens of the microbatch, which `trainer.tokens_per_microbatch` bounds.
 

@@ -174,7 +174,7 @@ class PipelineBalance(ExpertBalance):
     ) -> None:
         """Connect the routers of this rank's stage, for as long as the model lives.
 
-        spec: shape of the routes of the whole model. What a router chooses is what replay makes of its choice.
+        spec: shape of the routes of the whole model. A router's choice is the one that replay makes of it.
         """
         routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         stage = stage_layers(config.topology, mesh.place, spec)
