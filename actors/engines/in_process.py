@@ -146,8 +146,8 @@ class IncomingWeights(Generic[Ready]):
 
 
 class InProcessEngine(ABC, Generic[Ready]):
-    """Base class of engines that run in this process: the version that they serve, the next one, which they receive
-    meanwhile, and why they refuse requests."""
+    """Base class of engines that run in this process. It holds the version that they serve, the next one, which they
+    receive meanwhile, and the reason why they refuse requests."""
 
     died = ""
 
@@ -180,8 +180,8 @@ class InProcessEngine(ABC, Generic[Ready]):
         return self._unusable == _ASLEEP
 
     def _expect_usable(self, request_id: str, in_flight: Container[str]) -> None:
-        """Refuse a request: raise RuntimeError if the engine is asleep or closed, EngineBroken if it has no weights,
-        and ValueError if the id is already in flight."""
+        """Refuse a request that the engine cannot take. Raises RuntimeError if the engine is asleep or closed,
+        EngineBroken if it has no weights, and ValueError if the id is already in flight."""
         if self._unusable:
             raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
         if self._broken:

@@ -15,8 +15,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _LEAD_IN = 8
-"""Number of extra tokens that are decoded before those that a stop text can span. They are needed because tokenizers
-treat the first tokens specially (leading spaces), and because special tokens have no text."""
+"""Number of extra tokens that are decoded before the span of a stop text. They are needed because tokenizers treat the
+first tokens specially (leading spaces), and because special tokens have no text."""
 
 
 def row_keys(seed: int, request_id: str, num_samples: int) -> np.ndarray:

@@ -37,7 +37,7 @@ _DEFAULTS = EnvironmentConfig()
 class Gate:
     """Limits the number of episodes that run at the same time, in proportion to the engines that can answer.
 
-    With half of the engines gone, half as many episodes may run; those that run already continue, and one always may.
+    With half of the engines gone, half as many episodes may run; running ones continue, and one always may.
     """
 
     def __init__(self, most: int) -> None:

@@ -196,8 +196,8 @@ def _bytes(path: Path) -> int | None:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Pin the memory of a tensor, which must stay where it is until `unpin`, so that copies between it and a GPU run at
-    the full speed of the link. Raises OSError if CUDA refuses.
+    """Pin the memory of a tensor, so that copies between it and a GPU run at the link's full speed. It must stay where
+    it is until `unpin`. Raises OSError if CUDA refuses.
 
     torch's own pinned memory is rounded up to a power of two, which would waste up to half of it.
     """

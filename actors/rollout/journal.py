@@ -56,8 +56,8 @@ Purpose = Literal["resume", "record", "replay"]
 
 
 class DamagedJournal(RuntimeError):
-    """The bytes of a journal record are not those that were written. The message names the file and the byte at which
-    the record begins."""
+    """The bytes of a journal record differ from what was written. The message names the file and the byte at which the
+    record begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,9 +366,9 @@ def open_prompts(
     """Open the training prompts, or those of one evaluation. With `data.overlong_prompts=drop`, prompts of a finite
     source that are too long are left out.
 
-    held_out: name of the evaluation whose prompts are opened, those that `config` describes as its validation; None
-    opens the training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out.
-    Raises ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
+    held_out: name of the evaluation whose prompts are opened, which `config` has as its validation; None opens the
+    training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out. Raises
+    ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
     """
     parts = config.parts(validation=held_out is not None)
     opened = [_open_part(part, tokenizer, seed=seed, check_lengths=check_lengths, held_out=held_out) for part in parts]

@@ -98,7 +98,7 @@ class RouteRecorder:
         """Return the routes of the last forward pass over `rows` rows of equal width, and forget them. They have the
         shape `[rows, width, layers, k]` and the dtype of the spec.
 
-        The routes of padding are those that the routers chose for it. Raises RuntimeError if a router was not called.
+        Padding has the routes that the routers chose for it. Raises RuntimeError if a router was not called.
         """
         chosen = [one for one in self._chosen if one is not None]
         if len(chosen) != len(self._chosen):

@@ -108,8 +108,8 @@ class CoreLog:
                 os.close(own)
 
     def trim(self) -> None:
-        """Cut the file down to its newer half if it has grown above MAX_BYTES. What is written at that moment may get
-        lost."""
+        """Cut the file down to its newer half if it has grown above MAX_BYTES. Lines that are written at that moment
+        can get lost."""
         size = os.fstat(self._descriptor).st_size
         if size <= MAX_BYTES:
             return
@@ -225,7 +225,7 @@ class EngineStandby:
         return self._process.pid
 
     def run(self, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> BaseProcess | None:
-        """Have the process run `target(**kwargs)` and end, once it has imported its modules. It gets the environment
+        """Make the process run `target(**kwargs)` and end, once it has imported its modules. It gets the environment
         and the outputs that this process has now. Call it once. Returns the process; None if it has ended, or if it
         ends now because the arguments can only be inherited by a process that is started with them."""
         with self._orders:

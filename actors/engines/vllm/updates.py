@@ -106,7 +106,7 @@ class WorkerLinks:
         return path
 
     async def prepare(self, update: WeightUpdate) -> list[PrepareState]:
-        """Have all workers receive `update`, and return their states.
+        """Make all workers receive `update`, and return their states.
 
         When a worker has failed, only the states of the workers that have answered by then are returned. Raises
         EngineDied when a worker's connection breaks.
@@ -116,7 +116,7 @@ class WorkerLinks:
         return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> list[LoadReport]:
-        """Have all workers load the prepared version, and return their reports when all have finished. No model step
+        """Make all workers load the prepared version, and return their reports when all have finished. No model step
         may run during the load.
 
         meanwhile: function whose coroutine is started once all workers have begun to load, and is awaited too; None if
@@ -128,7 +128,7 @@ class WorkerLinks:
         return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
     async def verify(self, digests: ParameterDigests) -> list[VerifyReport]:
-        """Have all workers compare their weights with the trainer's, and return their reports. Raises EngineDied if a
+        """Make all workers compare their weights with the trainer's, and return their reports. Raises EngineDied if a
         worker's connection breaks."""
         await self._order(verify=digests)
         await self._until(lambda: False)

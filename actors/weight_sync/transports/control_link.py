@@ -326,7 +326,7 @@ class ReceiverTracker:
     def blame(self, what: str) -> tuple[str, list[str]]:
         """Return an error text that starts with `what` and names the receivers at fault, and a list of their engines.
 
-        At fault are the receivers that failed or were lost; when there are none, those that are furthest behind.
+        At fault are the receivers that failed or were lost; when there are none, the furthest behind.
         """
         at_fault = sorted(self.failed)
         told = [f"{self._names[rank]} {self.failed[rank]}" for rank in at_fault]

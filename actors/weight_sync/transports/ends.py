@@ -416,7 +416,7 @@ class Stream(ABC):
         if not damaged:
             return ""
         more = f", and so are {len(damaged) - 1} more" if damaged[1:] else ""
-        return f"bucket {damaged[0]} of {len(self.plan.sizes)} is damaged{more}: digests are not those that were sent"
+        return f"bucket {damaged[0]} of {len(self.plan.sizes)} is damaged{more}: digests differ from those sent"
 
 
 def bucket_offsets(plan: BucketPlan) -> list[int]:
