@@ -198,8 +198,8 @@ def evaluation_plans(config: Config) -> tuple[EvaluationPlan, ...]:
 
 
 def all_plans(config: Config) -> tuple[EvaluationPlan, ...]:
-    """Return every evaluation that the configuration describes, including those that a run makes none of. Validation is
-    among them if the data has held-out prompts."""
+    """Return every evaluation that the configuration describes, including sets that a run does not evaluate. Validation
+    is among them if the data has held-out prompts."""
     data = config.data
     validates = data.validation or data.validation_split or data.generated
     return tuple(_plans(config))[0 if validates else 1 :]
