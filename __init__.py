@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from .dataplane.factory import DataPlane, connect, connect_async, open_data_plane, open_storage_unit
     from .dataplane.handle import DataPlaneHandle
     from .dataplane.meta import KVBatchMeta
-    from .dataplane.partition_rows import PartitionRows
-    from .dataplane.status import TaskReset, TaskStatus
+    from .dataplane.status import PartitionRows, TaskReset, TaskStatus
     from .dataplane.streaming import StreamingDataset
     from .trainers.config.config import Config
     from .trainers.config.load import load_config
@@ -104,8 +103,7 @@ _MODULES = {
     "dataplane.factory": "DataPlane connect connect_async open_data_plane open_storage_unit",
     "dataplane.handle": "DataPlaneHandle",
     "dataplane.meta": "KVBatchMeta",
-    "dataplane.partition_rows": "PartitionRows",
-    "dataplane.status": "TaskReset TaskStatus",
+    "dataplane.status": "PartitionRows TaskReset TaskStatus",
     "dataplane.streaming": "StreamingDataset",
     "trainers.config.config": "Config",
     "trainers.config.load": "load_config",

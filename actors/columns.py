@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import field_validator
 
-from ..dataplane.section import Section
+from ..dataplane.config import Section
 
 
 class ColumnConfig(Section):

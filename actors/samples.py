@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..dataplane.config import Count, CountOrZero, Section
 from ..dataplane.owned_folder import try_lock
-from ..dataplane.section import Count, CountOrZero, Section
 
 if TYPE_CHECKING:  # the configuration imports this module, and reports a mistake in it without loading torch
     from .protocols import Sample, Score

@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "rpc: any proof of the key will do",
-        "dataplane/security/strangers.py",
+        "dataplane/security/authenticated_listener.py",
         "        self._handshake.check(message)\n",
         "",
         f"{RPC_TESTS} tests/dataplane/security",
@@ -118,7 +118,7 @@ MUTANTS = (
     # Twelve chosen from the code, in places where a mistake loses rows, repeats them or changes their bytes.
     Mutant(
         "leases: the first renewal that fails ends them",
-        "dataplane/client/renewal.py",
+        "dataplane/client/grants.py",
         "                if time.monotonic() - heard <= self._lease_s:",
         "                if False:",
         "tests/dataplane/client/test_renewal.py tests/dataplane/rpc/test_stopped_consumer.py",
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     Mutant(
         "credit: space that has expired is used",
-        "dataplane/client/credit.py",
+        "dataplane/client/grants.py",
         "item[0].num_blocks >= num_blocks and item[1] > now",
         "item[0].num_blocks >= num_blocks",
         "tests/dataplane/client/test_credit.py",
@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "stores: a process that was slow once is not asked to free again",
-        "dataplane/stores/unfreed.py",
+        "dataplane/stores/counting_host.py",
         "for peer, blocks in enumerate(self._blocks) if blocks]",
         "for peer, blocks in enumerate(self._blocks) if blocks and peer not in self._silent]",
         "tests/dataplane/stores/test_actors.py",

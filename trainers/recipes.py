@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ..dataplane.section import Section
+from ..dataplane.config import Section
 from .errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section, Share
+from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section, Share
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3", "builtin:tiny-qwen3-moe")
 GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45

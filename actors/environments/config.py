@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from ...dataplane.section import Count, Positive, Section
+from ...dataplane.config import Count, Positive, Section
 
 ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers")
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed import DistNetworkError, DistStoreError, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ...codecs import messages
-from ...dataplane.rpc import tcp
+from ...dataplane.rpc.frames import set_up_tcp
 from ...dataplane.security.authenticated_listener import AuthenticatedListener, connect_authenticated, listen
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class RendezvousServer:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            tcp.set_up(connection)
+            set_up_tcp(connection)
             while True:
                 _send(connection, self._answer(_receive(connection, Request), connection))
         except ValueError as error:
@@ -239,7 +239,7 @@ class RendezvousStore(Store):
         self._lock = threading.Lock()
         self._clones: list[RendezvousStore] = []
         self._connection = connect_authenticated(host, port, key, SERVICE, timeout_s)
-        tcp.set_up(self._connection)
+        set_up_tcp(self._connection)
 
     def close(self) -> None:
         """Close the connections of this store and its clones. Idempotent."""

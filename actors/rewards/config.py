@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ...dataplane.section import CountOrZero, Positive, Section, Share
+from ...dataplane.config import CountOrZero, Positive, Section, Share
 
 REWARD_KINDS = (
     "exact_match", "boxed", "math_verify", "per_position", "format", "overlong", "reasoning_gym", "environment",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from ...dataplane.section import Count, Positive, Section
+from ...dataplane.config import Count, Positive, Section
 from ..columns import ColumnConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...dataplane.section import Count, Positive, Section
+from ...dataplane.config import Count, Positive, Section
 
 Staging = Literal["auto", "full", "none"]
 Verify = Literal["off", "sample", "full"]

@@ -21,15 +21,13 @@ from ..directory.samplers import TaskConfig
 from ..errors import DataPlaneTimeout, DirectoryLost
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
-from ..partition_rows import PartitionRows
 from ..rpc.links import Link
-from ..status import DataPlaneStatus, TaskReset, TaskStatus
+from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .arguments import Fields, Keys
-from .operations import Operations
-from .renewal import LeaseRenewal
+from .grants import LeaseRenewal
+from .operations import Ask, Moved, Operations, Steps, Work
 from .saving import load, save
-from .steps import Ask, Moved, Steps, Work
 
 T = TypeVar("T")
 

@@ -1,6 +1,7 @@
 """Implements the operations of data-plane clients without I/O, as generators of steps.
 
-The blocking client and the one for asyncio carry out the steps, each in its own way.
+A step is a request to the directory or a piece of work. The blocking client and the one for asyncio carry out the
+steps, each in its own way.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -27,8 +29,8 @@ from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags
-from ..partition_rows import PartitionRows
-from ..status import DataPlaneStatus, TaskReset, TaskStatus
+from ..rpc.links import Undo
+from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .arguments import (
     Fields,
@@ -42,12 +44,52 @@ from .arguments import (
     task_configs,
 )
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
-from .credit import Credit
-from .renewal import LeaseRenewal
-from .steps import Ask, Moved, Steps, Work
+from .grants import Credit, LeaseRenewal
 
 if TYPE_CHECKING:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Step of an operation: a request to the directory (the metadata service). The client sends it, and passes the
+    reply to the operation."""
+
+    op: str
+    payload: bytes
+    timeout_s: float
+    undo: Undo | None = None
+    """Function that builds the request that undoes this one if its caller was interrupted; None when there is nothing
+    to undo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Step of an operation: a function that the client must run, which may move bytes and block. Once begun it must be
+    waited for."""
+
+    op: str
+    run: Callable[[], Any]
+    deadline: float | None = None
+    """Time by the clock `time.monotonic()` until which the function may wait for a free thread; None sets no limit."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Generic[T]):
+    """Result of an operation that moves bytes, together with the number of bytes moved."""
+
+    result: T
+    nbytes: int
+    """Number of bytes in the committed blocks, or in the columns that were read."""
+
+
+Steps = Generator[Ask | Work, Any, T]
+"""Type of an operation: a generator that yields steps, is sent their results (or thrown their errors), and returns the
+operation's result."""
+
 
 _logger = logging.getLogger(__name__)
 

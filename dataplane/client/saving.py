@@ -1,24 +1,197 @@
-"""Implements saving a partition into a file and loading it again, as operations of the client."""
+"""Saves a partition into one file and loads it again: its definition, its rows, and what the directory knows of them.
+
+A file begins with MAGIC, which names the version of the format. Records follow, each with its number of bytes and their
+xxh3 checksum before it. The first record is the message `SavedPartition`. Two records follow for each chunk of rows:
+the message `SavedChunk`, and the parts of a block (`codecs/blocks.py`) that holds the rows. Nothing is pickled, so that
+reading a file runs no code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import secrets
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import numpy as np
+import xxhash
 
 from ...codecs import messages
+from ...codecs.batch import Batch
+from ...codecs.blocks import BlockLayout, RowSource, assemble, encode_block, read_header
 from ..directory import requests
 from ..directory.partition import PartitionState
 from ..errors import DataPlaneError
 from ..meta import KVBatchMeta
-from ..partition_rows import PartitionRows
-from ..saved_file import PartitionReader, PartitionWriter, SavedPartition
-from .operations import ABORT_TIMEOUT_S, Operations
-from .steps import Ask, Moved, Steps, Work
+from ..status import PartitionRows
+from .operations import ABORT_TIMEOUT_S, Ask, Moved, Operations, Steps, Work
+
+T = TypeVar("T")
+
+MAGIC = b"hrpart2\n"
+_READABLE = (b"hrpart1\n", MAGIC)
+"""Versions of the format that can be read. Files of the first one lack what samplers have noted."""
+_RECORD = struct.Struct("<QQ")
+"""Head of a record: the number of its bytes, and their xxh3."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPartition:
+    """First record of a file."""
+
+    partition: str
+    """Name of the partition that was saved."""
+    rows: bytes
+    """All rows of the partition without their content, as `PartitionRows.to_bytes` encodes them."""
+    state: bytes
+    """Encoded state of the partition, which only the directory (the metadata service) interprets."""
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChunk:
+    """Description of one chunk of rows, which have the same fields written."""
+
+    fields: tuple[str, ...]
+    """Names of all fields that are written in these rows."""
+    start: int
+    """Position of the first row among the rows with exactly these fields, in the order of `SavedPartition.rows`."""
+    layout: BlockLayout
+
+
+def rows_with(rows: PartitionRows, fields: Sequence[str]) -> np.ndarray:
+    """Return the positions of the rows in which exactly `fields` are written, int64, ascending."""
+    exactly = np.ones(len(rows), dtype=bool)
+    for name, flags in rows.written.items():
+        exactly &= flags == (name in fields)
+    return np.flatnonzero(exactly)
+
+
+class PartitionWriter:
+    """Writes one file under a temporary name beside `path`, and gives it its name once it is whole."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
+        self._file: BinaryIO | None = None
+
+    def begin(self, saved: SavedPartition) -> None:
+        """Create the file, with its first record. Raises OSError when the folder cannot be written to."""
+        self._file = open(self._draft, "xb")
+        self._file.write(MAGIC)
+        self._record([messages.encode(saved)])
+
+    def add(self, start: int, batch: Batch) -> None:
+        """Append a chunk of rows. start: as in `SavedChunk`."""
+        block = encode_block(batch, 0, batch.num_rows, checksum=False)
+        self._record([messages.encode(SavedChunk(tuple(batch), start, block.layout))])
+        pieces: list[bytes | memoryview] = []
+        end = 0
+        for offset, part in zip(block.layout.offsets, block.parts, strict=True):
+            pieces += [bytes(offset - end), part.data]
+            end = offset + part.nbytes
+        self._record(pieces)
+
+    def finish(self) -> None:
+        """Flush the file to the disk and rename it to its path, which replaces a file of that name."""
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._draft, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Remove the file if it is not finished. A file that was at the path before stays as it was."""
+        if self._file is not None:
+            self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._draft.unlink()
+
+    def _record(self, pieces: Sequence[bytes | memoryview]) -> None:
+        assert self._file is not None
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            digest.update(piece)
+        self._file.write(_RECORD.pack(sum(map(len, pieces)), digest.intdigest()))
+        self._file.writelines(pieces)
+
+
+class PartitionReader:
+    """Reads one file. It is opened for each read, so that nothing has to be closed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Read the file once from beginning to end, and check every record.
+
+        Raises ValueError when it is not a saved partition, or is truncated or damaged, and OSError when it cannot be
+        read.
+        """
+        self._path = Path(path)
+        self._offsets: list[int] = []
+        """Offset of each chunk in the file."""
+        with open(self._path, "rb") as file:
+            if (magic := file.read(len(MAGIC))) not in _READABLE:
+                raise ValueError(
+                    f"{self._path}: not a saved partition that this version can read: it begins with {magic!r}, "
+                    f"expected one of {', '.join(map(repr, _READABLE))}"
+                )
+            self.saved = self._decoded(self._next(file), SavedPartition)
+            self.rows = PartitionRows.from_bytes(self.saved.rows)
+            for _ in range(self.saved.num_chunks):
+                self._offsets.append(file.tell())
+                self._next(file)
+                self._next(file)
+            if file.read(1):
+                raise ValueError(f"{self._path}: damaged: unexpected bytes after its {self.saved.num_chunks} chunks")
+        self._matching: dict[tuple[str, ...], np.ndarray] = {}
+
+    def chunk(self, number: int) -> tuple[np.ndarray, Batch]:
+        """Return (positions of the rows in `rows`, their fields) of one chunk, from 0 to `num_chunks` - 1. Raises
+        ValueError when the file has changed since it was opened."""
+        with open(self._path, "rb") as file:
+            file.seek(self._offsets[number])
+            chunk = self._decoded(self._next(file), SavedChunk)
+            data = self._next(file)
+        layout = chunk.layout
+        views = dict(enumerate(data[at : at + n] for at, n in zip(layout.offsets, layout.part_bytes, strict=True)))
+        schema, num_rows, found = read_header(views[0])
+        lengths = np.zeros(num_rows, np.int64) if found is None else found.astype(np.int64)
+        places = np.arange(num_rows, dtype=np.int32)
+        source = RowSource(chunk.fields, np.zeros_like(places), places, np.cumsum(lengths) - lengths)
+        batch = assemble(schema.subset(chunk.fields), lengths, [source], [layout], [views])
+        if chunk.fields not in self._matching:
+            self._matching[chunk.fields] = rows_with(self.rows, chunk.fields)
+        return self._matching[chunk.fields][chunk.start : chunk.start + num_rows], batch
+
+    def _next(self, file: BinaryIO) -> np.ndarray:
+        """Read the record at the file's position and check it. Returns its bytes, uint8 1-D."""
+        offset = file.tell()
+        head = file.read(_RECORD.size)
+        nbytes, written = _RECORD.unpack(head) if len(head) == _RECORD.size else (-1, 0)
+        if not 0 <= nbytes <= os.fstat(file.fileno()).st_size - file.tell():
+            raise ValueError(f"{self._path}: truncated, or damaged: the record at byte {offset} is not whole")
+        data = np.fromfile(file, np.uint8, nbytes)
+        if xxhash.xxh3_64_intdigest(data.data) != written:
+            raise ValueError(f"{self._path}: damaged: the checksum of the record at byte {offset} does not fit")
+        return data
+
+    def _decoded(self, data: np.ndarray, of: type[T]) -> T:
+        try:
+            return messages.decode(data.tobytes(), of)
+        except ValueError as error:
+            raise ValueError(f"{self._path}: not a partition that this version can read: {error}") from None
+
 
 _logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from ...codecs.integers import distinct
 from ...codecs.schema import Field, Schema
 from ..errors import CapacityExceeded, DataPlaneTimeout, LeaseLost
 from ..meta import BlockRef, KVBatchMeta
-from ..partition_rows import PartitionRows
-from ..status import DataPlaneStatus, TaskReset, TaskStatus
+from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
 from .calls import ClaimRows, Committed, Outcome, PutRows
 from .partition import Partition, PartitionState

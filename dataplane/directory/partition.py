@@ -14,7 +14,7 @@ from ...codecs.integers import distinct
 from ...codecs.schema import Field, Kind, Schema
 from ..errors import AlreadyWritten, FieldsNotReady, KeysNotFound, SchemaMismatch
 from ..meta import POSITION, tag_type
-from ..partition_rows import PartitionRows
+from ..status import PartitionRows
 from .calls import ClaimRows, Grouping, PutRows, check_distinct, schema_id
 from .ready import ReadyView
 from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ...codecs.schema import Schema
-from ..partition_rows import PartitionRows
+from ..status import PartitionRows
 from .partition import Partition, PartitionState
 from .rows import Numbers
 from .samplers import TaskConfig

@@ -40,14 +40,13 @@ from ..errors import (
     KeysNotFound,
     shown,
 )
-from ..partition_rows import PartitionRows
+from ..status import PartitionRows
 from . import requests
 from .block_table import FreedBlock, Reservation
 from .calls import ClaimRows, PutRows
 from .directory import Directory
 from .host_calls import HostCalls
-from .put_space import PutSpace
-from .waiting import Place, Pulse, Queue
+from .put_space import Place, Pulse, PutSpace, Queue
 
 _logger = logging.getLogger(__name__)
 

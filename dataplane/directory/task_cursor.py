@@ -15,8 +15,7 @@ from ..errors import SamplerError
 from ..status import TaskReset, TaskStatus
 from .ready import ReadyView
 from .rows import UNWRITTEN, GroupTable, Notes, RowTable, grown
-from .sampler_factory import build_sampler
-from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, chosen
+from .samplers import ClaimRequest, FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
 
 DONE = -1
 """Value in a cursor's column for a row that the task has finished. The value 0 means that the row is free, and a

@@ -19,10 +19,9 @@ from typing import Any, cast
 from ..directory.requests import CANCELLED, TAKE_BACK, WAITING_OPS, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
+from ..security.authenticated_listener import HANDSHAKE_TIMEOUT_S, Stranger, Strangers
 from ..security.handshake import HandshakeError
-from ..security.strangers import HANDSHAKE_TIMEOUT_S, Stranger, Strangers
-from . import tcp
-from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head
+from .frames import CANCEL, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
 
 _logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class _Session(asyncio.Protocol):
         connection = self._transport.get_extra_info("socket")
         self._poll.register(connection.fileno(), select.POLLRDHUP)
         if connection.family != socket.AF_UNIX:
-            tcp.set_up(connection)
+            set_up_tcp(connection)
         self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._transport.abort)
         self._sessions.add(self)
         self._stranger = Stranger(connection, self._key, SERVICE, self._transport.abort)

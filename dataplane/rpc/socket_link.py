@@ -19,8 +19,7 @@ from typing import cast
 
 from ..errors import DirectoryLost
 from ..security.handshake import HandshakeError, prove_to_server, prove_to_server_async
-from . import tcp
-from .frames import CANCEL, HEADER, SERVICE, DirectoryAddress, FrameReader, head
+from .frames import CANCEL, HEADER, SERVICE, DirectoryAddress, FrameReader, head, set_up_tcp
 from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome, wait_out
 
 CONNECT_TIMEOUT_S = 10.0
@@ -249,7 +248,7 @@ def _opened(address: DirectoryAddress, deadline: float) -> socket.socket:
             connection.close()
             left_s = max(0.001, min(CONNECT_TIMEOUT_S, deadline - time.monotonic()))
             connection = socket.create_connection((address.host, address.port), left_s)
-            tcp.set_up(connection)
+            set_up_tcp(connection)
     except BaseException:
         connection.close()
         raise
@@ -294,7 +293,7 @@ async def _opened_async(loop: asyncio.AbstractEventLoop, address: DirectoryAddre
             connection = socket.socket(family, kind, protocol)
             connection.setblocking(False)
             await loop.sock_connect(connection, peer)
-            tcp.set_up(connection)
+            set_up_tcp(connection)
     except BaseException:
         connection.close()
         raise

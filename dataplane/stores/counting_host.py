@@ -1,11 +1,104 @@
-"""Implements what hosts of stores with processes of their own have in common: they count and free blocks held there."""
+"""Counts and frees the blocks that a store's own processes hold, for the hosts of such stores.
+
+A freed block that a process still holds, because it did not answer, is remembered until it answers or is dead.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from .unfreed import Unfreed
+_logger = logging.getLogger(__name__)
+
+FREE_TIMEOUT_S = 5.0
+"""Seconds that a process may take to answer a request to free blocks."""
+RETRY_TIMEOUT_S = 0.5
+"""Seconds that a process may take to answer once it has failed to answer before. They are few, so that a stopped
+process hardly delays the requests to the others."""
+
+
+class Unfreed:
+    """Holds the blocks that have been freed but that a store's processes have not deleted yet, by process number. Not
+    thread-safe.
+
+    A process that does not answer may be stopped, swapped out or busy, so its blocks stay here and it is asked again.
+    Only the blocks of a process that is proven dead are dropped, because they are gone with it.
+    """
+
+    def __init__(self, peers: list[str], limit_bytes: int) -> None:
+        """peers: names of the processes, as shown in the log. limit_bytes: number of bytes of blocks freed but not
+        deleted yet above which nothing new should be written."""
+        self._peers = peers
+        self._limit_bytes = limit_bytes
+        self._blocks: list[dict[int, int]] = [{} for _ in peers]
+        """Blocks freed but not deleted yet, for each process: block id -> number of bytes."""
+        self._silent: set[int] = set()
+        self._dead: set[int] = set()
+
+    def add_peer(self, name: str) -> None:
+        """Record a process that has been started. Its number is the number of processes before it."""
+        self._peers.append(name)
+        self._blocks.append({})
+
+    def add(self, peer: int, block_id: int, nbytes: int) -> None:
+        """Record that a process has to free a block. Does nothing for a dead process, or a block that is recorded
+        already."""
+        if peer not in self._dead:
+            self._blocks[peer].setdefault(block_id, nbytes)
+
+    def waiting(self) -> list[tuple[int, list[int]]]:
+        """Return (process, ids of its blocks to free) for every process that has such blocks."""
+        return [(peer, list(blocks)) for peer, blocks in enumerate(self._blocks) if blocks]
+
+    def timeout_s(self, peer: int) -> float:
+        """Return how many seconds to wait for a process's answer."""
+        return RETRY_TIMEOUT_S if peer in self._silent else FREE_TIMEOUT_S
+
+    def delivered(self, peer: int, block_ids: list[int]) -> None:
+        """Remove blocks that the process has freed, and log it when the process had failed to answer before."""
+        for block_id in block_ids:
+            self._blocks[peer].pop(block_id, None)
+        if peer in self._silent:
+            self._silent.discard(peer)
+            _logger.warning("%s answers again: it has freed %d blocks", self._peers[peer], len(block_ids))
+
+    def failed(self, peer: int, error: Exception) -> None:
+        """Record that a process did not answer. Its blocks stay here for the next request; the first failure is
+        logged."""
+        if peer not in self._silent:
+            self._silent.add(peer)
+            blocks = self._blocks[peer]
+            _logger.warning(
+                "%s did not free %d blocks of %d bytes; it is asked again with the next free: %s",
+                self._peers[peer],
+                len(blocks),
+                sum(blocks.values()),
+                error,
+            )
+
+    def died(self, peer: int, error: Exception) -> None:
+        """Record that a process is proven dead. Its blocks are dropped, and later ones are ignored."""
+        self._dead.add(peer)
+        self._silent.discard(peer)
+        _logger.warning("%s has died, and its blocks with it: %s", self._peers[peer], error)
+        self._blocks[peer].clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the blocks that have been freed but not deleted yet."""
+        return sum(sum(blocks.values()) for blocks in self._blocks)
+
+    @property
+    def over_limit(self) -> bool:
+        """True if blocks that are still to be deleted take so many bytes that nothing new should be written."""
+        return self.nbytes > self._limit_bytes
+
+    def described(self) -> str:
+        """Return a text for an error message on cleared blocks that processes still hold; "" if none do. It says which
+        processes, and how many bytes."""
+        silent = [f"{self._peers[peer]} ({sum(self._blocks[peer].values())} bytes)" for peer, _ in self.waiting()]
+        return f"cleared blocks are not freed yet by {', '.join(silent)}" if silent else ""
 
 
 class CountingHost(ABC):

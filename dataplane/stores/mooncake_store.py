@@ -28,12 +28,12 @@ from ...codecs.integers import ALIGN, round_up
 from ..block_store import StoreHost, StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
+from .counting_host import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 from .deadline import received_part
 from .mooncake_client import NOT_FOUND, UNFINISHED, MooncakeClient
 from .mooncake_master import MasterAddress, MooncakeMaster
 from .mooncake_segment import MooncakeSegment
 from .registry import StoreEntry
-from .unfreed import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 
 _logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from ...codecs.integers import ALIGN, round_up
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from ..owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
-from .free_ranges import FreeRanges
 from .registry import StoreEntry
 from .shm_folder import (
     CLOSED,
@@ -38,6 +37,7 @@ from .shm_folder import (
     SLOTS_CHUNK,
     WRITER_PID,
     WRITER_START,
+    FreeRanges,
     PoolMapping,
     check_room,
     create_folder,

@@ -26,8 +26,8 @@ from headrace.dataplane.rpc import frames
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.security.authenticated_listener import connect_authenticated
 from headrace.dataplane.security.handshake import HELLO_BYTES, PROOF_BYTES, new_key
-from headrace.dataplane.stores.tcp import messages as unit_messages
 from headrace.dataplane.stores.tcp import wire
+from headrace.dataplane.stores.tcp import wire as unit_messages
 from headrace.dataplane.stores.tcp.link import UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.tests.dataplane.rows import fresh_run_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...dataplane.section import Section
+from ...dataplane.config import Section
 
 
 class AdvantageConfig(Section):

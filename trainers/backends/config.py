@@ -10,7 +10,7 @@ from pydantic import Field
 from ...actors.columns import ColumnConfig
 from ...actors.engines.config import RouterReplayConfig, ScriptedConfig
 from ...actors.train.topology import Topology
-from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
+from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 from ..losses.config import LossConfig
 
 Head = Literal["selected", "full"]

@@ -17,8 +17,7 @@ from ...actors.rollout.config import MIXTURE, DataConfig
 from ...actors.rollout.evaluation import figure_names, find_figure
 from ...actors.samples import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
-from ...dataplane.config import DataPlaneConfig
-from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
+from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, Positive, Section
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import REPLACED, DataConfig, SourceConfig, replaced
 from ...actors.rollout.evaluation import REWARD
-from ...dataplane.section import Count, CountOrZero, NonNegative, Section, Share
+from ...dataplane.config import Count, CountOrZero, NonNegative, Section, Share
 
 
 class ValidationConfig(Section):

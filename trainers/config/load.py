@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ...dataplane.section import Section
+from ...dataplane.config import Section
 from ..errors import ConfigError
 from .checks import contradictions
 from .config import Config

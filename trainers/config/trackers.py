@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from ...dataplane.section import Positive, Section
+from ...dataplane.config import Positive, Section
 
 PROJECT = "headrace"
 TrackerKind = Literal["wandb", "trackio", "mlflow", "tensorboard"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ...dataplane.section import Count, NonNegative, Positive, Section
+from ...dataplane.config import Count, NonNegative, Positive, Section
 
 LOSS_KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {

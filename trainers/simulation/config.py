@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section, Share
+from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section, Share
 from ..config.config import Config
 from ..config.load import validated
 

@@ -20,9 +20,9 @@ from ...security.handshake import new_key
 from ..counting_host import CountingHost
 from ..registry import StoreEntry
 from .link import UnitDied, UnitLink
-from .messages import Free, UnitAddress, column, decode, encode
-from .process import UnitProcess
 from .store import UNIT_BYTES, TcpStore
+from .unit import UnitProcess
+from .wire import Free, UnitAddress, column, decode, encode
 
 MAX_UNITS = 1 << (8 * UNIT_BYTES)
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
 from ...security.authenticated_listener import connect_authenticated
 from ...security.handshake import HandshakeError
-from .messages import DONE, FREED, FULL, UnitAddress
-from .wire import SERVICE, Connection
+from .wire import DONE, FREED, FULL, SERVICE, Connection, UnitAddress
 
 DYING_S = 1.0
 """How long a unit whose connections break is asked whether it still listens."""

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...errors import StoreLost
 from ..ray_processes import end_actors, has_died
-from .messages import UnitAddress
 from .unit import StorageUnit
+from .wire import UnitAddress
 
 NAMESPACE = "headrace"
 START_TIMEOUT_S = 60.0

@@ -26,7 +26,7 @@ from ...meta import BlockRef
 from ...rpc.links import Link
 from ..shared_memory import SharedMemoryStore
 from .link import UnitDied, UnitLink
-from .messages import Cut, Get, Put, Reserve, UnitAddress, column, decode, encode, locations, memory_id
+from .wire import Cut, Get, Put, Reserve, UnitAddress, column, decode, encode, locations, memory_id
 
 UNIT_BYTES = 2
 """Number of bytes at the beginning of a block's location that hold the number of its unit. The location in the unit's

@@ -2,31 +2,38 @@
 
 Bytes of a put are received straight into the unit's pool, and bytes of a get are sent straight from it. A writer or
 reader on the unit's host uses the pool itself, and only asks the unit for room. One thread serves each connection, so
-that a client that is slow or stopped holds up no other.
+that a client that is slow or stopped holds up no other. Run as a module, it is the process of a unit that is a child of
+the process that starts it.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import gc
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ....codecs.integers import ALIGN
 from ...errors import RowsCleared, StoreLost
+from ...rpc.child_process import ChildProcess, serve_parent
 from ...security.authenticated_listener import AuthenticatedListener, listen
 from ..shared_memory import SharedMemoryHost, SharedMemoryStore
-from .messages import (
+from .wire import (
     DONE,
     FREED,
     FULL,
     REFUSED,
+    SERVICE,
+    Connection,
     Cut,
     Free,
     Get,
@@ -39,7 +46,6 @@ from .messages import (
     memory_id,
     shown_ids,
 )
-from .wire import SERVICE, Connection
 
 _logger = logging.getLogger(__name__)
 
@@ -309,3 +315,40 @@ def _reply(connection: Connection, op: str, head: bytes) -> None:
 def _try_reply(connection: Connection, op: str, text: str) -> None:
     with contextlib.suppress(OSError):  # the client may have gone
         _reply(connection, op, text.encode())
+
+
+START_TIMEOUT_S = 60.0
+
+
+class UnitProcess:
+    """A storage unit in a child process. It ends with this process at the latest."""
+
+    def __init__(self, run_id: str, name: str, key: bytes, host: str, capacity_bytes: int) -> None:
+        """Start the unit; arguments and errors are those of `StorageUnit`. Raises StoreLost when it does not start
+        within START_TIMEOUT_S."""
+        setup = {"run_id": run_id, "name": name, "key": key.hex(), "host": host, "capacity_bytes": capacity_bytes}
+        self._child = ChildProcess(__name__, setup, START_TIMEOUT_S)
+        self.address = UnitAddress(**self._child.answer)
+        self.pid = self.address.pid
+
+    def has_died(self) -> bool:
+        return self._child.has_died()
+
+    def close(self) -> None:
+        """End the process and with it the unit's pool. Idempotent."""
+        self._child.close()
+
+
+def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+    try:
+        unit = StorageUnit(
+            setup["run_id"], setup["name"], bytes.fromhex(setup["key"]), setup["host"], setup["capacity_bytes"]
+        )
+    except OSError as error:
+        raise ValueError(f"storage unit {setup['name']}: cannot listen on {setup['host']}: {error.strerror}") from None
+    gc.freeze()  # what was imported stays: the collector need not look at it again and again
+    return dataclasses.asdict(unit.address), unit.close
+
+
+if __name__ == "__main__":
+    serve_parent(_start)

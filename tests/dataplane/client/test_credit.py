@@ -14,7 +14,7 @@ import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.client.credit import MAX_BYTES, Credit
+from headrace.dataplane.client.grants import MAX_BYTES, Credit
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory.requests import Space
 from headrace.dataplane.errors import AlreadyWritten, CapacityExceeded, RowsCleared

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from headrace.codecs import messages
-from headrace.dataplane.client import renewal
-from headrace.dataplane.client.renewal import LeaseRenewal
+from headrace.dataplane.client import grants as renewal
+from headrace.dataplane.client.grants import LeaseRenewal
 from headrace.dataplane.directory import requests
 from headrace.dataplane.errors import DirectoryLost
 from headrace.dataplane.rpc.links import Link

@@ -11,7 +11,7 @@ import torch
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.errors import KeysNotFound
-from headrace.dataplane.partition_rows import PartitionRows
+from headrace.dataplane.status import PartitionRows
 from headrace.tests.dataplane.client.local_plane import ids
 from headrace.tests.dataplane.directory.directory_puts import SCHEMA, put
 

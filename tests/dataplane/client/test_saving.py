@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from headrace.codecs import messages
 from headrace.codecs.batch import Batch
 from headrace.codecs.jagged import unpack
-from headrace.dataplane import saved_file
 from headrace.dataplane.client import saving
+from headrace.dataplane.client import saving as saved_file
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.operations import Operations
+from headrace.dataplane.client.saving import PartitionReader, PartitionWriter
 from headrace.dataplane.config import StoreConfig
 from headrace.dataplane.directory.partition import PartitionState, TaskState
 from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.errors import CapacityExceeded, ClaimTimeout, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
-from headrace.dataplane.partition_rows import PartitionRows
-from headrace.dataplane.saved_file import PartitionReader, PartitionWriter
+from headrace.dataplane.status import PartitionRows
 from headrace.tests.dataplane.client.local_plane import SCHEMA as SMALL
 from headrace.tests.dataplane.client.local_plane import config, ids
 from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, columns

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.dataplane.client.renewal import LeaseRenewal
+from headrace.dataplane.client.grants import LeaseRenewal
 from headrace.dataplane.errors import ClaimTimeout, LeaseLost
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, assert_rows, columns, keys_of

@@ -13,8 +13,7 @@ from headrace.dataplane.directory.calls import ClaimRows, Outcome
 from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.errors import AlreadyWritten, LeaseLost, SchemaMismatch
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.dataplane.partition_rows import PartitionRows
-from headrace.dataplane.status import TaskReset
+from headrace.dataplane.status import PartitionRows, TaskReset
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, commit, make_put
 
 

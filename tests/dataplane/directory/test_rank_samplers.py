@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.rank_samplers import RankShares
+from headrace.dataplane.directory.samplers import RankShares
 from headrace.dataplane.errors import SamplerError
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.directory.directory_puts import GROUP, put

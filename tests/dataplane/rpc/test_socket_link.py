@@ -24,8 +24,8 @@ from headrace.dataplane.rpc import links
 from headrace.dataplane.rpc import server as directory_server
 from headrace.dataplane.rpc.frames import SERVICE, DirectoryAddress, FrameReader, frame
 from headrace.dataplane.rpc.socket_link import SocketLink
+from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS
 from headrace.dataplane.security.handshake import new_key, prove_to_server
-from headrace.dataplane.security.strangers import MAX_STRANGERS
 from headrace.tests.dataplane.rpc.served import Served, wait_until
 from headrace.tests.dataplane.security.far_end import prove_to_client
 

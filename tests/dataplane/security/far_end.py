@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from headrace.dataplane.security.strangers import Stranger
+from headrace.dataplane.security.authenticated_listener import Stranger
 
 
 def prove_to_client(connection: socket.socket, key: bytes, service: str, timeout_s: float = 10.0) -> None:

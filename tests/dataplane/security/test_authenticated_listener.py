@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from headrace.dataplane.security import strangers
+from headrace.dataplane.security import authenticated_listener as strangers
 from headrace.dataplane.security.authenticated_listener import (
+    MAX_STRANGERS,
     AuthenticatedListener,
     connect_authenticated,
     listen,
 )
 from headrace.dataplane.security.handshake import HELLO_BYTES, ClientHandshake, HandshakeError, new_key
-from headrace.dataplane.security.strangers import MAX_STRANGERS
 
 KEY = new_key()
 SERVICE = "tests"

@@ -20,7 +20,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
-from headrace.dataplane.stores import unfreed
+from headrace.dataplane.stores import counting_host as unfreed
 from headrace.tests.dataplane.rows import BYTES, block_of, fresh_run_id
 from headrace.tests.process_pool import kill, suspend
 

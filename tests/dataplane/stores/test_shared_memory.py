@@ -25,9 +25,8 @@ from headrace.dataplane.factory import build_store_host, check_store, connect, o
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.owned_folder import process_start, remove_stale_folders
 from headrace.dataplane.stores import shared_memory
-from headrace.dataplane.stores.free_ranges import FreeRanges
 from headrace.dataplane.stores.shared_memory import SharedMemoryHost, SharedMemoryStore, pool_bytes
-from headrace.dataplane.stores.shm_folder import PIECE_BYTES, WRITER_PID, free_memory
+from headrace.dataplane.stores.shm_folder import PIECE_BYTES, WRITER_PID, FreeRanges, free_memory
 from headrace.tests.dataplane.rows import fresh_run_id
 
 MIB = 1 << 20

@@ -21,14 +21,23 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
-from headrace.dataplane.security import strangers
-from headrace.dataplane.security.authenticated_listener import listen
+from headrace.dataplane.security import authenticated_listener as strangers
+from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS, listen
 from headrace.dataplane.security.handshake import ClientHandshake, new_key
-from headrace.dataplane.security.strangers import MAX_STRANGERS
 from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
-from headrace.dataplane.stores.tcp.messages import Cut, Free, Get, Put, Reserve, column, encode, locations
 from headrace.dataplane.stores.tcp.unit import StorageUnit
-from headrace.dataplane.stores.tcp.wire import SERVICE, Connection
+from headrace.dataplane.stores.tcp.wire import (
+    SERVICE,
+    Connection,
+    Cut,
+    Free,
+    Get,
+    Put,
+    Reserve,
+    column,
+    encode,
+    locations,
+)
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import kill, suspend
 
@@ -324,7 +333,7 @@ def test_a_shuffled_read_moves_the_rows_asked_for(
 def test_a_stopped_unit_is_named_and_goes_on_where_it_was(
     plane: DataPlane, client: DataPlaneClient, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.dataplane.stores.unfreed.FREE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("headrace.dataplane.stores.counting_host.FREE_TIMEOUT_S", 0.5)
     name = request.node.name
     kept = client.put(name, ["kept.0"], rows(1, 5))
     meta = client.put(name, [f"k.{number}" for number in range(16)], rows(16, 1))
@@ -405,7 +414,7 @@ def test_the_death_of_a_unit_takes_its_rows_and_no_others() -> None:
 
 
 def test_a_client_of_a_plane_that_has_gone_is_told_so() -> None:
-    from headrace.dataplane.stores.tcp.messages import UnitAddress
+    from headrace.dataplane.stores.tcp.wire import UnitAddress
 
     listener = socket.create_server(("127.0.0.1", 0))
     address = UnitAddress("unit-9", 1, "127.0.0.1", listener.getsockname()[1], "elsewhere", "/nowhere")

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.rollout.routes import RouteCounts
-from headrace.dataplane.client.renewal import LeaseRenewal
+from headrace.dataplane.client.grants import LeaseRenewal
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import LeaseLost
 from headrace.dataplane.factory import DataPlane, open_data_plane

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ....dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
+from ....dataplane.config import Count, CountOrZero, NonNegative, Positive, Section
 from ...config.load import validated
 from ...errors import ConfigError
 from ..state.plan import TenantMap

@@ -18,8 +18,8 @@ from ....actors.rewards.config import RewardConfig
 from ....actors.rewards.rubric import check_rewards
 from ....actors.rollout.config import DataConfig, is_generated
 from ....dataplane.config import DataPlaneConfig
-from ....dataplane.directory.rank_samplers import RankShares
-from ....dataplane.directory.sampler_factory import FOR_RANKS, build_sampler
+from ....dataplane.directory.samplers import RankShares
+from ....dataplane.directory.samplers import FOR_RANKS, build_sampler
 from ....dataplane.directory.samplers import TaskConfig
 from ....dataplane.factory import check_store
 from ....dataplane.imports import MissingExtra
