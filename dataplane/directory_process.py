@@ -1,20 +1,168 @@
-"""Runs the directory (the metadata service) in a process of its own without Ray; run as a module by `factory.py`."""
+"""Runs the directory (the metadata service) with its store and its sockets: in a process of its own, or as a Ray actor.
+
+The process without Ray runs this module, started by `factory.py`; it must not import Ray, which would take a second.
+Ray only starts and ends the actor; requests reach it through its sockets, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import functools
+import gc
+import os
+import platform
+import resource
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from .config import DataPlaneConfig
-from .factory import build_store_host
-from .rpc.child_process import serve_parent
-from .rpc.hosted_directory import HostedDirectory, directory_name
+import numpy as np
 
+from .block_store import StoreHost, StoreSpec
+from .config import DataPlaneConfig
+from .directory.service import DirectoryService
+from .errors import DataPlaneError, DirectoryLost
+from .rpc.child_process import serve_parent
+from .rpc.frames import DirectoryAddress
+from .rpc.server import DirectoryServer
+from .store_choice import build_store_host
+
+BuildHost = Callable[[str], StoreHost]
+"""Function that starts the store's part in the directory's process. It takes the IP address of this host at which
+clients of other hosts reach the data plane; "" when all clients are on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Description of a directory that has started and answers requests."""
+
+    pid: int
+    node: str
+    """Name of the directory's host."""
+    store: StoreSpec
+    store_processes: dict[str, int]
+    """Pids of the store's processes on the directory's host, by name."""
+    address: DirectoryAddress
+
+
+class HostedDirectory:
+    """Hosts the directory (the metadata service) and the part of the store that allocates and frees blocks."""
+
+    def __init__(self, config: DataPlaneConfig, build_host: BuildHost) -> None:
+        self._config = config
+        self._build_host = build_host
+        self._service: DirectoryService | None = None
+        self._server: DirectoryServer | None = None
+        self._host: StoreHost | None = None
+
+    async def start(self, name: str, host: str) -> Started:
+        """Start the store, and start to answer requests. Returns a description of the directory with its address.
+
+        name: name of the directory's Unix socket. host: IP address at which clients of other hosts reach the directory;
+        "" when all clients are on this host, and then it listens only on a Unix socket. Raises the errors of the store.
+        """
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each thread of a client takes a descriptor
+        # In a thread, as a store may wait for other processes.
+        self._host = await asyncio.to_thread(self._build_host, host)
+        self._service = DirectoryService(self._config, self._host)
+        self._server = DirectoryServer(self._service, self._host.spec.key)
+        address = await self._server.start(name, host)
+        np.unique(np.empty(0))  # it imports numpy.ma when it is first called: 20 ms that no put should wait for
+        gc.freeze()  # what was imported stays: the collector need not look at it again and again
+        return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)
+
+    async def close(self) -> None:
+        """Close the store, end the processes that it started, and stop answering requests. Idempotent."""
+        if self._service is not None:
+            await self._service.close()
+        elif self._host is not None:
+            self._host.close()
+        if self._server is not None:
+            await self._server.close()
+
+
+def directory_name(run_id: str) -> str:
+    """Return the name of a run's directory: of its Unix socket, and of its Ray actor if it has one."""
+    return f"headrace-{run_id}-directory"
+
+
+NAMESPACE = "headrace"
+"""Ray namespace of the data plane's actors. It is fixed, because the namespace of the driver itself may be
+anonymous."""
 END_TIMEOUT_S = 20.0
+
+
+class DirectoryActor:
+    """Ray actor that hosts the directory (the metadata service). It is never restarted, because the run's state would
+    be lost."""
+
+    def __init__(self, config: DataPlaneConfig, build_host: BuildHost) -> None:
+        self._directory = HostedDirectory(config, build_host)
+
+    async def start(self, name: str, one_host: bool) -> Started | Exception:
+        """Start the directory; see `HostedDirectory.start`. If the store could not be started, return the error instead
+        of raising it, because Ray would wrap it. one_host: whether all clients are on the actor's host."""
+        import ray
+
+        try:
+            return await self._directory.start(name, "" if one_host else ray.util.get_node_ip_address())
+        except (DataPlaneError, ValueError) as error:
+            return error
+
+    async def close(self) -> None:
+        """Close the store, end the processes that it started, and stop answering requests. Idempotent."""
+        await self._directory.close()
+
+
+def start_actor(
+    run_id: str, config: DataPlaneConfig, build_host: BuildHost, *, one_host: bool, timeout_s: float
+) -> tuple[Any, Started]:
+    """Start the directory's actor. Returns the actor's handle and a description of the started directory.
+
+    The actor ends when the last handle is deleted or when this process ends. `build_host` runs in the actor, and errors
+    that it raises are raised here. Raises DirectoryLost when the actor dies or does not start within `timeout_s`.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    name, began_s = directory_name(run_id), time.monotonic()
+    options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
+    actor: Any = options.remote(config, build_host)
+    try:
+        started: Any = ray.get(actor.start.remote(name, one_host), timeout=timeout_s)
+        if isinstance(started, Exception):
+            raise started
+    except (RayActorError, GetTimeoutError) as error:
+        stop_actor(actor)
+        if isinstance(error, GetTimeoutError):
+            why = f" within {timeout_s:g} s (start_timeout_s), which a busy machine may need more of"
+        else:
+            why = f": {str(error).partition(chr(10))[0]}"
+        elapsed_s = time.monotonic() - began_s
+        raise DirectoryLost(f"the directory did not start{why}", op="open", peer=name, elapsed_s=elapsed_s) from None
+    except BaseException:
+        stop_actor(actor)
+        raise
+    return actor, started
+
+
+def stop_actor(actor: Any) -> None:
+    """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, because the
+    actor has then ended, too."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    if not ray.is_initialized():
+        return
+    try:
+        ray.get(actor.close.remote(), timeout=END_TIMEOUT_S)
+    except (RayActorError, GetTimeoutError):
+        pass  # dead or stuck: the kill below is all that is left to do
+    ray.kill(actor)
 
 
 def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:

@@ -16,21 +16,20 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ..codecs import messages
-from .block_store import StoreHost, StoreSpec
+from .block_store import StoreSpec
 from .client.async_client import AsyncDataPlaneClient
 from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
 from .directory import requests
 from .directory.requests import body_of
+from .directory_process import directory_name, start_actor, stop_actor
 from .handle import DataPlaneHandle, PlaneText
 from .rpc.child_process import ChildProcess
 from .rpc.frames import DirectoryAddress
-from .rpc.hosted_directory import directory_name
 from .rpc.links import InProcessLink, Link, call_s, in_process_link
 from .rpc.socket_link import SocketLink
-from .security.trusted_network import check_trust
+from .store_choice import build_store_host, check_store
 from .stores.registry import StorageUnitProcess, store_entry
-from .stores.shm_folder import check_room
 
 CHILD_END_TIMEOUT_S = 20.0
 """Seconds that the process of the directory may take to end the store and itself."""
@@ -161,8 +160,6 @@ def _open_process(config: DataPlaneConfig, run_id: str, listen: str, timeout_s: 
 def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s: float) -> DataPlane:
     import ray
 
-    from .rpc.actor import start_actor, stop_actor
-
     if not ray.is_initialized():
         raise ValueError(
             "open_data_plane: Ray is not initialised; call ray.init() first, or pass process=True or in_process=True, "
@@ -242,36 +239,3 @@ def _joined_by_text(text: PlaneText) -> tuple[DataPlaneHandle, Link]:
     store = StoreSpec(plane.store_kind, plane.store_run_id, plane.store_address, plane.plane_id, text.key)
     config = DataPlaneConfig.model_validate_json(plane.config)
     return DataPlaneHandle(text.run_id, config, store, "", text.address, peer), link
-
-
-def build_store_host(config: DataPlaneConfig, run_id: str, host: str = "") -> StoreHost:
-    """Start the host part of the configured store, which allocates and frees blocks, in the calling process. host: IP
-    address of this host at which clients of other hosts reach the store; "" when all clients are on this host. Raises
-    ValueError as `check_store` does."""
-    check_store(config, one_host=not host)
-    return store_entry(store_kind(config, one_host=not host)).open_host(config.store, run_id, host)
-
-
-def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
-    """Return the kind of store that a data plane with this configuration uses. `auto` becomes `shm` on one host, else
-    `tcp`."""
-    if config.store.kind != "auto":
-        return config.store.kind
-    return "shm" if one_host else "tcp"
-
-
-def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
-    """Raise ValueError when this host, as it is now, cannot provide the configured store, or must not. A store that
-    would trust everyone on the network must not be provided (see `check_trust`). Starts nothing.
-
-    A dry run calls it on the host where the data plane would be opened.
-    """
-    kind = store_kind(config, one_host=one_host)
-    check_trust(config, kind, one_host=one_host)
-    if kind == "shm" and not one_host:
-        raise ValueError(
-            "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "
-            "'tcp', 'ray', 'simple' or 'mooncake', or 'auto', which chooses"
-        )
-    if kind in ("shm", "tcp"):
-        check_room(config.store.capacity_mib << 20)

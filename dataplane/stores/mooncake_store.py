@@ -5,7 +5,7 @@ together take 5 to 7 ms to put and 5 ms to get, whereas TransferQueue, with one 
 and 116 ms for 12 MB (TCP loopback, 2 cores, separate runs). TransferQueue's store also retries for 2 s on missing
 objects, returns uninitialised memory for repeated keys, and kills the masters of other runs.
 
-A separate process lends Mooncake the memory (`mooncake_segment.py`). Producers and consumers lend none, so no rows are
+A separate process lends Mooncake the memory (`mooncake_processes.py`). Producers and consumers lend none, so no rows are
 lost when they die. Every run has its own Mooncake master (metadata server). Reads are safe, even if a block is freed
 meanwhile: keys are never used twice, and `settle` asks after the read whether the block is still there.
 
@@ -30,9 +30,8 @@ from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .counting_host import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 from .deadline import received_part
-from .mooncake_client import NOT_FOUND, UNFINISHED, MooncakeClient
-from .mooncake_master import MasterAddress, MooncakeMaster
-from .mooncake_segment import MooncakeSegment
+from .mooncake_client import NOT_FOUND, UNFINISHED, MasterAddress, MooncakeClient
+from .mooncake_processes import MooncakeMaster, MooncakeSegment
 from .registry import StoreEntry
 
 _logger = logging.getLogger(__name__)

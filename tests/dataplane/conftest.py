@@ -52,7 +52,7 @@ def ray_session(no_shared_memory_left: None) -> None:
 @pytest.fixture(scope="package")
 def mooncake_library() -> None:
     """Skips where Mooncake cannot be loaded."""
-    from headrace.dataplane.stores.mooncake_master import HOW_TO_GET_IT
+    from headrace.dataplane.stores.mooncake_client import HOW_TO_GET_IT
 
     try:
         importlib.import_module("mooncake.store")

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import GetTimeoutError
 
 from headrace.dataplane.config import DataPlaneConfig
+from headrace.dataplane.directory_process import start_actor
 from headrace.dataplane.errors import DirectoryLost
-from headrace.dataplane.rpc import actor
 
 
 def test_the_bound_is_the_caller_s_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,8 +24,8 @@ def test_the_bound_is_the_caller_s_and_is_named(monkeypatch: pytest.MonkeyPatch)
     def build(*_: object, **__: object) -> Any:
         return SimpleNamespace(options=build, remote=build, start=SimpleNamespace(remote=build))
 
-    fake = SimpleNamespace(remote=build, get=get, is_initialized=lambda: False)
-    monkeypatch.setattr(actor, "ray", fake)
+    for name, fake in {"remote": build, "get": get, "is_initialized": lambda: False}.items():
+        monkeypatch.setattr(ray, name, fake)
     with pytest.raises(DirectoryLost, match=r"did not start within 17 s \(start_timeout_s\).*op=open.*elapsed="):
-        actor.start_actor("run", DataPlaneConfig(), lambda: None, one_host=True, timeout_s=17.0)  # pyright: ignore
+        start_actor("run", DataPlaneConfig(), lambda: None, one_host=True, timeout_s=17.0)  # pyright: ignore
     assert waits == [17.0]

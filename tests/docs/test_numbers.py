@@ -30,8 +30,8 @@ from headrace.dataplane.client.grants import MAX_BYTES
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.directory.directory import SPARE_PART
 from headrace.dataplane.rpc.links import GRACE_S
-from headrace.dataplane.security.handshake import HELLO_BYTES, KEY_BYTES
 from headrace.dataplane.security.authenticated_listener import HANDSHAKE_TIMEOUT_S, MAX_STRANGERS, MOST_STRANGERS
+from headrace.dataplane.security.handshake import HELLO_BYTES, KEY_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_PART as SHM_SPARE_PART
 from headrace.dataplane.traffic import MIN_CALLS, MIN_ERRORS, MIN_SPREAD, STEPS_PER_OCTAVE

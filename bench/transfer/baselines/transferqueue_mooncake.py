@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from ....dataplane.stores.mooncake_master import MooncakeMaster
+from ....dataplane.stores.mooncake_processes import MooncakeMaster
 from .transferqueue import TransferQueueContender
 
 SEGMENT_BYTES = 2 << 30

@@ -28,11 +28,12 @@ from headrace.codecs.batch import Batch, Jagged
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory.service import DirectoryService
-from headrace.dataplane.factory import build_store_host, connect, open_data_plane
+from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.rpc.server import DirectoryServer
+from headrace.dataplane.store_choice import build_store_host
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import FORKSERVER, start_ray
 

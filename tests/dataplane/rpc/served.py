@@ -11,10 +11,10 @@ from typing import Any
 
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.directory.service import DirectoryService
-from headrace.dataplane.factory import build_store_host
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.rpc.server import DirectoryServer
+from headrace.dataplane.store_choice import build_store_host
 from headrace.tests.dataplane.rows import fresh_run_id
 
 

@@ -23,8 +23,8 @@ from headrace.dataplane.block_store import StoreSpec, Want
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import mooncake_store
-from headrace.dataplane.stores.mooncake_client import MooncakeClient
-from headrace.dataplane.stores.mooncake_master import MasterAddress, MooncakeMaster
+from headrace.dataplane.stores.mooncake_client import MasterAddress, MooncakeClient
+from headrace.dataplane.stores.mooncake_processes import MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import has_ended, kill, suspend

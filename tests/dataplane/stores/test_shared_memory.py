@@ -21,9 +21,10 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
-from headrace.dataplane.factory import build_store_host, check_store, connect, open_data_plane
+from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.owned_folder import process_start, remove_stale_folders
+from headrace.dataplane.store_choice import build_store_host, check_store
 from headrace.dataplane.stores import shared_memory
 from headrace.dataplane.stores.shared_memory import SharedMemoryHost, SharedMemoryStore, pool_bytes
 from headrace.dataplane.stores.shm_folder import PIECE_BYTES, WRITER_PID, FreeRanges, free_memory

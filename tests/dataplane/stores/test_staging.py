@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from headrace.codecs.integers import ALIGN
-from headrace.dataplane.stores import staging
+from headrace.dataplane.stores import mooncake_client as staging
 from headrace.dataplane.stores.deadline import DeadlineThreads
-from headrace.dataplane.stores.staging import MIN_BYTES, StagingPool
+from headrace.dataplane.stores.mooncake_client import MIN_BYTES, StagingPool
 
 
 def test_buffer_comes_back_with_its_last_view_and_is_never_lent_twice() -> None:

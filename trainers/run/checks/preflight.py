@@ -21,10 +21,9 @@ from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.samplers import RankShares
 from ....dataplane.directory.samplers import FOR_RANKS, build_sampler
 from ....dataplane.directory.samplers import TaskConfig
-from ....dataplane.factory import check_store
 from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
-from ....dataplane.security.trusted_network import check_trust
+from ....dataplane.store_choice import check_store, check_trust
 from ...base_model.prepare import check_model, model_config
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ...config.config import AlgorithmConfig, Config, RunConfig

@@ -1,26 +1,33 @@
-"""Runs the Mooncake master (metadata server) of one run: a child process with its own ports, ending with its parent."""
+"""Runs the two processes of a Mooncake store: the master (metadata server), and the one that lends memory to it.
+
+If a process lends memory and the master dies, the threads of Mooncake's library keep calling the dead master for ever,
+and disconnecting from it takes 20 s under Python's global interpreter lock. In a separate process these threads end
+with the process, and the directory's process is not disturbed.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import StoreLost
+from .mooncake_client import HOW_TO_GET_IT, MasterAddress, MooncakeClient
 
-START_TIMEOUT_S = 30.0
+MASTER_START_TIMEOUT_S = 30.0
 PORT_ATTEMPTS = 5
 """Maximum number of attempts to start the Mooncake master. Each takes a free port, which another process may take
 first."""
-HOW_TO_GET_IT = "pip install -e '.[mooncake]' and apt-get install libibverbs1"
 
 # Blocks are pinned and their room is accounted for, so that nothing is to be evicted; a segment's owner is in the
 # process that owns the master, so that a late heartbeat (10 s by default) means a busy machine and no death.
@@ -44,25 +51,6 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MasterAddress:
-    """Address and pid of a running Mooncake master."""
-
-    name: str
-    pid: int
-    host: str
-    port: int
-
-    @property
-    def endpoint(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    @property
-    def peer(self) -> str:
-        """Name of the Mooncake master in error messages, with its pid and address."""
-        return f"{self.name} pid={self.pid} {self.endpoint}"
-
-
 class MooncakeMaster:
     """Starts and ends the process of the run's Mooncake master."""
 
@@ -78,7 +66,7 @@ class MooncakeMaster:
         for attempt in range(PORT_ATTEMPTS):
             port = _free_port(host)
             self._process, self._log = self._start(name, host, port)
-            if _wait_for_port(self._process, host, port, started + START_TIMEOUT_S):
+            if _wait_for_port(self._process, host, port, started + MASTER_START_TIMEOUT_S):
                 self.address = MasterAddress(name, self._process.pid, host, port)
                 return
             exited, said = self._process.poll(), self._said()
@@ -164,3 +152,77 @@ def _wait_for_port(process: subprocess.Popen[bytes], host: str, port: int, deadl
         except OSError:
             time.sleep(0.02)
     return False
+
+
+START_TIMEOUT_S = 60.0
+
+
+class MooncakeSegment:
+    """Starts and ends the process that lends memory to the run's Mooncake master."""
+
+    def __init__(
+        self, master: MasterAddress, protocol: str, device: str, nbytes: int, lost: Callable[[], None]
+    ) -> None:
+        """nbytes: number of bytes to lend. lost: function that is called from a thread if the process ends before
+        `close`.
+
+        Raises StoreLost if the process does not start in time, or reports that its Mooncake client could not be
+        created.
+        """
+        arguments = [master.name, master.pid, master.host, master.port, protocol, device, nbytes]
+        started = time.monotonic()
+        told, tell = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(tell), json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(tell,),
+            )
+        finally:
+            os.close(tell)
+        self.pid = self._process.pid
+        self._lost = lost
+        self._closed = False
+        try:
+            with os.fdopen(told) as answers:
+                ready, _, _ = select.select([answers], [], [], START_TIMEOUT_S)
+                answer = answers.readline() if ready else "the segment's process did not start in time"
+            if answer != "ready\n":
+                peer, elapsed = f"{master.name} segment pid={self.pid}", time.monotonic() - started
+                text = answer.strip() or "the segment's process ended when it started"
+                raise StoreLost(text, op="start", peer=peer, elapsed_s=elapsed)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, name="mooncake-segment", daemon=True).start()
+
+    def close(self) -> None:
+        """Kill the process that lends the memory, and wait until it has ended. Idempotent."""
+        self._closed = True
+        self._process.kill()
+        self._process.wait()
+
+    def _watch(self) -> None:
+        self._process.wait()
+        if not self._closed:
+            self._lost()
+
+
+def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, device: str, nbytes: int) -> None:
+    """Run the process that lends memory to the Mooncake master, until the master ends. The master itself ends with the
+    process that started it. tell: file descriptor to which "ready" or an error is written."""
+    with os.fdopen(tell, "w") as answers:
+        try:
+            client = MooncakeClient(MasterAddress(name, pid, host, port), protocol, device, nbytes)
+        except Exception as error:  # told to the process that waits, whatever it is
+            answers.write(f"{type(error).__name__}: {error}\n")
+            answers.flush()
+            os._exit(1)
+        answers.write("ready\n")
+    client.ended.wait()
+    os._exit(0)  # without the library's goodbye
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *json.loads(sys.argv[2]))

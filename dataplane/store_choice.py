@@ -1,0 +1,80 @@
+"""Chooses the store of a run, checks that this host can provide it, and starts its part in the directory's process.
+
+Stores whose ports ask for no key are refused, unless the configuration says that the network is trusted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from .block_store import StoreHost
+from .config import DataPlaneConfig
+from .stores.registry import store_entry
+from .stores.shm_folder import check_room
+
+_ALLOW = "set dataplane.trusted_network=true if everyone on that network may do so, or choose another store"
+
+
+def build_store_host(config: DataPlaneConfig, run_id: str, host: str = "") -> StoreHost:
+    """Start the host part of the configured store, which allocates and frees blocks, in the calling process. host: IP
+    address of this host at which clients of other hosts reach the store; "" when all clients are on this host. Raises
+    ValueError as `check_store` does."""
+    check_store(config, one_host=not host)
+    return store_entry(store_kind(config, one_host=not host)).open_host(config.store, run_id, host)
+
+
+def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
+    """Return the kind of store that a data plane with this configuration uses. `auto` becomes `shm` on one host, else
+    `tcp`."""
+    if config.store.kind != "auto":
+        return config.store.kind
+    return "shm" if one_host else "tcp"
+
+
+def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
+    """Raise ValueError when this host, as it is now, cannot provide the configured store, or must not. A store that
+    would trust everyone on the network must not be provided (see `check_trust`). Starts nothing.
+
+    A dry run calls it on the host where the data plane would be opened.
+    """
+    kind = store_kind(config, one_host=one_host)
+    check_trust(config, kind, one_host=one_host)
+    if kind == "shm" and not one_host:
+        raise ValueError(
+            "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "
+            "'tcp', 'ray', 'simple' or 'mooncake', or 'auto', which chooses"
+        )
+    if kind in ("shm", "tcp"):
+        check_room(config.store.capacity_mib << 20)
+
+
+def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
+    """Raise ValueError when a store of the given kind opens ports beyond loopback that ask for no key.
+    `dataplane.trusted_network=true` allows it. Starts nothing.
+
+    kind: kind of the store that is used, not `auto`. one_host: whether all processes of the run are on one host.
+    """
+    if config.trusted_network:
+        return
+    if kind == "simple":
+        address = node_address()
+        if one_host and ipaddress.ip_address(address).is_loopback:
+            return  # the host has no other address; Ray replaces a loopback address that it is given
+        raise ValueError(
+            f"dataplane.trusted_network: got false with dataplane.store.kind='simple', expected true, because "
+            f"TransferQueue's units listen on Ray's address of their host, such as {address}, also in a run on one "
+            f"host, and run code that anyone sends there; {_ALLOW}"
+        )
+    if kind == "mooncake":
+        raise ValueError(
+            "dataplane.trusted_network: got false with dataplane.store.kind='mooncake', expected true, because each "
+            "of Mooncake's clients listens on all addresses of its host, also in a run on one host, and lets anyone "
+            f"read and overwrite its memory; {_ALLOW}"
+        )
+
+
+def node_address() -> str:
+    """Return the IP address of this host in Ray, or the one that a Ray started here would choose."""
+    import ray  # only the store `simple` needs it here
+
+    return ray.util.get_node_ip_address().strip("[]")
