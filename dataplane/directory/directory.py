@@ -20,9 +20,9 @@ from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from .block_table import BlockTable, FreedBlock, Reservation
 from .calls import ClaimRows, Committed, Outcome, PutRows
 from .partition import Partition, PartitionState
+from .partition_registry import PartitionRegistry
 from .ready import ReadyView
 from .receipts import committed_of, receipt_of, token_starts
-from .registry import PartitionRegistry
 from .rows import pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, LeaseBook

@@ -5,9 +5,9 @@ together take 5 to 7 ms to put and 5 ms to get, whereas TransferQueue, with one 
 and 116 ms for 12 MB (TCP loopback, 2 cores, separate runs). TransferQueue's store also retries for 2 s on missing
 objects, returns uninitialised memory for repeated keys, and kills the masters of other runs.
 
-A separate process lends Mooncake the memory (`mooncake_processes.py`). Producers and consumers lend none, so no rows are
-lost when they die. Every run has its own Mooncake master (metadata server). Reads are safe, even if a block is freed
-meanwhile: keys are never used twice, and `settle` asks after the read whether the block is still there.
+A separate process lends Mooncake the memory (`mooncake_processes.py`). Producers and consumers lend none, so no rows
+are lost when they die. Every run has its own Mooncake master (metadata server). Reads are safe, even if a block is
+freed meanwhile: keys are never used twice, and `settle` asks after the read whether the block is still there.
 
 Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces without a password, so that
 network must be private. The master listens on the run's interface only.
