@@ -18,8 +18,8 @@ from ...actors.rollout.evaluation import VALIDATION as VALIDATION_PREFIX
 from ...actors.rollout.journal import JournalConfig
 from ...actors.rollout.routes import RouteRules
 from ...actors.samples import SampleFile, SamplesConfig
+from ...dataplane.config import Section
 from ...dataplane.handle import DataPlaneHandle
-from ...dataplane.section import Section
 from ..advantages.config import AdvantageConfig
 from ..advantages.estimators import build_advantages
 from ..base_model.prepare import route_spec

@@ -18,9 +18,7 @@ from ....actors.rewards.config import RewardConfig
 from ....actors.rewards.rubric import check_rewards
 from ....actors.rollout.config import DataConfig, is_generated
 from ....dataplane.config import DataPlaneConfig
-from ....dataplane.directory.samplers import RankShares
-from ....dataplane.directory.samplers import FOR_RANKS, build_sampler
-from ....dataplane.directory.samplers import TaskConfig
+from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
 from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
