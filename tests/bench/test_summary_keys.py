@@ -1,0 +1,95 @@
+"""The keys of each benchmark's summary.json are those that `summary_keys.json` lists: scripts of users read them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.bench import modes, replica
+from headrace.bench.conditions import conditions
+from headrace.bench.gpu import benchmark as gpu
+from headrace.bench.gpu.baseline import TrlOutcome
+from headrace.bench.gpu.layouts import parse_layout
+from headrace.bench.gpu.nvml import GpuSamples
+from headrace.bench.gpu.train_run import read_outcome
+from headrace.bench.modes import CASES, ModeResult
+from headrace.bench.replica import ReplicaResult
+from headrace.bench.replica_rank import WAYS
+from headrace.bench.train_steps import benchmark as train_steps
+from headrace.bench.transfer import results as transfer_results
+from headrace.bench.transfer.baselines import factory as baselines
+from headrace.bench.transfer.results import CHECKSUMMED, IN_TURNS, PAIRED, Result, RouteSizes, StepResult
+from headrace.bench.weights import benchmark as weights
+from headrace.bench.weights.benchmark import WeightOptions, WeightResult
+from headrace.tests.bench.gpu.runs import record, task, write_run
+from headrace.tests.bench.train_steps.test_benchmark import FIGURES
+
+RECORDED = Path(__file__).with_name("summary_keys.json")
+
+
+def transfer_keys() -> list[str]:
+    stores, names = ("shm", "mooncake"), {name: baselines.contender_name(name) for name in baselines.NAMES}
+    contenders = [*stores, "mooncake" + PAIRED, *names.values()]
+    results = [
+        Result(load, op, name, 1 << 20, (0.1, 0.2), wire_bytes=1 << 20)
+        for load in ("rl-1024", "moe", "wide-32", "narrow-1") for op in ("put", "get2", "get8", "field", "clear")
+        for name in contenders
+    ]  # fmt: skip
+    results += [
+        Result("rl-1024", op, name, 1, (0.1,)) for op in IN_TURNS.values() for name in ("shm", "shm" + CHECKSUMMED)
+    ]
+    results += [
+        Result("step-ends", op, way, 1, (0.1,))
+        for op in ("from_padded", "to_padded")
+        for way in (transfer_results.OWN_PADDING, transfer_results.MASKED_COPY)
+    ]
+    steps = [StepResult(name, (0.1,), (0.2,), 1.0, 2.0, 3.0, 4.0, 5.0) for name in ("shm", "transferqueue")]
+    summary = transfer_results.summarise(results, steps, stores, names, (baselines.SECOND_RUN,))
+    sizes = RouteSizes(10, 20, 30)
+    routes = transfer_results.route_summary(results, {**summary, "moe.put.tcp.vs_tcp": 1.0}, sizes)
+    return [*summary, *routes]
+
+
+def replica_keys() -> list[str]:
+    return [*replica.summarise([ReplicaResult(2, way, (0.1,), 1, 2, 3) for way in WAYS])]
+
+
+def step_keys() -> list[str]:
+    results = [ModeResult(case.name, (1.0, 2.0), 0.5, 0.0, 1.0, 0) for case in CASES]
+    return [*modes.summarise(results, results)]
+
+
+def weights_keys() -> list[str]:
+    options = WeightOptions(Path("unused"), sizes=("0.1B",))
+    results = [WeightResult(case, 1 << 20, (0.1,), (0.1,), "memcpy", 0.1, 1) for case in options.cases()]
+    return [*weights.summarise(options, results)]
+
+
+def gpu_keys(folder: Path) -> list[str]:
+    one = task(folder, parse_layout("colocated-1", 2))
+    write_run(one.folder, [record(number, 2.0 * number, 1.0, **{"train/mfu": 0.4}) for number in (1, 2, 3)])
+    samples = GpuSamples(["a"], [time.time()], [[0.5]], [[1.0]])
+    outcome = replace(read_outcome(one, time.time() - 9, samples), idle_shares=[0.5])
+    return [*gpu.summarise("grpo-0.6b", [outcome], [TrlOutcome((1.0, 2.0), (0.1, 0.1), 1.0, "")])]
+
+
+def train_keys() -> list[str]:
+    return [*train_steps.summarise("train-0.6b", [FIGURES])]
+
+
+def test_the_keys_are_those_that_were_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.bench.conditions._commit", lambda: "unknown")
+    found = {
+        "conditions": [*conditions()],
+        "transfer": transfer_keys(),
+        "replica": replica_keys(),
+        "step": step_keys(),
+        "weights": weights_keys(),
+        "gpu --work grpo-*": gpu_keys(tmp_path),
+        "gpu --work train-*": train_keys(),
+    }
+    assert {name: sorted(keys) for name, keys in found.items()} == json.loads(RECORDED.read_text())
