@@ -4,6 +4,7 @@
 # make test       every behaviour once, on real processes, stores and engines: 15 minutes (ARGS="tests/codecs" for one folder)
 # make test-all   also the tests marked `slow`, and those of trackers and reasoning-gym: about 90 minutes
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
+# make drill-chaos  two minutes of random faults in real runs; ARGS=--minutes=30 for longer
 # make list-slow  prints what only `make test-all` tests
 # make lint       style, types, import contracts
 # make docs       builds the documentation site, strictly, into build/site
@@ -22,7 +23,7 @@ QUICK := not processes and not long and not slow and not drill and not gpu and n
 # Compiled files are kept: without them each of the many processes that tests start compiles the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train pool check check-tests test test-all drills list-slow lint docs docs-sources vllm clean
+.PHONY: help train pool check check-tests test test-all drills drill-chaos list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +50,9 @@ test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.s
 
 drills: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill $(ARGS)
+
+drill-chaos: .venv/test.stamp
+	$(BIN)/python -m headrace.tests.drills.chaos.drill $(ARGS)
 
 drill-%: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill -k "$*" $(ARGS)

@@ -1,24 +1,31 @@
-"""The commands `headrace bench ...` that need no GPU."""
+"""The commands `headrace bench ...`, which measure on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from ..trainers.errors import UserError
 from .arguments import bench_command, chosen, known, results_folder
-from .gpu_bench import add_gpu_commands
-from .outcome import DONE, FAILED
-from .terminal import command_line, print_table, show_results, status_line
+from .outcome import DONE, FAILED, stop_at_once
+from .terminal import command_line, judged, print_table, show_results, status_line
+
+if TYPE_CHECKING:
+    from ..bench.gpu.work_report import Progress, WorkReport
 
 _BENCH_EPILOG = """examples:
   headrace bench transfer --quick
   headrace bench transfer --stores shm simple --workloads rl-1024 --pattern put get shuffled
   headrace bench step --quick
-  headrace bench chaos --minutes 15 --seed 1
+  headrace bench weights --gpus 2
   headrace bench gpu --work grpo-0.6b --layout colocated-1 colocated-2 --baseline trl
-  headrace bench gpu-train --backend megatron --gpus 2
+  headrace bench gpu --work train-0.6b --backend megatron trainer.dp=2
 """
 
 
@@ -51,9 +58,6 @@ def add_bench_commands(commands: Any) -> None:
     )
     transfer.add_argument("--quick", action="store_true", help="few workloads and repeats, under five minutes")
 
-    plan = bench_command(kinds, "plan", _plan, "time, memory and balance of the planner, up to a million rows")
-    plan.add_argument("--quick", action="store_true", help="at most 16k rows")
-
     replica = bench_command(
         kinds, "replica", _replica, "one read per replica and a broadcast, against a read by each rank and padded rows"
     )
@@ -61,29 +65,70 @@ def add_bench_commands(commands: Any) -> None:
     replica.add_argument("--store", default="simple", choices=("shm", "tcp", "ray", "simple", "mooncake"))
     replica.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU per rank")
 
-    weights = bench_command(kinds, "weights", _weights, "weight sync from a trainer to engines, over every transport")
-    weights.add_argument("--transports", nargs="+", metavar="NAME", help="collective ipc store disk; default: all")
-    weights.add_argument("--sizes", nargs="+", metavar="SIZE", help="0.1B 0.5B 1.7B 4B 8B; default: up to 1.7B")
-    weights.add_argument("--engines", nargs="+", type=int, metavar="N", help="numbers of engines; default: 1 2 4")
-    weights.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU per process")
-    weights.add_argument("--quick", action="store_true", help="0.1B only and few repeats, under two minutes")
-
     step = bench_command(kinds, "step", _step, "steps of sync, streaming and async on a scripted engine, and simulated")
     step.add_argument("--quick", action="store_true", help="few and short steps, under a minute")
 
-    directory = bench_command(kinds, "directory", _directory, "memory and speed of the directory with a million rows")
-    directory.add_argument("--rows", type=int, default=1 << 20, metavar="N", help="number of rows")
-
-    chaos = bench_command(
-        kinds, "chaos", _chaos, "real runs whose processes are stopped, killed and starved at random moments"
+    _add_weights(
+        bench_command(kinds, "weights", _weights, "weight sync from a trainer to engines, over every transport")
     )
-    chaos.add_argument("--minutes", type=float, default=15.0, metavar="M", help="from 15 on there are bars to reach")
-    chaos.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the schedule of faults")
-    chaos.add_argument(
-        "--engine", default="scripted", choices=("scripted", "hf"), help="hf: the tiny model, trained on the CPU"
+    _add_gpu(
+        bench_command(kinds, "gpu", _gpu, "whole training runs on GPUs, every second accounted for, and train steps")
     )
 
-    add_gpu_commands(kinds)
+
+def _add_weights(weights: argparse.ArgumentParser) -> None:
+    add: Callable[..., object] = weights.add_argument
+    add("--transports", nargs="+", metavar="NAME", help="collective ipc store disk; default: all")
+    add("--sizes", nargs="+", metavar="SIZE", help="0.1B 0.5B 1.7B 4B 8B, default: up to 1.7B; with --gpus 2B 8B tiny")
+    add("--engines", nargs="+", type=int, metavar="N", help="numbers of engines; default: 1 2 4")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU per process")
+    add("--quick", action="store_true", help="0.1B only and few repeats, under two minutes")
+    add(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="a running vLLM on N GPUs instead, every byte checked; 0: on a CPU",
+    )
+    add("--setups", nargs="+", metavar="NAME", help="with --gpus: none full asleep moe tp2 tp2-none; default: all")
+    add("--updates", type=int, default=0, metavar="N", help="with --gpus: updates of each case; default: its own")
+    add(
+        "--folder",
+        default="",
+        metavar="DIR",
+        help="with --gpus: folder for models; default: a temporary one",
+    )
+
+
+def _add_gpu(gpu: argparse.ArgumentParser) -> None:
+    add: Callable[..., object] = gpu.add_argument
+    add(
+        "--work", required=True, metavar="NAME",
+        help="whole runs: grpo-0.6b grpo-1.7b grpo-4b; train steps alone: train-0.6b train-1.7b train-4b train-moe; "
+        "without a GPU: grpo-tiny train-tiny train-tiny-moe",
+    )  # fmt: skip
+    add(
+        "--layout", nargs="+", metavar="NAME",
+        help="colocated separate tensor one-engine, each with -N for N GPUs; default: colocated on all GPUs",
+    )  # fmt: skip
+    add("--backend", default="fsdp", choices=("fsdp", "megatron"), help="train backend; default: fsdp")
+    add("--steps", type=int, metavar="N", help="steps of each run, the first of which is not counted; default: 6")
+    add("--repeat", type=int, default=1, metavar="N", help="runs of each layout; default: 1")
+    add("--weak", action="store_true", help="as many prompts per step for each GPU as there are for one")
+    add(
+        "--baseline", choices=("trl", "none"),
+        help="trl: also run TRL twice on one GPU, where it is installed; none: train-* without plain torch beside it",
+    )  # fmt: skip
+    add("--layers", type=int, metavar="N", help="train-*: number of layers of the model")
+    add("--tokens", type=int, metavar="N", help="train-*: tokens of a microbatch; default: 16384")
+    add("--micros", type=int, metavar="N", help="train-*: microbatches of a step; default: 2")
+    add("--row-tokens", type=int, default=0, metavar="N", help="train-*: tokens of each row; default: random lengths")
+    add(
+        "--prompt-share", type=float, default=0.0, metavar="X",
+        help="train-*: share of a row's tokens that have no loss; default: 0",
+    )  # fmt: skip
+    add("--model", type=Path, metavar="DIR", help="model folder to use again; it is made if it is not there")
+    add("--limit-s", type=float, default=900.0, metavar="S", help="seconds that each run may take; default: 900")
+    add("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key of the runs' config")
 
 
 def _transfer(arguments: argparse.Namespace) -> int:
@@ -119,15 +164,6 @@ def _transfer(arguments: argparse.Namespace) -> int:
     return FAILED if failed else DONE
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    from ..bench.plan import plan_table, run_plan
-
-    out = results_folder(arguments, "plan")
-    with status_line("planning") as (console, tell):
-        results = run_plan(out, quick=arguments.quick, tell=tell)
-    return show_results(console, plan_table(results), out)
-
-
 def _replica(arguments: argparse.Namespace) -> int:
     from ..bench.replica import SIZES, ReplicaOptions, replica_table, run_replica
 
@@ -140,10 +176,24 @@ def _replica(arguments: argparse.Namespace) -> int:
     return show_results(console, replica_table(results), options.out)
 
 
+def _step(arguments: argparse.Namespace) -> int:
+    from ..bench.steps import StepOptions, run_steps, steps_table, write_report
+
+    out = results_folder(arguments, "step")
+    options = StepOptions.quick(out) if arguments.quick else StepOptions(out)
+    with status_line("starting") as (console, tell):
+        report = run_steps(options, tell)
+    print_table(console, steps_table(report))
+    console.print(f"report: {write_report(report, options, command_line())}", highlight=False)
+    return DONE
+
+
 def _weights(arguments: argparse.Namespace) -> int:
     from ..bench.weights.benchmark import SIZES, TRANSPORT_KINDS, WeightOptions, run_weights, weights_table
 
     out = results_folder(arguments, "weights")
+    if arguments.gpus is not None:
+        return _updates_of_vllm(arguments, out)
     plain = WeightOptions.quick(out) if arguments.quick else WeightOptions(out)
     options = replace(
         plain,
@@ -161,44 +211,87 @@ def _weights(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _step(arguments: argparse.Namespace) -> int:
-    from ..bench.modes import StepOptions, run_steps
-    from ..bench.modes_report import steps_table, write_report
+def _updates_of_vllm(arguments: argparse.Namespace, out: Path) -> int:
+    from ..bench.weights.vllm_updates import SIZES, VllmOptions, run_vllm_updates, setups
 
-    out = results_folder(arguments, "step")
-    options = StepOptions.quick(out) if arguments.quick else StepOptions(out)
-    with status_line("starting") as (console, tell):
-        report = run_steps(options, tell)
-    print_table(console, steps_table(report))
-    console.print(f"report: {write_report(report, options, command_line())}", highlight=False)
-    return DONE
+    [size] = known("--sizes", chosen(arguments.sizes, ("2B",)), SIZES)
+    names = known("--setups", chosen(arguments.setups, ()), tuple(setups(size, arguments.gpus)))
+    options = VllmOptions(out, arguments.gpus, size, names, arguments.updates, arguments.folder)
+    return judged(Console(), run_vllm_updates(options), out)
 
 
-def _chaos(arguments: argparse.Namespace) -> int:
-    from ..bench.chaos.benchmark import ChaosOptions, run_chaos
-    from ..bench.chaos.report import lines, pairs_table, rows_table, write_report
+def _gpu(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()  # before torch is imported
+    from ..bench.gpu.work_report import Progress
+    from ..bench.gpu.works import TRAIN_WORKS, WORKS
 
-    if not arguments.minutes > 0:
-        raise UserError(f"--minutes: got {arguments.minutes:g}, expected a number above 0")
-    out = results_folder(arguments, "chaos", new=True)
-    with status_line("starting") as (console, tell):
-        report = run_chaos(ChaosOptions(out, arguments.minutes, arguments.seed, arguments.engine), tell)
-    print_table(console, pairs_table(report))
-    print_table(console, rows_table(report))
-    for line in lines(report):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for line in report.complaints:
-        console.print(f"failed: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"report: {write_report(report, out, command_line())}", highlight=False, soft_wrap=True)
-    return FAILED if report.complaints else DONE
+    [work] = known("--work", (arguments.work,), WORKS)
+    out = results_folder(arguments, "gpu", new=True)
+    for option, number, least in (("--steps", arguments.steps, 2), ("--repeat", arguments.repeat, 1)):
+        if number is not None and number < least:
+            raise UserError(f"{option}: got {number}, expected at least {least}")
+    tell = Progress(lambda line: print(line, flush=True), started)
+    return (_gpu_train_steps if work in TRAIN_WORKS else _gpu_runs)(arguments, tell, out)
 
 
-def _directory(arguments: argparse.Namespace) -> int:
-    from ..bench.directory import directory_table, run_directory
+def _gpu_runs(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
+    from ..bench.gpu.whole_runs import GpuOptions, GpuReport, conditions_line, gpu_table, run_gpu, write_report
 
-    if arguments.rows < 1:
-        raise UserError(f"--rows: got {arguments.rows}, expected at least 1")
-    out = results_folder(arguments, "directory")
-    with status_line("filling the directory") as (console, tell):
-        summary = run_directory(out, num_rows=arguments.rows, tell=tell)
-    return show_results(console, directory_table(summary), out)
+    options = GpuOptions(
+        out, arguments.work, layouts=chosen(arguments.layout, ()), backend=arguments.backend, steps=arguments.steps,
+        repeat=arguments.repeat, weak=arguments.weak,
+        baseline=None if arguments.baseline == "none" else arguments.baseline, model=arguments.model,
+        limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
+    )  # fmt: skip
+    report = GpuReport(arguments.work, out, tell)
+
+    def show(console: Console) -> Path:
+        print_table(console, gpu_table(report))
+        if report.conditions:
+            console.print(conditions_line(report), highlight=False, markup=False, soft_wrap=True)
+        return write_report(report, out, command_line())
+
+    return measured(report, lambda: run_gpu(options, report), show)
+
+
+def _gpu_train_steps(arguments: argparse.Namespace, tell: Progress, out: Path) -> int:
+    from ..bench.gpu.work_report import WorkReport
+    from ..bench.train_steps.benchmark import TrainOptions, run_train_steps
+
+    options = TrainOptions(
+        out, arguments.work, arguments.backend, steps=arguments.steps, layers=arguments.layers,
+        tokens=arguments.tokens, micros=arguments.micros, row_tokens=arguments.row_tokens,
+        prompt_share=arguments.prompt_share, plain=arguments.baseline != "none", model=arguments.model,
+        overrides=tuple(arguments.overrides),
+    )  # fmt: skip
+    report = WorkReport(arguments.work, out, tell)
+    return measured(report, lambda: run_train_steps(options, report))
+
+
+def measured(report: WorkReport, run: Callable[[], None], show: Callable[[Console], Path] | None = None) -> int:
+    """Measure a work and show its figures, also those of a work that is interrupted or fails. Returns the exit code.
+
+    show: function that prints the figures and returns where the results are; None means the report's own table.
+    """
+    console = Console()
+
+    def table(console: Console) -> Path:
+        print_table(console, report.table())
+        return report.out
+
+    def finish() -> int:
+        results = (show or table)(console)
+        for line in report.notes:
+            console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+        if report.interrupted:
+            console.print(report.interrupted, style="red", highlight=False, markup=False, soft_wrap=True)
+        return judged(console, report.complaints, results)
+
+    with stop_at_once():
+        try:
+            run()
+        except BaseException:
+            if report.interrupted:
+                finish()
+            raise
+    return finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..dataplane.imports import MissingExtra
 from ..trainers.errors import ConfigError, UserError
@@ -34,8 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a mistake
         return stop.code if isinstance(stop.code, int) else MISTAKE
+    return ended(lambda: arguments.command(arguments))
+
+
+def ended(command: Callable[[], int]) -> int:
+    """Run a command, report what it raises, and return its exit code."""
     try:
-        return arguments.command(arguments)
+        return command()
     except ConfigError as error:
         return mistake(error.problems)
     except (UserError, MissingExtra) as error:
@@ -73,9 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if hasattr(arguments, "overrides"):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]
-    if hasattr(arguments, "takes_any"):
-        arguments.rest = rest
-    elif rest:
+    if rest:
         overrides = "; overrides are written key.sub=value, without dashes" if hasattr(arguments, "overrides") else ""
         commands.choices[argv[0]].error(f"unknown argument {rest[0]!r}{overrides}")
     return arguments

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -104,6 +104,18 @@ def open_nvml() -> Iterator[Any]:
         yield nvml
     finally:
         nvml.nvmlShutdown()
+
+
+@contextmanager
+def usable_nvml(notes: list[str]) -> Iterator[Any]:
+    """Context manager that yields the module `pynvml`, or None where NVML cannot be used; `notes` then says why."""
+    with ExitStack() as stack:
+        nvml = None
+        try:
+            nvml = stack.enter_context(open_nvml())
+        except (MissingExtra, RuntimeError) as error:
+            notes.append(f"idle shares are left out: {error}")
+        yield nvml
 
 
 def visible_gpus(count: int) -> list[str]:

@@ -1,26 +1,153 @@
-"""Runs one `headrace train` of `headrace bench gpu` in a process of its own, and reads the figures of its steps."""
+"""Runs one `headrace train` of `headrace bench gpu` in a process of its own, and reads the figures of its steps.
+
+The seconds of each step are split by what they were spent on, and figures out of bounds are told.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ...trainers.observe.metrics import read_metrics
-from .accounting import StepFigures, complaints, counted, step_figures
-from .layouts import CPU, Layout
-from .model_folder import PROMPTS
+from ...trainers.observe.metrics import ELAPSED, read_metrics, time_split
+from ..models import PROMPTS
 from .nvml import GpuSampler, GpuSamples, visible_gpus
-from .works import EXAMPLES, Bounds, GrpoWork
+from .works import CPU, EXAMPLES, Bounds, GrpoWork, Layout
 
-REWARD = "headrace.bench.gpu.rewards:spread"
+PARTS = ("rollout", "data wait", "log-probs", "train", "sync", "switch", "plan", "rest")
+"""Parts of a step's seconds, which add up to the step: the driver's wait for groups; the train workers' wait for rows;
+forward passes for log-probs; forward, backward and optimizer; weight sync; switching of roles; dealing rows to ranks;
+everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Figures of one step of a run."""
+
+    step: int
+    ended_s: float
+    """Seconds from the start of the run's metrics until the step ended."""
+    seconds: float
+    """Seconds of the step."""
+    parts: Mapping[str, float]
+    """Seconds of each of PARTS."""
+    between_s: float
+    """Seconds from the end of the step before until this one began, in which metrics are written; 0 for the first."""
+    tokens: float
+    """Number of response tokens that were trained on."""
+    sequences: float
+    """Number of rows that were trained on."""
+    failed_rows: float
+    skipped: float
+    """1 if the optimizer made no step, else 0."""
+    rollout_tokens_per_s: float
+    """Response tokens per second in which any engine generated."""
+    train_tokens_per_s: float
+    """Tokens, prompts included, per second of the train pass."""
+    mfu: float | None
+    """Model FLOP/s of the train pass over the device's peak for dense bfloat16; None where that peak is not known."""
+    mismatch_mean: float
+    """Mean difference between the log-probs that engine and trainer give a sampled token, in nats."""
+    mismatch_max: float
+    """Largest such difference, in nats."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    peak_gib: float
+    """Peak memory of the fullest train rank, in GiB."""
+
+
+def step_parts(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each of PARTS in a step, from its line of metrics.jsonl. They add up to the step."""
+    split = time_split(record)
+    parts = {name: split[name] for name in ("rollout", "data wait", "log-probs", "train", "sync")}
+    parts |= {"switch": split.get("switch", 0.0), "plan": record.get("time/plan_s") or 0.0}
+    return {**parts, "rest": max(0.0, record["time/step_s"] - sum(parts.values()))}
+
+
+def step_figures(records: Sequence[Mapping[str, Any]]) -> list[StepFigures]:
+    """Return the figures of each step of a run, in order. records: the run's metrics, one record for each step; those
+    without a step's time, such as that of a validation before the first step, are left out."""
+    figures: list[StepFigures] = []
+    for record in records:
+        seconds = record.get("time/step_s")
+        if not seconds:
+            continue
+        ended, before = record[ELAPSED], figures[-1].ended_s if figures else None
+
+        def number(key: str, record: Mapping[str, Any] = record) -> float:
+            value = record.get(key)
+            return math.nan if value is None else float(value)
+
+        figures.append(
+            StepFigures(
+                step=int(record["step"]),
+                ended_s=ended,
+                seconds=seconds,
+                parts=step_parts(record),
+                between_s=0.0 if before is None else max(0.0, ended - before - seconds),
+                tokens=number("train/tokens"),
+                sequences=number("train/sequences"),
+                failed_rows=number("rollout/failed_rows"),
+                skipped=number("train/skipped"),
+                rollout_tokens_per_s=number("rollout/tokens_per_s"),
+                train_tokens_per_s=number("train/tokens_per_s"),
+                mfu=record.get("train/mfu"),
+                mismatch_mean=number("logprob/mismatch_mean"),
+                mismatch_max=number("logprob/mismatch_max"),
+                grad_norm=number("train/grad_norm"),
+                peak_gib=number("memory/peak_gib"),
+            )
+        )
+    return figures
+
+
+def counted(figures: Sequence[StepFigures]) -> list[StepFigures]:
+    """Return the steps that count: all but the first, in which kernels are compiled and memory is reserved."""
+    return list(figures[1:])
+
+
+def median(figures: Sequence[StepFigures], name: str) -> float:
+    """Return the median of one figure over steps; NaN if a step lacks it."""
+    values = [getattr(one, name) for one in figures]
+    return math.nan if any(value is None or math.isnan(value) for value in values) else statistics.median(values)
+
+
+def complaints(figures: Sequence[StepFigures], bounds: Bounds, rows: int) -> list[str]:
+    """Return a sentence for each step and figure that is out of bounds. The first step is judged, too. rows: number of
+    rows that a step must train on."""
+    found = []
+    for one in figures:
+        limits = {
+            "mean difference of log-probs": (one.mismatch_mean, bounds.mismatch_mean),
+            "largest difference of log-probs": (one.mismatch_max, bounds.mismatch_max),
+        }
+        for name, (value, most) in limits.items():
+            if not 0 <= value <= most:
+                found.append(f"step {one.step}: {name} {value:.4g}, expected at most {most:g}")
+        if not 0 < one.grad_norm <= bounds.grad_norm:
+            expected = f"more than 0 and at most {bounds.grad_norm:g}"
+            found.append(f"step {one.step}: gradient norm {one.grad_norm:.4g}, expected {expected}")
+        if one.skipped:
+            found.append(f"step {one.step}: the optimizer made no step")
+        if one.sequences != rows or one.failed_rows:
+            found.append(
+                f"step {one.step}: {one.sequences:g} rows were trained on and {one.failed_rows:g} failed, expected "
+                f"{rows} and 0"
+            )
+    return found
+
+
+REWARD = "headrace.bench.gpu.works:spread"
 _LOOK_S = 0.25
 _END_S = 120.0
 """Seconds in which a run must have ended its processes once it is asked to end."""
@@ -159,16 +286,7 @@ def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
     environment = dict(os.environ)
     if task.layout.gpus:  # the run sees no other GPU than those of its layout
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(task.layout.gpus))
-    # A session of its own: a Ctrl-C ends this process, which then ends the run once.
-    with open(output, "wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.cli", *task.arguments()],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    process = start_process("headrace.cli", task.arguments(), output, environment)
     try:
         while time.monotonic() < deadline:
             try:
@@ -192,6 +310,19 @@ def steps_done(folder: Path) -> int:
     """Return the number of steps in the run's metrics so far."""
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b'"time/step_s"') if path.exists() else 0
+
+
+def start_process(
+    module: str, arguments: Sequence[str], output: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module` in a session of its own.
+
+    A Ctrl-C ends this process alone, which then ends that one once. What it prints is written to the file `output`."""
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+        )  # fmt: skip
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:

@@ -18,13 +18,12 @@ import torch
 
 from ...trainers.config.load import load_config
 from ...trainers.errors import UserError
-from ..conditions import conditions
-from ..gpu.figures import Figures
-from ..gpu.model_folder import FolderTask, make_folder
-from ..gpu.shapes import SHAPES
+from ..gpu.work_report import WorkReport
 from ..gpu.works import EXAMPLES, TRAIN_WORKS
-from ..spawned import run_ranks
+from ..models import SHAPES, FolderTask, make_folder
+from ..records import conditions
 from .rank import CHECK, PLAIN, PROFILE, UNCOUNTED, TrainFigures, TrainTask, read_figures, run_rank, step_name
+from .spawned import run_ranks
 
 EXACT, HALF = 2e-3, 6e-2
 """Largest relative difference of the gradient to float32 on the CPU, when computed in float32 and in bfloat16."""
@@ -60,7 +59,7 @@ class TrainOptions:
     """Keys of the section `trainer`, as `trainer.key=value`."""
 
 
-def run_train_steps(options: TrainOptions, report: Figures) -> None:
+def run_train_steps(options: TrainOptions, report: WorkReport) -> None:
     """Make the models, measure in processes of their own, and write the results, also if interrupted. They go to
     results.jsonl and summary.json. Raises UserError when the options do not fit this machine, before anything is
     started."""
@@ -99,7 +98,7 @@ def _parts(task: TrainTask) -> list[str]:
     return [CHECK, *map(step_name, range(task.steps)), PROFILE, *([PLAIN] if task.plain else [])]
 
 
-def _judge(report: Figures, task: TrainTask, world: int) -> None:
+def _judge(report: WorkReport, task: TrainTask, world: int) -> None:
     """Fill in the figures of the report from what all ranks have written, and complain of what is wrong."""
     ranks = [figures for rank in range(world) if (figures := read_figures(task.folder, rank)) is not None]
     if len(ranks) < world:  # one of them has not even begun

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ...actors.protocols import MicroBatch
@@ -29,10 +29,9 @@ from ...trainers.backends.config import BackendConfig, TrainerConfig
 from ...trainers.backends.factory import build_backend
 from ...trainers.backends.throughput import BACKWARD, BF16_PEAKS, flop_model
 from ...trainers.cluster.engine_specs import GPU_WORKER_THREADS
-from ..gpu_train import LOSS, Rows, by_hand, micro_batch, random_rows
-from ..transfer.results import note
+from ..records import note
+from .by_hand import LOSS, PlainStep, Rows, by_hand, micro_batch, random_rows
 from .families import profiled
-from .plain import PlainStep
 
 GIB = 2**30
 _TIMEOUT = timedelta(seconds=300)
@@ -294,8 +293,7 @@ def _check(rank: int, world: int, task: TrainTask) -> dict[str, float]:
     """Compare a step of the small model with float32 on the CPU, once in float32 and once as the trainer computes."""
     vocabulary = AutoConfig.from_pretrained(task.small).vocab_size
     rows = random_rows(1, _CHECK_LENGTHS, vocabulary)
-    columns, loss, _ = by_hand(task.small, rows)
-    wanted = _gradient_by_hand(task.small, rows)
+    columns, loss, wanted = by_hand(task.small, rows)
     found: dict[str, float] = {"loss": loss}
     for name, half in (("exact", False), ("own", task.config.mixed_precision)):
         trainer = task.config.model_copy(update={"mixed_precision": half, "grad_clip": None, "weight_decay": 0.0})
@@ -303,19 +301,6 @@ def _check(rank: int, world: int, task: TrainTask) -> dict[str, float]:
         found |= {f"{name}.loss_off": loss_off, f"{name}.gradient_off": gradient_off}
         found |= {f"{name}.logprob_off": logprob_off}
     return found
-
-
-def _gradient_by_hand(folder: str, rows: Rows) -> dict[str, torch.Tensor]:
-    """Return the gradient of the mean loss by parameter of the HF model, in float32 on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    plain = object.__new__(PlainStep)
-    plain.model, plain._device, plain._half = model, torch.device("cpu"), False
-    tokens = 0
-    for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
-        mask = np.arange(len(ids)) >= max(1, len(ids) // 2)
-        plain._row_loss(ids, sampled, float(advantage), mask).backward()
-        tokens += int(mask.sum())
-    return {name: param.grad / tokens for name, param in model.named_parameters() if param.grad is not None}
 
 
 def _step_off(

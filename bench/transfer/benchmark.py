@@ -17,10 +17,10 @@ from ...dataplane.errors import DataPlaneError
 from ...dataplane.owned_folder import SHARED_MEMORY
 from ...trainers.errors import UserError
 from ...trainers.run.checks import doctor
-from ..conditions import conditions
-from .baselines import factory as baselines
+from ..records import conditions, write_records, write_summary
+from . import baselines
 from .contenders import CHECKSUMMED, Contender, Op
-from .pool import PRODUCER, PoolHost, ProcessPool, RayPool, ThreadPool, call
+from .processes import PRODUCER, PoolHost, ProcessPool, RayPool, ThreadPool, call
 from .results import (
     IN_TURNS,
     PAIRED,
@@ -29,8 +29,6 @@ from .results import (
     StepResult,
     route_summary,
     summarise,
-    write_records,
-    write_summary,
 )
 from .rounds import Pattern, measure, measure_in_turns
 from .step import BLOCK_ROWS, DP, measure_steps

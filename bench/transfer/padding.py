@@ -13,7 +13,7 @@ import torch
 
 from ...codecs.batch import Batch
 from ...codecs.jagged import from_padded, to_padded
-from .digests import check, row_digests
+from .contenders import check, row_digests
 from .results import MASKED_COPY, OWN_PADDING, Result
 from .workloads import Load
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
-from ..conditions import one_line
+from ..records import markdown, one_line, table, write_page
 from .benchmark import TransferOptions, TransferReport
 from .plots import draw
 from .results import Result
@@ -27,16 +26,8 @@ def tables(report: TransferReport) -> list[Table]:
     drawn = []
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
-        header, rows = _grid(found)
-        table = Table(title=f"{workload}: milliseconds, median (p99)", title_justify="left", title_style="bold")
-        _fill(table, header, rows)
-        drawn.append(table)
-    if report.steps:
-        header, rows = _step_grid(report)
-        table = Table(title="step: a GRPO step's traffic", title_justify="left", title_style="bold")
-        _fill(table, header, rows)
-        drawn.append(table)
-    return drawn
+        drawn.append(table(f"{workload}: milliseconds, median (p99)", *_grid(found)))
+    return [*drawn, table("step: a GRPO step's traffic", *_step_grid(report))] if report.steps else drawn
 
 
 def failures(report: TransferReport) -> list[str]:
@@ -49,32 +40,22 @@ def failures(report: TransferReport) -> list[str]:
 def write_report(report: TransferReport, options: TransferOptions, command: str) -> Path:
     """Write report.md and its plots into `options.out`; returns the path of report.md."""
     plots = draw(report.results, options.stores, one_line(report.conditions), options.out)
-    lines = ["# headrace bench transfer", "", f"`{command}`", "", *_conditions(report), ""]
-    lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
+    lines = [f"- not measured: {name}: {why}" for name, why in report.absent.items()]
+    lines += ["", *(f"![{plot.stem}]({plot.name})" for plot in plots)]
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
         size = max(result.nbytes for result in found) / 2**20
         about = f"{WORKLOADS[workload].text}; {size:.2f} MiB per run" if size else WORKLOADS[workload].text
-        lines += ["", f"## {workload}", "", f"{about}. Milliseconds, median (p99).", "", *_markdown(*_grid(found))]
+        lines += ["", f"## {workload}", "", f"{about}. Milliseconds, median (p99).", "", *markdown(*_grid(found))]
     if report.steps:
         lines += ["", "## step", "", f"{WORKLOADS['step'].text}. {STEP_NOTE}"]
-        lines += ["", *_markdown(*_step_grid(report))]
+        lines += ["", *markdown(*_step_grid(report))]
     reasons = failures(report)
     if reasons:
         lines += ["", "## Failed", "", *[f"- {reason}" for reason in reasons]]
     lines += ["", "## Ratios", "", "A ratio above 1 means that the store is faster than the baseline.", ""]
-    lines += _markdown(("what", "ratio"), [(name, f"{value:.4g}") for name, value in report.summary.items()])
-    path = options.out / "report.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def _conditions(report: TransferReport) -> list[str]:
-    facts = [
-        f"- {name}: {value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in report.conditions.items()
-    ]
-    return facts + [f"- not measured: {name}: {why}" for name, why in report.absent.items()]
+    lines += markdown(("what", "ratio"), [(name, f"{value:.4g}") for name, value in report.summary.items()])
+    return write_page(options.out / "report.md", "headrace bench transfer", command, lines, report.conditions)
 
 
 def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -115,15 +96,3 @@ def _step_grid(report: TransferReport) -> tuple[tuple[str, ...], list[tuple[str,
 
 def _time(result: Result) -> str:
     return f"{result.median_s * 1e3:.3g} ({result.p99_s * 1e3:.3g})"
-
-
-def _fill(table: Table, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

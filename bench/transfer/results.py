@@ -1,12 +1,10 @@
-"""Holds the transfer benchmark's results and writes them as records and as a flat summary."""
+"""Holds the transfer benchmark's results as records and as a flat summary."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,26 +221,3 @@ def _checksum_cost(results: Sequence[Result], store: str) -> float | None:
             return None
         totals[name] = np.sum(both, axis=0)
     return float(np.median(totals[store + CHECKSUMMED] / totals[store]))
-
-
-def write_records(path: Path, records: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> None:
-    """Write records as JSON lines. Each line contains the conditions of the measurement, so that it can be understood
-    alone."""
-    lines = [json.dumps({**record, "conditions": conditions}, allow_nan=False) for record in records]
-    path.write_text("".join(line + "\n" for line in lines))
-
-
-def note(path: Path, **figures: Any) -> None:
-    """Append one JSON line to a file at once, so that a measurement that is ended early leaves what it has found.
-    Figures that are not finite become null."""
-    clean = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in figures.items()
-    }
-    with path.open("a") as file:
-        file.write(json.dumps(clean) + "\n")
-
-
-def write_summary(path: Path, summary: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
-    """Write the summary as one flat JSON object with the additional key `conditions`."""
-    path.write_text(json.dumps({**summary, "conditions": dict(conditions)}, indent=1, allow_nan=False) + "\n")

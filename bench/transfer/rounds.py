@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .contenders import Contender, Op, RowContender, Share, shares
-from .pool import CALL_TIMEOUT_S, PRODUCER, ProcessLost, ProcessPool, call, consumer
-from .process import LoadSize, Span
+from .processes import CALL_TIMEOUT_S, PRODUCER, LoadSize, ProcessLost, ProcessPool, Span, call, consumer
 from .results import IN_TURNS, Result
 from .workloads import WRITE_BACK, LoadSpec
 

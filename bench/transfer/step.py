@@ -21,10 +21,8 @@ import numpy as np
 
 from ...actors.train.shard_plans import Budget, plan_shards
 from ...actors.train.topology import Topology
-from .contenders import RowContender, Share
-from .digests import Digests
-from .pool import PRODUCER, call, consumer
-from .process import LoadSize, Span
+from .contenders import Digests, RowContender, Share
+from .processes import PRODUCER, LoadSize, Span, call, consumer
 from .results import StepResult
 from .rounds import Case, Seat, attempt, close_cases, open_cases
 from .workloads import STEP_FIRST, LoadSpec

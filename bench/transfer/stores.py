@@ -15,8 +15,7 @@ from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import connect, open_data_plane
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta, narrow_sources
-from .contenders import CHECKSUMMED, STORE_OPS, Op, Share
-from .digests import Digests, row_digests
+from .contenders import CHECKSUMMED, STORE_OPS, Digests, Op, Share, row_digests
 from .workloads import Load, LoadSpec, build_load
 
 TASK = "bench"

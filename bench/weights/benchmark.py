@@ -32,10 +32,9 @@ from ...dataplane.factory import open_data_plane
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.security.handshake import new_key
 from ...trainers.cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
-from ..conditions import conditions
-from ..transfer.results import write_records, write_summary
-from .models import SHAPES, num_bytes
-from .peers import Peer, PeerTask, make_host
+from ..models import WEIGHT_SHAPES, num_bytes
+from ..records import conditions, table, write_records, write_summary
+from .peers import Engine, Peer, PeerTask, Trainer, call_all
 
 LIMITS = {"collective": "broadcast", "ipc": "memcpy", "store": "memcpy", "disk": "write"}
 """For each kind of weight transport, the operation that serves as its speed limit when it moves the same bytes."""
@@ -186,33 +185,22 @@ def summarise(options: WeightOptions, results: Sequence[WeightResult]) -> dict[s
 
 def weights_table(results: Sequence[WeightResult]) -> Table:
     """Return a table with one row per case."""
-    table = Table(title="headrace bench weights", title_justify="left", title_style="bold")
-    for name in (
-        "transport",
-        "params",
-        "engines",
-        "bucket",
-        "ms",
-        "GiB/s",
-        "of the limit",
-        "load ms",
-        "peak extra MiB",
-    ):
-        table.add_column(name, justify="left" if name in ("transport", "params", "of the limit") else "right")
-    for result in results:
-        case = result.case
-        table.add_row(
-            case.kind,
-            case.size,
-            str(case.engines),
-            f"{case.bucket_mib} MiB",
+    header = ("transport", "params", "engines", "bucket", "ms", "GiB/s", "of the limit", "load ms", "peak extra MiB")
+    rows = [
+        (
+            result.case.kind,
+            result.case.size,
+            str(result.case.engines),
+            f"{result.case.bucket_mib} MiB",
             f"{result.median_s * 1e3:.0f}",
             f"{result.gib_per_s:.2f}",
             f"{result.vs_limit:.2f} of one {result.limit}",
             f"{statistics.median(result.commit_seconds) * 1e3:.0f}",
             f"{result.peak_extra_bytes / 2**20:.0f}",
         )
-    return table
+        for result in results
+    ]
+    return table("headrace bench weights", header, rows, left=("transport", "params", "of the limit"))
 
 
 # ---------------------------------------------------------------- one case
@@ -223,7 +211,7 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=options.out)))
         peers = stack.enter_context(_peers(case, nbytes, options, folder))
         trainer, engines = peers[0], peers[1:]
-        limits = _limit(LIMITS[case.kind], nbytes, peers, folder, options.repeats)
+        limits = _limit(LIMITS[case.kind], nbytes, peers, folder, options)
         seconds, commits, peaks = [], [], []
         for version in range(1, options.repeats + 2):
             trainer.call("change", version)
@@ -250,7 +238,8 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
 def _update(trainer: Peer, engines: Sequence[Peer], version: int) -> tuple[float, float]:
     """Send one version of the weights to all engines. Returns the seconds until all engines have received it, and the
     seconds that the slowest engine took to load it."""
-    update, (start, _) = trainer.call("open", version, len(engines))
+    receivers = {f"engine {rank}": 1 for rank in range(1, len(engines) + 1)}
+    update, (start, _) = trainer.call("open", version, receivers)
     for engine in engines:
         engine.start("prepare", update)
     trainer.start("publish", update)
@@ -270,28 +259,15 @@ def _verify(case: WeightCase, trainer: Peer, engines: Sequence[Peer]) -> None:
             raise RuntimeError(f"{case.kind} {case.size}: engine {number} has weights of digest {got}, not {expected}")
 
 
-def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats: int) -> list[float]:
+def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, options: WeightOptions) -> list[float]:
     """Measure the limit `name` after a warm-up, and return the seconds of each run."""
-    seconds = []
-    if name == "broadcast":
-        for peer in peers:
-            peer.start("join", str(folder / "group"))
-        for peer in peers:
-            peer.answer()
-    for _ in range(repeats + 1):
-        if name == "broadcast":
-            for peer in peers:
-                peer.start("broadcast", nbytes)
-            spans = [peer.answer()[1] for peer in peers]
-        else:
-            arguments = (nbytes, str(folder)) if name == "write" else (nbytes,)
-            spans = [peers[0].call("copy" if name == "memcpy" else name, *arguments)[1]]
-        seconds.append(max(end for _, end in spans) - min(start for start, _ in spans))
-    if name == "broadcast":
-        for peer in peers:
-            peer.start("leave")
-        for peer in peers:
-            peer.answer()
+    if name == "memcpy":
+        return peers[0].call("copies", nbytes, options.device, options.repeats)[0]
+    if name == "write":
+        return peers[0].call("writes", nbytes, str(folder), options.repeats)[0]
+    call_all(peers, "join", str(folder / "group"), len(peers))
+    seconds = [max(call_all(peers, "broadcast", nbytes)) for _ in range(options.repeats + 1)]
+    call_all(peers, "leave")
     return seconds[1:]
 
 
@@ -326,20 +302,16 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
         )
         stack.callback(shutil.rmtree, weights, ignore_errors=True)
         stack.callback(_remove_shared, run_id)
-        world = case.engines + 1
-        peers = []
-        for rank in range(world):
+        peers: list[Peer] = []
+        for rank in range(case.engines + 1):
+            gpu = rank % max(1, torch.cuda.device_count())
+            task = PeerTask(rank, "cpu" if options.device == "cpu" else f"cuda:{gpu}", options.dtype)
             receiver = ReceiverConfig(f"engine {rank}", SyncConfig(staging="full"), options.device, plane, sender.key)
-            bucket_bytes = case.bucket_mib << 20
-            task = PeerTask(
-                rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver, bucket_bytes
-            )
-            peers.append(Peer(partial(make_host, task)))
+            make = partial(Engine, task, case.size, receiver) if rank else partial(Trainer, task, case.size)
+            peers.append(Peer(make))
             stack.callback(peers[-1].close)
-        for peer in peers:
-            peer.start("ready")
-        for peer in peers:
-            peer.answer()
+        call_all(peers, "ready")
+        peers[0].call("publisher", case.kind, sender, case.bucket_mib << 20)
         yield peers
 
 
@@ -348,4 +320,4 @@ def _remove_shared(run_id: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-SIZES = tuple(SHAPES)
+SIZES = tuple(WEIGHT_SHAPES)

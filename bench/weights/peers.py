@@ -1,7 +1,8 @@
-"""Processes of the weight benchmark: one trainer that publishes weights, and engines that receive and load them.
+"""Processes of the weight benchmarks: trainers that publish weights, and engines that receive and load them.
 
 Each process serves one request at a time from its pipe. A request is (method, arguments), and the answer is
-(whether it failed, result or error, (start, end)).
+(whether it failed, result or error, (start, end)). A trainer plays the part of train rank 0, which has all weights. Of
+an engine there is only what receives: vLLM itself runs in the driver (`vllm_updates.py`).
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
 from ...actors.weight_sync.inbox import WeightInbox
@@ -27,7 +31,9 @@ from ...actors.weight_sync.publisher import WeightPublisher
 from ...actors.weight_sync.transports.factory import build_sender
 from ...actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages
-from .models import change, digest, random_weights, weight_shapes
+from ...codecs.memory import flat_bytes
+from ...codecs.weights.gpu_scatter import device_digest
+from ..models import change_bytes, digest_of, random_weights
 
 ANSWER_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT = datetime.timedelta(seconds=120)
@@ -35,30 +41,18 @@ _GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 
 @dataclass(frozen=True, slots=True)
 class PeerTask:
-    """Settings of one process of the weight benchmark."""
+    """Settings of one process of a weight benchmark."""
 
     rank: int
-    """Number of the process; 0 is the trainer, all others are engines."""
-    world: int
-    """Total number of processes."""
-    size: str
-    """Size of the model, a key of `models.SHAPES`."""
+    """Number of the process. In the benchmark of transports, 0 is the trainer and all others are engines."""
+    device: str
+    """Device of its weights, such as `cpu` or `cuda:0`."""
     dtype: str
     """Name of the weights' dtype."""
-    device: str
-    """Kind of device, `cpu` or `cuda`. With `cuda`, the process uses the GPU `rank` modulo the number of GPUs."""
-    kind: str
-    """Kind of the weight transport."""
-    sender: SenderConfig
-    receiver: ReceiverConfig
-    bucket_bytes: int
 
     @property
-    def placed(self) -> torch.device:
-        """Device that holds the weights of the process."""
-        return (
-            torch.device("cpu") if self.device == "cpu" else torch.device("cuda", self.rank % torch.cuda.device_count())
-        )
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
 
 class Peer:
@@ -104,9 +98,11 @@ class Peer:
             self._process.join(5)
 
 
-def make_host(task: PeerTask) -> Any:
-    """Return the object that a process serves: the trainer for rank 0, an engine for any other rank."""
-    return _Trainer(task) if task.rank == 0 else _Engine(task)
+def call_all(peers: Sequence[Peer], method: str, *args: Any) -> list[Any]:
+    """Call a method in all processes at once, and return the results."""
+    for peer in peers:
+        peer.start(method, *args)
+    return [peer.answer()[0] for peer in peers]
 
 
 def _serve(make: Callable[[], Any], pipe: Connection) -> None:
@@ -126,19 +122,25 @@ def _serve(make: Callable[[], Any], pipe: Connection) -> None:
 
 
 class _Host:
-    """Base class of the trainer and the engines, with the methods that they share."""
+    """Base class of trainers and engines: weights of random bytes, and the measurements of limits."""
 
-    def __init__(self, task: PeerTask) -> None:
-        self.task = task
+    def __init__(self, task: PeerTask, size: str = "") -> None:
+        """size: key of `models.WEIGHT_SHAPES`; "" if the class has other weights."""
+        self.task, self.size = task, size
+        self.device = torch.device(task.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.weights: dict[str, torch.Tensor] = {}
         self._flat: torch.Tensor | None = None
 
-    def ready(self) -> None:
-        """Create the weights, so that all of their memory is in use before measurements begin."""
-        self.weights = random_weights(self.task.size, getattr(torch, self.task.dtype), self.task.placed)
+    def ready(self) -> int:
+        """Create the weights, so that all of their memory is in use before measurements begin. Returns their number of
+        bytes."""
+        self.weights = random_weights(self.size, self.task.torch_dtype, self.device)
+        return sum(one.nbytes for one in self.weights.values())
 
     def digest(self) -> str:
-        return digest(self.weights)
+        return digest_of(self.weights)
 
     def reset_peak(self) -> int:
         """Start measuring peak memory, and return the resident bytes now."""
@@ -152,69 +154,121 @@ class _Host:
 
     # ------------------------------------------------------------ limits
 
-    def join(self, path: str) -> None:
-        """Join the default process group, which includes all processes, for `broadcast`."""
-        store = FileStore(path, self.task.world)
-        kind = "gloo" if self.task.device == "cpu" else "nccl"
-        dist.init_process_group(
-            kind, store=store, rank=self.task.rank, world_size=self.task.world, timeout=_GROUP_TIMEOUT
-        )
-
-    def broadcast(self, num_bytes: int) -> None:
-        """Take part in one broadcast of `num_bytes` bytes from rank 0, into memory that is already in use ("warm")."""
-        if self._flat is None or len(self._flat) != num_bytes:
-            self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.task.placed)
-        dist.broadcast(self._flat, 0)
-        _wait_for(self.task.placed)
+    def join(self, path: str, world: int) -> None:
+        """Join the default process group of `world` processes, for `broadcast`."""
+        kind = "nccl" if self.device.type == "cuda" else "gloo"
+        store = FileStore(path, world)
+        dist.init_process_group(kind, store=store, rank=self.task.rank, world_size=world, timeout=_GROUP_TIMEOUT)
 
     def leave(self) -> None:
         self._flat = None
         dist.destroy_process_group()
 
+    def broadcast(self, num_bytes: int) -> float:
+        """Take part in one broadcast of `num_bytes` bytes from rank 0 into warm memory, and return its seconds.
 
-class _Trainer(_Host):
-    def ready(self) -> None:
-        super().ready()
-        sender = build_sender(self.task.kind, self.task.sender)
-        self._publisher = WeightPublisher(sender, self.task.sender.sync, self.task.bucket_bytes)
+        Memory is warm when it is already in use."""
+        if self._flat is None:
+            self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+            dist.broadcast(self._flat[:1], 0)
+        dist.barrier()
+        self._wait()
+        start = time.perf_counter()
+        dist.broadcast(self._flat, 0)
+        self._wait()
+        return time.perf_counter() - start
+
+    def copies(self, num_bytes: int, device: str, repeats: int) -> list[float]:
+        """Copy `num_bytes` bytes to warm memory on `device` several times, and return the seconds of each copy.
+
+        The first is not counted. On a CPU one thread copies."""
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+        seconds = []
+        for _ in range(repeats + 1):
+            self._wait()
+            start = time.perf_counter()
+            target.copy_(source)
+            self._wait()
+            seconds.append(time.perf_counter() - start)
+        return seconds[1:]
+
+    def writes(self, num_bytes: int, folder: str, repeats: int) -> list[float]:
+        """Write `num_bytes` bytes to a temporary file in `folder` several times, and return the seconds of each.
+
+        A write ends when the bytes are on the disk. The first is not counted."""
+        data, seconds = torch.ones(num_bytes, dtype=torch.uint8).numpy().data, []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(data)
+                os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - start)
+        return seconds[1:]
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Trainer(_Host):
+    """Holds weights of random bytes in a trainer process, and publishes them as a train worker does."""
+
+    from_host = False
+    """True if each version is kept in pinned host memory first and sent from there, as to an engine of a pool that
+    wakes."""
+    _publisher: WeightPublisher | None = None
 
     def change(self, version: int) -> None:
-        change(self.weights, version)
+        """Set the weights to `version`, which differs from the one before it."""
+        change_bytes(self.weights, version)
 
-    def open(self, version: int, engines: int) -> bytes:
-        specs = {name: (getattr(torch, self.task.dtype), dims) for name, dims in weight_shapes(self.task.size).items()}
-        receivers = [ReceiverGroup(f"engine {rank}", 1) for rank in range(1, engines + 1)]
-        return messages.encode(self._publisher.open(version, specs, receivers))
+    def publisher(self, kind: str, sender: SenderConfig, bucket_bytes: int) -> None:
+        """Create the publisher that from now on sends the weights through the given transport. With `from_host` it has
+        the present version in host memory."""
+        self.close()
+        self._publisher = WeightPublisher(
+            build_sender(kind, sender), sender.sync, bucket_bytes, keep_versions=self.from_host
+        )
+        self._keep()
 
-    def publish(self, update: bytes) -> None:
-        self._publisher.publish(messages.decode(update, WeightUpdate), self._stream())
+    def _keep(self) -> None:
+        """Write the weights into the publisher's host memory, with `from_host` and where there is a publisher."""
 
-    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.weights.items()
+    def open(self, version: int, receivers: Mapping[str, int]) -> bytes:
+        """Announce a version. receivers: number of workers of each engine by its name."""
+        assert self._publisher is not None
+        specs = {name: (one.dtype, tuple(one.shape)) for name, one in self.weights.items()}
+        groups = [ReceiverGroup(name, workers) for name, workers in receivers.items()]
+        return messages.encode(self._publisher.open(version, specs, groups, cached=self.from_host))
 
-    def copy(self, num_bytes: int) -> None:
-        """Copy `num_bytes` once into memory that is in use already ("warm"), with one CPU thread or on the GPU."""
-        if self._flat is None or len(self._flat) != 2 * num_bytes:
-            self._flat = torch.ones(2 * num_bytes, dtype=torch.uint8, device=self.task.placed)
-        self._flat[num_bytes:].copy_(self._flat[:num_bytes])
-        _wait_for(self.task.placed)
-
-    def write(self, num_bytes: int, folder: str) -> None:
-        """Write `num_bytes` to a temporary file in `folder`, and wait until they are on the disk."""
-        if self._flat is None:
-            self._flat = torch.ones(num_bytes, dtype=torch.uint8)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(self._flat[:num_bytes].numpy().data)
-            os.fsync(file.fileno())
+    def publish(self, update: bytes) -> dict[str, float]:
+        """Send the weights, and return the seconds of each phase."""
+        assert self._publisher is not None
+        opened = messages.decode(update, WeightUpdate)
+        if self.from_host:
+            report = self._publisher.publish_cached(opened)
+        else:
+            report = self._publisher.publish(opened, iter(self.weights.items()))
+        return {"fill_s": report.fill_s, "send_s": report.send_s, "gather_s": report.gather_s}
 
     def close(self) -> None:
-        self._publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
 
 
-class _Engine(_Host):
-    def ready(self) -> None:
-        super().ready()
-        self._inbox = WeightInbox(self.task.receiver, 0)
+class Engine(_Host):
+    """Receives weights in a process, and copies them into parameters."""
+
+    def __init__(self, task: PeerTask, size: str, receiver: ReceiverConfig) -> None:
+        super().__init__(task, size)
+        self._receiver = receiver
+
+    def ready(self) -> int:
+        num_bytes = super().ready()
+        self._inbox = WeightInbox(self._receiver, 0)
+        return num_bytes
 
     def prepare(self, update: bytes) -> None:
         self._inbox.prepare(messages.decode(update, WeightUpdate))
@@ -225,7 +279,7 @@ class _Engine(_Host):
         assert staged is not None and staged.version == version
         for name, tensor in staged.named.items():
             self.weights[name].copy_(tensor)
-        _wait_for(self.task.placed)
+        self._wait()
         del staged
         self._inbox.committed(version)
 
@@ -233,6 +287,118 @@ class _Engine(_Host):
         self._inbox.close()
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class ModelTrainer(Trainer):
+    """Holds a real model in a trainer process, with new random weights at every version.
+
+    Its forward pass computes the log-probs that are expected for an engine's tokens, and its weights are the bytes that
+    are expected in an engine's parameters.
+    """
+
+    def __init__(self, task: PeerTask, folder: str, from_host: bool) -> None:
+        """folder: of the model's configuration."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        super().__init__(task)
+        self.from_host, self._folder, self._version = from_host, folder, -1
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device(self.device):
+            self._model: Any = AutoModelForCausalLM.from_config(config, dtype=task.torch_dtype).eval()
+        self.weights = {name: one.detach() for name, one in self._model.named_parameters()}
+
+    def ready(self) -> int:
+        """Set the weights to version 0, and return their number of bytes."""
+        self.change(0)
+        return sum(one.nbytes for one in self.weights.values())
+
+    def save(self) -> None:
+        """Write the weights into the model's folder."""
+        self._model.save_pretrained(self._folder)
+
+    def change(self, version: int) -> None:
+        """Set the weights to `version`: random numbers that differ from those of every other version."""
+        generator = torch.Generator(self.device)
+        for number, tensor in enumerate(self.weights.values()):
+            generator.manual_seed(version << 16 | number)
+            tensor.normal_(generator=generator)
+            if tensor.ndim == 1:
+                tensor.mul_(0.1).add_(1.0)
+            else:
+                tensor.mul_(tensor.shape[-1] ** -0.5)
+        self._version = version
+        self._keep()
+        self._wait()
+
+    def _keep(self) -> None:
+        if self.from_host and self._publisher is not None:
+            specs = {name: (one.dtype, tuple(one.shape)) for name, one in self.weights.items()}
+            self._publisher.cache(self._version, specs, iter(self.weights.items()))
+
+    def digests(self, tp: int, exact: bool) -> list[dict[str, str]]:
+        """Return the digests that the parameters of each of an engine's `tp` workers must have, by vLLM's names."""
+        return [digests(expected_parameters(self.weights, rank, tp), exact) for rank in range(tp)]
+
+    def logprobs(self, version: int, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Return the log-prob of every token but the first of each sequence under `version`, float32 `[L - 1]`."""
+        self.change(version)
+        found = []
+        for ids in sequences:
+            tokens = torch.tensor([list(ids)], device=self.device)
+            with torch.no_grad():
+                scores = self._model(input_ids=tokens).logits[0, :-1].float().log_softmax(-1)
+            found.append(scores.gather(1, tokens[0, 1:, None])[:, 0].cpu().numpy())
+        return found
+
+
+def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the vLLM name and the value of every parameter that worker `rank` of `tp` must have. They are computed from
+    the Hugging Face weights."""
+
+    def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return tensor.chunk(tp, dim)[rank]
+
+    for name, tensor in weights.items():
+        if name.endswith("q_proj.weight"):
+            parts = [weights[name.replace("q_proj", f"{one}_proj")] for one in "qkv"]
+            yield name.replace("q_proj", "qkv_proj"), torch.cat([rows(part) for part in parts])
+        elif name.endswith("mlp.gate_proj.weight"):
+            parts = [tensor, weights[name.replace("gate_proj", "up_proj")]]
+            yield name.replace("gate_proj", "gate_up_proj"), torch.cat([rows(part) for part in parts])
+        elif name.endswith("experts.gate_up_proj"):
+            halves = [rows(half, 1) for half in tensor.chunk(2, 1)]
+            yield name.replace("gate_up_proj", "w13_weight"), torch.cat(halves, 1)
+        elif name.endswith("experts.down_proj"):
+            yield name.replace("down_proj", "w2_weight"), rows(tensor, 2)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            yield name, rows(tensor, 1)
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+            yield name, rows(tensor)
+        elif not name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight")):
+            yield name, tensor
+
+
+def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict[str, str]:
+    """Return a digest of each parameter's bytes, by name.
+
+    exact: True for xxh3 on the CPU, which takes a second or two; False for `device_digest`, which takes a GPU 5 ms.
+    """
+    found, host = {}, torch.empty(0, dtype=torch.uint8)
+    for name, one in parameters:
+        flat = flat_bytes(one.contiguous())
+        if exact:
+            if len(host) < len(flat):
+                host = torch.empty(len(flat), dtype=torch.uint8)
+            found[name] = xxhash.xxh3_128_hexdigest(host[: len(flat)].copy_(flat).numpy().data)
+        else:
+            found[name] = str(int(device_digest(flat)))
+    return found
+
+
+def parameter_digests(worker: Any, exact: bool) -> dict[str, str]:
+    """Return the digests of all parameters of a vLLM worker; the function is sent to the worker and called there."""
+    model = worker.model_runner.get_model()
+    return digests(((vllm_name(name), one) for name, one in model.named_parameters()), exact)
+
+
+def vllm_name(name: str) -> str:
+    """Return a parameter's name without the part that some versions of vLLM put after `experts.`."""
+    return re.sub(r"(?<=\bexperts\.).*\.", "", name)

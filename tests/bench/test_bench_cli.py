@@ -20,23 +20,20 @@ def test_the_command_has_everything(capsys: pytest.CaptureFixture[str]):
     assert all(word in printed for word in ("train", "doctor", "report", "bench"))
     assert main(["bench", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(
-        word in printed for word in ("transfer", "plan", "step", "directory", "chaos", "gpu-train", "gpu-weights")
-    )
+    assert all(word in printed for word in ("transfer", "replica", "step", "weights", "gpu"))
 
 
 def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "transfer", "--stores", "shn", "--out", str(tmp_path)]) == 2
     assert "headrace: --stores: got shn, expected some of local" in capsys.readouterr().err
-    assert main(["bench", "directory", "--rows", "0"]) == 2
-    assert "--rows: got 0" in capsys.readouterr().err
     file = tmp_path / "file"
     file.touch()
-    assert main(["bench", "plan", "--out", str(file)]) == 2
-    assert main(["bench", "chaos", "--minutes", "0"]) == 2
-    assert "--minutes: got 0, expected a number above 0" in capsys.readouterr().err
-    assert main(["bench", "chaos", "--out", str(tmp_path)]) == 2
-    assert "is not empty, expected a new folder" in capsys.readouterr().err
+    assert main(["bench", "replica", "--out", str(file)]) == 2
+    assert "is a file, expected a folder" in capsys.readouterr().err
+    assert main(["bench", "replica", "--sizes", "1"]) == 2
+    assert "--sizes: got 1, expected replicas of at least 2 ranks" in capsys.readouterr().err
+    assert main(["bench", "chaos"]) == 2
+    assert "invalid choice: 'chaos'" in capsys.readouterr().err
     assert main(["bench"]) == 2
 
 

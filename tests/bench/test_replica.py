@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.replica import ReplicaOptions, ReplicaResult, check_digests, replica_table, run_replica, summarise
-from headrace.bench.replica_rank import WAYS, WayResult
+from headrace.bench.replica import (
+    WAYS,
+    ReplicaOptions,
+    ReplicaResult,
+    WayResult,
+    check_digests,
+    replica_table,
+    run_replica,
+    summarise,
+)
 
 
 @pytest.mark.processes

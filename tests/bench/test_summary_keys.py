@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import modes, replica
-from headrace.bench.conditions import conditions
-from headrace.bench.gpu import benchmark as gpu
-from headrace.bench.gpu.baseline import TrlOutcome
-from headrace.bench.gpu.layouts import parse_layout
+from headrace.bench import replica
+from headrace.bench import steps as modes
+from headrace.bench.gpu import whole_runs as gpu
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.train_run import read_outcome
-from headrace.bench.modes import CASES, ModeResult
-from headrace.bench.replica import ReplicaResult
-from headrace.bench.replica_rank import WAYS
+from headrace.bench.gpu.trl import TrlOutcome
+from headrace.bench.gpu.works import parse_layout
+from headrace.bench.records import conditions
+from headrace.bench.replica import WAYS, ReplicaResult
+from headrace.bench.steps import CASES, ModeResult
 from headrace.bench.train_steps import benchmark as train_steps
+from headrace.bench.transfer import baselines
 from headrace.bench.transfer import results as transfer_results
-from headrace.bench.transfer.baselines import factory as baselines
 from headrace.bench.transfer.results import CHECKSUMMED, IN_TURNS, PAIRED, Result, RouteSizes, StepResult
 from headrace.bench.weights import benchmark as weights
 from headrace.bench.weights.benchmark import WeightOptions, WeightResult
@@ -82,7 +82,7 @@ def train_keys() -> list[str]:
 
 
 def test_the_keys_are_those_that_were_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.bench.conditions._commit", lambda: "unknown")
+    monkeypatch.setattr("headrace.bench.records._commit", lambda: "unknown")
     found = {
         "conditions": [*conditions()],
         "transfer": transfer_keys(),

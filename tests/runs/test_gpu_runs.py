@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.bench.gpu.layouts import CPU, Layout
 from headrace.bench.gpu.nvml import visible_gpus
+from headrace.bench.gpu.works import CPU, Layout
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import steps_of
 from headrace.tests.runs.test_healing import kill

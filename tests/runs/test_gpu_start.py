@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.bench.gpu.model_folder import make_folder
 from headrace.bench.gpu.train_run import run_keys
 from headrace.bench.gpu.works import EXAMPLES, GRPO_WORKS
+from headrace.bench.models import make_folder
 from headrace.tests.runs import cli_runs as runs
 
 BARE = """

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.gpu.layouts import Layout
 from headrace.bench.gpu.train_run import TrainTask
-from headrace.bench.gpu.works import GRPO_WORKS
+from headrace.bench.gpu.works import GRPO_WORKS, Layout
 
 
 def record(step: int, elapsed_s: float, seconds: float, **changes: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from headrace.bench.gpu.accounting import PARTS, complaints, counted, median, step_figures, step_parts
-from headrace.bench.gpu.benchmark import part_shares
+from headrace.bench.gpu.train_run import PARTS, complaints, counted, median, step_figures, step_parts
+from headrace.bench.gpu.whole_runs import part_shares
 from headrace.bench.gpu.works import EXACT, HALF
 from headrace.tests.bench.gpu.runs import record
 

@@ -16,15 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.bench import conditions
-from headrace.bench.gpu import benchmark
-from headrace.bench.gpu.engine import logprobs as engine_logprobs
-from headrace.bench.gpu.engine.load import EngineOptions
-from headrace.bench.gpu.engine.logprobs import run_engine_logprobs
-from headrace.bench.gpu.figures import Figures
+from headrace.bench import records
+from headrace.bench.gpu import whole_runs
 from headrace.bench.gpu.nvml import GpuSamples
-from headrace.bench.gpu.progress import Progress
 from headrace.bench.gpu.train_run import TrainOutcome, TrainTask, read_outcome
+from headrace.bench.gpu.work_report import Progress, WorkReport
+from headrace.bench.gpu.works import WORKS
 from headrace.cli import main, outcome
 from headrace.tests.bench.gpu.runs import record, write_run
 from headrace.trainers.errors import UserError
@@ -47,7 +44,7 @@ def test_each_phase_is_shown_once_with_its_seconds() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory\nat all")], ids=["Ctrl-C", "failure"])
 def test_a_work_that_does_not_end_keeps_its_figures(error: BaseException, tmp_path: Path) -> None:
-    report = Figures("w", tmp_path / "out")
+    report = WorkReport("w", tmp_path / "out")
     report.tell.plan("first", "second", "third")
 
     def judge() -> None:
@@ -67,7 +64,7 @@ def test_a_work_that_does_not_end_keeps_its_figures(error: BaseException, tmp_pa
 
 
 def test_a_part_that_is_left_out_is_complained_of_and_a_mistake_leaves_nothing(tmp_path: Path) -> None:
-    report = Figures("w", tmp_path / "out")
+    report = WorkReport("w", tmp_path / "out")
     report.tell.plan("first")
     with pytest.raises(UserError), report.kept(lambda: None):
         raise UserError("--work: got a mistake")
@@ -93,9 +90,9 @@ def test_runs_that_are_over_are_shown_when_a_later_one_is_interrupted(
         if not first:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, "run_train", fake_run)
-    monkeypatch.setattr(benchmark, "make_folder", lambda *_: None)
-    monkeypatch.setattr(conditions, "_commit", lambda: "unknown")
+    monkeypatch.setattr(whole_runs, "run_train", fake_run)
+    monkeypatch.setattr(whole_runs, "make_folder", lambda *_: None)
+    monkeypatch.setattr(records, "_commit", lambda: "unknown")
     out = tmp_path / "out"
     assert main(["bench", "gpu", "--work", "grpo-tiny", "--repeat", "3", "--out", str(out)]) == 130
     printed = capsys.readouterr()
@@ -108,49 +105,6 @@ def test_runs_that_are_over_are_shown_when_a_later_one_is_interrupted(
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [len(line["steps"]) for line in lines] == [3, 1]
     assert found["conditions"]["interrupted"] in (out / "report.md").read_text()
-
-
-def test_whole_rounds_of_an_engine_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second round is interrupted when only some of its ways were timed; the engine is closed."""
-
-    class FakeEngine:
-        logprob_way = "auto"
-        closed = False
-
-        async def close(self) -> None:
-            self.closed = True
-
-    class FakeBench:
-        setup = load = None
-
-        def __init__(self, options: EngineOptions) -> None:
-            self.options = options
-
-    async def none_differ(engine: object, load: object) -> int:
-        return 0
-
-    async def timed(engine: object, load: object, way: str, number: int) -> float:
-        timings.append(way)
-        if len(timings) == 8:  # three that warm up, and three of the first round
-            raise KeyboardInterrupt
-        return 20.0 if way == "plain" else 10.0
-
-    timings: list[str] = []
-    engine = FakeEngine()
-    monkeypatch.setattr(engine_logprobs, "prepare", lambda options, folder: FakeBench(options))
-    monkeypatch.setattr(engine_logprobs, "build_engine", lambda setup: engine)
-    monkeypatch.setattr(engine_logprobs, "differing_logprobs", none_differ)
-    monkeypatch.setattr(engine_logprobs, "_timed", timed)
-    monkeypatch.setattr(conditions, "_commit", lambda: "unknown")
-    report = Figures("engine-logprobs-tiny", tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt):
-        run_engine_logprobs(EngineOptions(report.out, report.work, pairs=3), report)
-    assert engine.closed
-    found = summary_of(report.out)
-    assert found["gpu.engine-logprobs-tiny.arrays_vs_plain"] == 0.5
-    assert found["gpu.engine-logprobs-tiny.differing_logprobs"] == 0
-    assert "in the phase 'round 2 of 3'" in found["conditions"]["interrupted"]
-    assert found["conditions"]["interrupted"].endswith("not to the end: round 2 to 3")
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
@@ -204,7 +158,8 @@ def test_the_command_ends_at_a_signal_with_its_figures(
 ) -> None:
     """The signal comes twice, as from `timeout`. No process stays behind."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "headrace.cli", "bench", "gpu", "--work", work, "--steps", "1000", *options]
+    module = ["headrace.cli", "bench", "gpu"] if work in WORKS else ["headrace.tools.measure.gpu"]
+    command = [sys.executable, "-m", *module, "--work", work, "--steps", "1000", *options]
     process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.bench.gpu.layouts import Layout, parse_layout
+from headrace.bench.gpu.works import Layout, parse_layout
 from headrace.trainers.errors import UserError
 
 

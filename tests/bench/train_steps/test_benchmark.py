@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
-from headrace.bench.gpu.figures import Figures
-from headrace.bench.gpu.shapes import SHAPES
+from headrace.bench.gpu.work_report import WorkReport
+from headrace.bench.models import SHAPES
 from headrace.bench.train_steps.benchmark import TrainOptions, run_train_steps, summarise, wrong
 from headrace.bench.train_steps.rank import TrainFigures, step_flops
 from headrace.trainers.errors import UserError
@@ -68,7 +68,7 @@ def test_what_is_computed_wrongly_is_told() -> None:
     ],
 )
 def test_the_benchmark_runs_on_a_cpu(work: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    report = Figures(work, tmp_path / "out")
+    report = WorkReport(work, tmp_path / "out")
     run_train_steps(TrainOptions(report.out, work, tokens=64, overrides=overrides), report)
     assert report.complaints == []
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -94,4 +94,4 @@ def test_options_that_do_not_fit_are_told(options: dict, message: str, tmp_path:
     if torch.cuda.device_count():
         pytest.skip("this machine has a GPU")
     with pytest.raises(UserError, match=message):
-        run_train_steps(TrainOptions(tmp_path, **{"work": "train-tiny", **options}), Figures("train-tiny", tmp_path))
+        run_train_steps(TrainOptions(tmp_path, **{"work": "train-tiny", **options}), WorkReport("train-tiny", tmp_path))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.bench.transfer.digests import Mismatch, check, row_digests
+from headrace.bench.transfer.contenders import Mismatch, check, row_digests
 from headrace.bench.transfer.workloads import WORKLOADS, LoadSpec, build_load
 from headrace.codecs.jagged import pack
 

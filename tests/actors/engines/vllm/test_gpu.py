@@ -2,7 +2,7 @@
 
     pytest -m gpu tests/actors/engines/vllm/test_gpu.py
 
-It does in small what `headrace bench gpu-weights` does in large. Needs vLLM, no Ray.
+It does in small what `headrace bench weights --gpus N` does in large. Needs vLLM, no Ray.
 """
 
 from __future__ import annotations
@@ -30,23 +30,9 @@ def test_weights_change_in_place_under_running_requests(setup: str, tmp_path: Pa
     """Exits with 1 when a byte, a version or a log-prob is wrong; says how it loaded."""
     gpus = min(2, torch.cuda.device_count())
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "headrace.cli", "bench", "gpu-weights"]
+    options = ["--gpus", str(gpus), "--sizes", "tiny", "--setups", setup, "--updates", "5", "--folder", str(tmp_path)]
     done = subprocess.run(
-        [
-            *command,
-            "--gpus",
-            str(gpus),
-            "--size",
-            "tiny",
-            "--setups",
-            setup,
-            "--updates",
-            "5",
-            "--out",
-            str(out),
-            "--folder",
-            str(tmp_path),
-        ],
+        [sys.executable, "-m", "headrace.cli", "bench", "weights", *options, "--out", str(out)],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

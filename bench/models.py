@@ -1,0 +1,294 @@
+"""Makes the models of benchmarks without any download: their shapes, folders with random weights, and bare weights.
+
+With a folder, the lengths of the samples are drawn, as they are in training. A model with random weights gives all
+tokens about the same probability, so that a sample ends after a geometric number of tokens when many tokens, spread
+over the vocabulary, are end tokens.
+
+transformers is imported by what makes a folder only: the processes of the weight benchmark start faster without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import random
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from ..codecs.memory import flat_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Dimensions of a model of the family Qwen3, dense or with experts in every layer."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    """Number of query heads of each layer."""
+    key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    """Number of rows of the embedding. A model has more rows than its tokenizer has tokens."""
+    tokens: int
+    """Number of tokens of the tokenizer, special ones included."""
+    positions: int
+    """Largest number of tokens of a sequence that the model is made for."""
+    tied: bool = True
+    """True if the output layer is the embedding."""
+    experts: int = 0
+    """Number of experts of each layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    """Width of the gated MLP of an expert."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the dimensions by their names in the model's Hugging Face configuration."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": self.tied,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            **self._expert_options(),
+        }
+
+    def _expert_options(self) -> dict[str, Any]:
+        if not self.experts:
+            return {}
+        return {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_intermediate,
+            "norm_topk_prob": True,
+        }
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, 2, 4, 2, 16, vocabulary=1024, tokens=1000, positions=256),
+    "0.6b": Shape(1024, 3072, 28, 16, 8, 128, vocabulary=151936, tokens=151646, positions=40960),
+    "1.7b": Shape(2048, 6144, 28, 16, 8, 128, vocabulary=151936, tokens=151646, positions=40960),
+    "2g": Shape(2048, 6144, 28, 16, 8, 128, vocabulary=151936, tokens=151646, positions=2048, tied=False),
+    "4b": Shape(2560, 9728, 36, 32, 8, 128, vocabulary=151936, tokens=151646, positions=40960),
+    "tiny-moe": Shape(
+        64, 128, 2, 4, 2, 16, vocabulary=1024, tokens=1000, positions=256, tied=False,
+        experts=8, experts_per_token=2, expert_intermediate=32,
+    ),
+    "30b-a3b": Shape(
+        2048, 6144, 48, 32, 4, 128, vocabulary=151936, tokens=151646, positions=40960, tied=False,
+        experts=128, experts_per_token=8, expert_intermediate=768,
+    ),
+}  # fmt: skip
+"""Name of a size -> its shape. `0.6b`, `1.7b` and `4b` are the shapes of Qwen3-0.6B, Qwen3-1.7B and Qwen3-4B; `2g` has
+2.03 G parameters. `30b-a3b` is that of Qwen3-30B-A3B, of which benchmarks use a few layers."""
+
+
+PROMPTS = "prompts.jsonl"
+"""Name of the file of prompts in the model folder."""
+_COMPLETE = "complete"
+_MAKE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTask:
+    """Contents of a model folder."""
+
+    shape: Shape
+    dtype: str
+    """Name of the dtype of the weights on disk."""
+    mean_tokens: int
+    """Mean number of tokens of a sample that no limit cuts."""
+    prompt_tokens: tuple[int, int]
+    """Smallest and largest number of tokens of a prompt."""
+    num_prompts: int
+    seed: int = 0
+
+    @property
+    def num_ends(self) -> int:
+        """Number of end tokens."""
+        return max(1, round(self.shape.vocabulary / self.mean_tokens))
+
+
+def make_folder(folder: Path, task: FolderTask, device: str) -> None:
+    """Write the model folder in a process of its own, which has returned the memory of `device` when this returns. A
+    folder that is complete is left as it is.
+
+    Raises RuntimeError when the process fails, or takes longer than ten minutes.
+    """
+    if (folder / _COMPLETE).exists():
+        return
+    process = multiprocessing.get_context("spawn").Process(target=write_folder, args=(folder, task, device))
+    process.start()
+    try:
+        process.join(_MAKE_TIMEOUT_S)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"{folder}: the model could not be made, its process ended with code {process.exitcode}")
+
+
+def write_folder(folder: Path, task: FolderTask, device: str) -> None:
+    """Write weights, configuration, tokenizer and prompts into `folder`. device: where the weights are drawn."""
+    from ..trainers.base_model.made_tokenizers import byte_level_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_level_tokenizer(task.shape.tokens)
+    tokenizer.save_pretrained(folder)
+    lines = [json.dumps({"prompt": text}) for text in draw_prompts(tokenizer, task)]
+    (folder / PROMPTS).write_text("".join(line + "\n" for line in lines))
+    _write_model(folder, task, device)
+    (folder / _COMPLETE).touch()
+
+
+def end_tokens(task: FolderTask) -> list[int]:
+    """Return the ids of the end tokens, ascending. They are `num_ends` - 1 at equal distances, and the tokenizer's own
+    end token, which is its last."""
+    spacing = task.shape.tokens / task.num_ends
+    return [*(int(spacing * number) for number in range(1, task.num_ends)), task.shape.tokens - 1]
+
+
+def draw_prompts(tokenizer: PreTrainedTokenizerFast, task: FolderTask) -> list[str]:
+    """Return texts of random words whose numbers of tokens are drawn evenly between the task's bounds."""
+    rng = random.Random(task.seed)
+    words = [" " + "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(2000)]
+    # Words begin with a space, at which the tokenizer splits: the tokens of a text are those of its words.
+    sizes = [len(ids) for ids in tokenizer(words)["input_ids"]]
+    longest, (least, most) = max(sizes), task.prompt_tokens
+    prompts = []
+    for _ in range(task.num_prompts):
+        left, picked = rng.randint(min(least + longest, most), most), []
+        while left >= longest:
+            number = rng.randrange(len(words))
+            picked.append(words[number])
+            left -= sizes[number]
+        prompts.append("".join(picked))
+    return prompts
+
+
+def _write_model(folder: Path, task: FolderTask, device: str) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    end = task.shape.tokens - 1
+    family = Qwen3MoeConfig if task.shape.experts else Qwen3Config
+    config = family(
+        **task.shape.options(), pad_token_id=end - 2, bos_token_id=end - 1, eos_token_id=end, dtype=task.dtype
+    )
+    disable_progress_bar()
+    torch.manual_seed(task.seed)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task.dtype))
+    model.generation_config.eos_token_id = end_tokens(task)
+    model.generation_config.pad_token_id = end - 2
+    model.save_pretrained(folder)
+
+
+def save_config(shape: Shape, folder: Path, dtype: str) -> None:
+    """Write a model's folder without weights, but with a tokenizer of four words, which vLLM requires."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+
+    family = Qwen3MoeConfig if shape.experts else Qwen3Config
+    config = family(**shape.options(), pad_token_id=0, bos_token_id=1, eos_token_id=2, dtype=dtype)
+    config.architectures = ["Qwen3MoeForCausalLM" if shape.experts else "Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "?": 3}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+
+
+# ---------------------------------------------------------------- weights without a model
+
+
+def _square(hidden: int, intermediate: int, layers: int, vocabulary: int) -> Shape:
+    """Return a shape whose four matrices of attention are all `hidden` x `hidden`."""
+    heads = hidden // 64
+    return Shape(
+        hidden, intermediate, layers, heads, heads, 64, vocabulary, tokens=vocabulary, positions=2048, tied=False
+    )
+
+
+WEIGHT_SHAPES = {
+    "tiny": _square(64, 128, 2, 512),
+    "0.1B": _square(768, 2048, 12, 16_384),
+    "0.5B": _square(1024, 4096, 24, 51_200),
+    "1.7B": _square(2048, 6144, 28, 50_000),
+    "4B": _square(2560, 9728, 36, 76_000),
+    "8B": _square(4096, 12_288, 36, 76_000),
+}
+"""Name of a size, 0.1 to 8 billion parameters -> shape of the weights that `headrace bench weights` moves."""
+_STRIDE_BYTES = 4096
+
+
+def weight_shapes(size: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight by its Hugging Face name, in the model's order. size: key of WEIGHT_SHAPES."""
+    shape = WEIGHT_SHAPES[size]
+    hidden, width = shape.hidden, shape.intermediate
+    named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
+    for layer in range(shape.layers):
+        within = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (hidden, hidden),
+            "self_attn.v_proj": (hidden, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (width, hidden),
+            "mlp.up_proj": (width, hidden),
+            "mlp.down_proj": (hidden, width),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        named |= {f"model.layers.{layer}.{name}.weight": dims for name, dims in within.items()}
+    return named | {"model.norm.weight": (hidden,), "lm_head.weight": (shape.vocabulary, hidden)}
+
+
+def num_bytes(size: str, dtype: torch.dtype) -> int:
+    """Return the number of bytes of all weights of a model."""
+    return sum(math.prod(dims) for dims in weight_shapes(size).values()) * dtype.itemsize
+
+
+def random_weights(size: str, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Make weights of random bytes, the same in every process, by repeating one megabyte of noise."""
+    noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    named = {}
+    for name, dims in weight_shapes(size).items():
+        tensor = torch.empty(dims, dtype=dtype, device=device)
+        flat = flat_bytes(tensor)
+        for start in range(0, len(flat), len(noise)):
+            piece = flat[start : start + len(noise)]
+            piece.copy_(noise[: len(piece)])
+        named[name] = tensor
+    return named
+
+
+def change_bytes(named: dict[str, torch.Tensor], version: int) -> None:
+    """Set the first byte in every 4 KiB of every tensor to a value that depends on `version`, so that versions differ.
+    The values repeat after 251 versions."""
+    for tensor in named.values():
+        flat = flat_bytes(tensor)
+        flat[::_STRIDE_BYTES] = (version * 37) % 251
+
+
+def digest_of(named: dict[str, torch.Tensor]) -> str:
+    """Return one xxh3 digest over the names and bytes of all weights."""
+    hasher = xxhash.xxh3_128()
+    for name in sorted(named):
+        hasher.update(name.encode())
+        hasher.update(flat_bytes(named[name].cpu().contiguous()).numpy().data)
+    return hasher.hexdigest()
