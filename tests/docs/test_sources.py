@@ -89,9 +89,46 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(path), target
 
 
+GUIDES = [
+    page for page in PAGES if page.name not in ("CHANGELOG.md", "CONTRIBUTING.md", "coming-from.md", "modules.md")
+]
+"""Pages that are written by hand, or whose generated parts name our own keys."""
+
+
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def keys() -> set[str]:
+    """Every configuration key, by the pages that are made from the sections' classes."""
+    pages = (DOCS / "reference" / "config.md", DOCS / "scale" / "simulate-a-pool.md")
+    return {key for page in pages for key in re.findall(r"\*\*`([\w.]+)`\*\*", page.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_configuration_key_in_a_page_exists(page: Path) -> None:
+    """A span such as `trainer.tp` or `trainer.tp=2` whose first word is a section names a key, a section, or an option
+    in a key such as `environment.options`."""
+    known = keys()
+    sections = {key.rpartition(".")[0] for key in known}
+    words = " ".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))).split()
+    named = {match[1] for word in words if (match := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:[=:].*)?", word))}
+    named = {key for key in named if key.split(".")[0] in sections and key.split(".")[-1] not in FILES}
+    assert not [key for key in named if not {key, key.rpartition(".")[0]} & known and key not in sections]
+
+
+FILES = ("py", "md", "yaml", "json", "jsonl", "txt", "html")
+TURNS = re.compile(
+    r"\b((no|every|any)body|anew|(is|are) told|gets on|so that it may|(bytes|tokens|rows?) a|Who (has|knows|does))\b"
+)
+
+
+@pytest.mark.parametrize("page", [*GUIDES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_in_plain_english(page: Path) -> None:
+    """It has none of the turns that read as translated, outside of code."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert not [match[0] for match in TURNS.finditer(text)]
 
 
 def test_the_readme_is_short_and_its_example_of_the_plane_is_ten_lines() -> None:
