@@ -124,12 +124,12 @@ def llms_text(made: Mapping[Path, str]) -> str:
     made: texts of the generated pages, which need not be on disk yet.
     """
     title, summary = _title_and_summary(DOCS / "index.md", made)
-    parts = [f"# {title}\n\n> {summary}\n"]
-    for heading, pages in _sections(
-        tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
-    ):
+    parts, listed = [f"# {title}\n\n> {summary}\n"], set[str]()
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    for heading, pages in _sections(nav):
         lines = []
-        for page in pages:
+        for page in (page for page in pages if page not in listed):
+            listed.add(page)
             title, summary = _title_and_summary(DOCS / page, made)
             lines.append(f"- [{title}]({page}): {summary}\n")
         parts.append(f"\n## {heading}\n\n" + "".join(lines))
