@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 
 def add_run_commands(commands: Any) -> None:
     """Add the commands that run something."""
+    _add_train(commands)
+    _add_simulate(commands)
+    _add_eval(commands)
+    _add_replay(commands)
+    _add_recipe(commands)
+    doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
+    doctor.add_argument(
+        "--model", metavar="PATH", help="compare an engine with a train backend on 64 tokens of this folder or hub id"
+    )
+    doctor.add_argument(
+        "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
+    )
+    doctor.set_defaults(command=_doctor)
+
+
+def _add_train(commands: Any) -> None:
     train = commands.add_parser("train", help="train from a YAML file", description="Train from a YAML file.")
     config_and_overrides(train)
     train.add_argument(
@@ -39,6 +55,8 @@ def add_run_commands(commands: Any) -> None:
     train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
     train.set_defaults(command=_train)
 
+
+def _add_simulate(commands: Any) -> None:
     summary = "predict step times and idle shares of sync, async and streaming, or how several runs share a pool"
     simulate = commands.add_parser(
         "simulate",
@@ -58,6 +76,8 @@ def add_run_commands(commands: Any) -> None:
     )
     simulate.set_defaults(command=_simulate)
 
+
+def _add_eval(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a model on the sets of a config, without a trainer",
@@ -72,6 +92,8 @@ def add_run_commands(commands: Any) -> None:
     )
     evaluate.set_defaults(command=_eval)
 
+
+def _add_replay(commands: Any) -> None:
     replay = commands.add_parser(
         "replay",
         help="generate a recorded run's rollouts again and compare them",
@@ -88,6 +110,8 @@ def add_run_commands(commands: Any) -> None:
     replay.add_argument("--out", type=Path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
     replay.set_defaults(command=_replay)
 
+
+def _add_recipe(commands: Any) -> None:
     recipe = commands.add_parser(
         "recipe",
         help="list the recipes of examples/, or make one work without a network",
@@ -105,15 +129,6 @@ def add_run_commands(commands: Any) -> None:
     )
     recipe.add_argument("--out", type=Path, metavar="DIR", help="folder for the copy; default: recipe-NAME")
     recipe.set_defaults(command=_recipe)
-
-    doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
-    doctor.add_argument(
-        "--model", metavar="PATH", help="compare an engine with a train backend on 64 tokens of this folder or hub id"
-    )
-    doctor.add_argument(
-        "overrides", metavar="key.sub=value", nargs="*", default=[], help="with --model: such as rollout.engine=vllm"
-    )
-    doctor.set_defaults(command=_doctor)
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -181,50 +181,57 @@ def rollout_rows(
     keep their rewards, so that the baselines of their groups contain them. The tag TRAINED_TOKENS then has the number
     of tokens of each row that are trained on. keeps_old_kv: whether tokens may have been generated from keys and values
     of older weights; the tag KV_STALENESS then says how old they were at most. routes: with router replay, the routes
-    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: columns of numbers
-    that the user brings.
+    of each row, `[L, layers, k]`. spec: shape of the routes; None without router replay. columns: the user's columns.
     """
     rows = [row for sample in samples for row in _rows_of(sample, max_rows)]
-    filled = np.concatenate([np.arange(max_rows) < len(sample.rows) for sample in samples])
-    valid = np.repeat([score.valid for score in scores], max_rows) & filled
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
-    used = valid
-    if mask_truncated:
-        used = valid & np.repeat([sample.finish_reason != "length" for sample in samples], max_rows)
+    valid, used = _masks(samples, scores, max_rows, mask_truncated)
     trained = np.repeat(used, lengths)
     response_mask = np.concatenate([row.response_mask for row in rows])
     values = {
         "input_ids": np.concatenate([row.input_ids for row in rows]),
         "response_mask": response_mask * trained,
         "rollout_logprobs": np.concatenate([row.logprobs for row in rows]) * trained,
-        **({} if spec is None else {ROUTES: np.concatenate(routes)}),
     }
+    if spec is not None:
+        values[ROUTES] = np.concatenate(routes)
     versions = np.concatenate([row.versions for row in rows])
-    batch = Batch(
-        row_schema(spec, columns).subset(written_fields(spec, columns)),
-        len(rows),
-        {
-            **{name: Jagged(torch.from_numpy(column), lengths) for name, column in values.items()},
-            "version_spans": version_spans(versions, lengths),
-            **own_columns(columns, samples, scores, lengths, max_rows),
-        },
-    )
-    rewards = np.repeat([score.reward if score.valid else 0.0 for score in scores], max_rows)
+    fields = {
+        **{name: Jagged(torch.from_numpy(column), lengths) for name, column in values.items()},
+        "version_spans": version_spans(versions, lengths),
+        **own_columns(columns, samples, scores, lengths, max_rows),
+    }
+    batch = Batch(row_schema(spec, columns).subset(written_fields(spec, columns)), len(rows), fields)
     tags = {
-        "reward": rewards.astype(np.float32),
+        "reward": _per_row([score.reward if score.valid else 0.0 for score in scores], max_rows),
         "valid": valid.astype(np.float32),
         "response_length": _row_sums(response_mask != 0, lengths).astype(np.float32),
     }
     if max_rows > 1:
-        tags[EPISODE] = np.repeat(np.array([sample.index for sample in samples], dtype=np.float32), max_rows)
+        tags[EPISODE] = _per_row([sample.index for sample in samples], max_rows)
     if mask_truncated:
         tags[TRAINED_TOKENS] = tags["response_length"] * used
     if keeps_old_kv:
         tags[KV_STALENESS] = kv_staleness(versions, lengths).astype(np.float32)
     for name in tagged:
-        values = [score.components[name] if score.valid else 0.0 for score in scores]
-        tags[reward_tag(name)] = np.repeat(np.array(values, dtype=np.float32), max_rows)
+        tags[reward_tag(name)] = _per_row([one.components[name] if one.valid else 0.0 for one in scores], max_rows)
     return batch, tags
+
+
+def _masks(
+    samples: Sequence[Sample], scores: Sequence[Score], max_rows: int, mask_truncated: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which rows are valid, and which of these are trained on, each bool `[N]`."""
+    filled = np.concatenate([np.arange(max_rows) < len(sample.rows) for sample in samples])
+    valid = np.repeat([score.valid for score in scores], max_rows) & filled
+    if not mask_truncated:
+        return valid, valid
+    return valid, valid & np.repeat([sample.finish_reason != "length" for sample in samples], max_rows)
+
+
+def _per_row(values: Sequence[float], max_rows: int) -> np.ndarray:
+    """Return one number per sample as a tag of its `max_rows` rows, float32 `[N]`."""
+    return np.repeat(np.array(values, dtype=np.float32), max_rows)
 
 
 def sample_keys(sample: Sample, max_rows: int) -> list[str]:

@@ -11,6 +11,7 @@ from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import DataConfig
 from ...actors.rollout.evaluation import find_figure, needs_answers
 from ...actors.train.topology import Topology
+from ...actors.weight_sync.config import SyncConfig
 from ...codecs.integers import ceil_div, round_up
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
@@ -197,22 +198,7 @@ def meaning_problems(config: Config) -> list[str]:
             "rollout.logprobs: got 'arrays' with rollout.vllm.speculative_config, expected 'auto' or 'vllm', because "
             "speculative decoding samples several tokens at once"
         )
-    sync = config.sync
-    bound_s, key = min(
-        (config.resources.stage_timeout_s, "stage_timeout_s"),
-        (config.resources.collective_timeout_s, "collective_timeout_s"),
-        key=lambda bound: bound[0],
-    )
-    if sync.timeout_s >= bound_s:
-        problems.append(
-            f"sync.timeout_s: got {sync.timeout_s:g}, expected less than resources.{key}={bound_s:g}, because train "
-            "workers wait for each other while the sync waits for an engine"
-        )
-    if sync.delta and sync.staging == "none":
-        problems.append(
-            "sync.delta: got true with sync.staging='none', expected false, because an engine applies a delta to a "
-            "copy of the last version"
-        )
+    problems += sync_problems(config.sync, config.resources)
     if config.overlap.by_chunk and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
         problems.append(
             f"algorithm.mode: got {config.algorithm.mode!r} with advantage.kind={config.advantage.kind!r}, expected "
@@ -232,6 +218,27 @@ def meaning_problems(config: Config) -> list[str]:
         problems += route_problems(config.environment, config.rollout)
     if config.resources.switch_roles == "always":
         problems += [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in switch_obstacles(config)]
+    return problems
+
+
+def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> list[str]:
+    """Return one sentence for each mistake in how long a weight sync may take and how it is sent."""
+    problems = []
+    bound_s, key = min(
+        (resources.stage_timeout_s, "stage_timeout_s"),
+        (resources.collective_timeout_s, "collective_timeout_s"),
+        key=lambda bound: bound[0],
+    )
+    if sync.timeout_s >= bound_s:
+        problems.append(
+            f"sync.timeout_s: got {sync.timeout_s:g}, expected less than resources.{key}={bound_s:g}, because train "
+            "workers wait for each other while the sync waits for an engine"
+        )
+    if sync.delta and sync.staging == "none":
+        problems.append(
+            "sync.delta: got true with sync.staging='none', expected false, because an engine applies a delta to a "
+            "copy of the last version"
+        )
     return problems
 
 

@@ -111,6 +111,10 @@ class VllmEngine:
         self._updates = WeightUpdates(self._process, model, receiver, tp)
         self._tp = tp
         self._version = version
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set the state of an engine that serves its weights and has no requests yet."""
         self._in_flight: dict[str, RunningRequest] = {}
         self._anew: set[str] = set()
         """Ids of samples that are withdrawn from vLLM, to be submitted to it once more."""

@@ -147,82 +147,93 @@ def test_a_suspended_engine_that_dies_is_waited_for() -> None:
     run(main)
 
 
+class Storm:
+    """Requests to a router whose engines join, leave, die and sleep at random moments."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.left_out: list[LeftOut] = []
+        self.engines = {f"e{i}": MortalEngine(latency_s=0.005, latency_sigma=1.0, seed=i) for i in range(3)}
+        self.ever = list(self.engines.values())
+        self.router = Router(timeout_s=20.0, on_left_out=self.left_out.append)
+        for name, engine in self.engines.items():
+            self.router.add(name, engine)
+        self.aborted: set[str] = set()
+        self.answers: Counter[str] = Counter()
+        self.requests: dict[str, asyncio.Task] = {}
+        self.changes: list[asyncio.Task] = []
+        self.suspending: set[str] = set()
+        self.leaving: set[str] = set()
+
+    async def ask(self, request_id: str) -> None:
+        rng = self.rng
+        params = SamplingParams(n=rng.randint(1, 4), max_new_tokens=rng.randint(1, 30), seed=self.seed)
+        completions = await self.router.generate(request_id, [1], params)
+        expect_answer(request_id, completions, params, request_id in self.aborted)
+        self.answers[request_id] += 1
+
+    async def suspend_for_a_while(self, name: str, seconds: float) -> None:
+        await self.router.suspend(name, cut=False)
+        assert name not in self.router.names
+        await asyncio.sleep(seconds)
+        self.suspending.discard(name)
+        if name in self.router.members and name not in self.leaving:
+            self.router.readmit(name)
+
+    async def leave(self, name: str, grace_s: float) -> None:
+        if name in self.router.members:  # it may have died since it was chosen
+            await self.router.remove(name, grace_s)
+
+    async def strike(self, event: int) -> None:
+        """Make something happen: mostly a request, else a change of the engines."""
+        rng, names = self.rng, list(self.router.names)
+        kinds = ["ask", "die", "break", "join", "leave", "abort", "suspend"]
+        kind = rng.choices(kinds, [80, 4, 3, 8, 3, 8, 6])[0]
+        if kind == "ask":
+            request_id = f"s{event % 7}/{event}" if event % 2 else f"r{event}"
+            self.requests[request_id] = asyncio.create_task(self.ask(request_id))
+        elif kind in ("die", "break") and names:
+            name = rng.choice(names)
+            error = EngineDied if kind == "die" else EngineBroken
+            self.engines[name].die(error(f"{name} was hit at {event}"))
+        elif kind == "join":
+            name = f"e{len(self.ever)}"
+            self.engines[name] = MortalEngine(latency_s=0.005, latency_sigma=1.0, seed=len(self.ever))
+            self.ever.append(self.engines[name])
+            self.router.add(name, self.engines[name])
+        elif kind == "leave" and len(names) > 1:
+            name, grace_s = rng.choice(names), rng.choice([0.0, 0.003])
+            if name not in self.leaving:  # its removal may not have begun yet
+                self.leaving.add(name)
+                self.changes.append(asyncio.create_task(self.leave(name, grace_s)))
+        elif kind == "abort" and self.requests:
+            request_id = rng.choice(list(self.requests))
+            self.aborted.add(request_id)
+            await self.router.abort(request_id)
+        elif kind == "suspend" and names:
+            name = rng.choice(names)
+            if name not in self.leaving | self.suspending:
+                self.suspending.add(name)
+                self.changes.append(asyncio.create_task(self.suspend_for_a_while(name, rng.random() * 0.01)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(25))
 def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
-    rng = random.Random(seed)
-
     async def main() -> None:
-        left_out: list[LeftOut] = []
-        engines = {f"e{i}": MortalEngine(latency_s=0.005, latency_sigma=1.0, seed=i) for i in range(3)}
-        ever = list(engines.values())
-        router = Router(timeout_s=20.0, on_left_out=left_out.append)
-        for name, engine in engines.items():
-            router.add(name, engine)
-        aborted: set[str] = set()
-        answers: Counter[str] = Counter()
-
-        async def ask(request_id: str) -> None:
-            params = SamplingParams(n=rng.randint(1, 4), max_new_tokens=rng.randint(1, 30), seed=seed)
-            completions = await router.generate(request_id, [1], params)
-            expect_answer(request_id, completions, params, request_id in aborted)
-            answers[request_id] += 1
-
-        async def suspend_for_a_while(name: str, seconds: float) -> None:
-            await router.suspend(name, cut=False)
-            assert name not in router.names
-            await asyncio.sleep(seconds)
-            suspending.discard(name)
-            if name in router.members and name not in leaving:
-                router.readmit(name)
-
-        async def leave(name: str, grace_s: float) -> None:
-            if name in router.members:  # it may have died since it was chosen
-                await router.remove(name, grace_s)
-
-        tasks: dict[str, asyncio.Task] = {}
-        suspended: list[asyncio.Task] = []
-        suspending: set[str] = set()
-        removals: list[asyncio.Task] = []
-        leaving: set[str] = set()
+        storm = Storm(seed)
+        router = storm.router
         for event in range(120):
-            kinds = ["ask", "die", "break", "join", "leave", "abort", "suspend"]
-            kind = rng.choices(kinds, [80, 4, 3, 8, 3, 8, 6])[0]
-            names = list(router.names)
-            if kind == "ask":
-                request_id = f"s{event % 7}/{event}" if event % 2 else f"r{event}"
-                tasks[request_id] = asyncio.create_task(ask(request_id))
-            elif kind in ("die", "break") and names:
-                name = rng.choice(names)
-                error = EngineDied if kind == "die" else EngineBroken
-                engines[name].die(error(f"{name} was hit at {event}"))
-            elif kind == "join":
-                name = f"e{len(ever)}"
-                engines[name] = MortalEngine(latency_s=0.005, latency_sigma=1.0, seed=len(ever))
-                ever.append(engines[name])
-                router.add(name, engines[name])
-            elif kind == "leave" and len(names) > 1:
-                name, grace_s = rng.choice(names), rng.choice([0.0, 0.003])
-                if name not in leaving:  # its removal may not have begun yet
-                    leaving.add(name)
-                    removals.append(asyncio.create_task(leave(name, grace_s)))
-            elif kind == "abort" and tasks:
-                request_id = rng.choice(list(tasks))
-                aborted.add(request_id)
-                await router.abort(request_id)
-            elif kind == "suspend" and names:
-                name = rng.choice(names)
-                if name not in leaving | suspending:
-                    suspending.add(name)
-                    suspended.append(asyncio.create_task(suspend_for_a_while(name, rng.random() * 0.01)))
-            if rng.random() < 0.3:
-                await asyncio.sleep(rng.random() * 0.004)
+            await storm.strike(event)
+            if storm.rng.random() < 0.3:
+                await asyncio.sleep(storm.rng.random() * 0.004)
         router.add("last", MortalEngine(latency_s=0.001))
-        await asyncio.gather(*tasks.values(), *removals, *suspended)
-        assert answers == Counter(dict.fromkeys(tasks, 1))
+        await asyncio.gather(*storm.requests.values(), *storm.changes)
+        assert storm.answers == Counter(dict.fromkeys(storm.requests, 1))
         assert not router._requests and all(member.outstanding == 0 for member in router._members.values())
-        assert len({left.name for left in left_out}) == len(left_out), "an engine was left out twice"
-        for engine in ever:
+        left_out = [left.name for left in storm.left_out]
+        assert len(set(left_out)) == len(left_out), "an engine was left out twice"
+        for engine in storm.ever:
             assert max(Counter(call for call, _ in engine.calls).values(), default=0) <= 1, "sent twice to one engine"
         await router.close()
         await until(lambda: len(asyncio.all_tasks()) == 1)  # nothing is left behind

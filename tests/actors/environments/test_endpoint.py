@@ -249,6 +249,56 @@ def test_a_malformed_request_is_refused_in_words(body: bytes, words: str) -> Non
     assert not sample.turns and (sample.rewards == {"reward": 1.0}), sample.error
 
 
+async def attack_with_requests(url: str, secret: str) -> None:
+    """Send requests without a session's secret, with another's, and malformed, endless and slow ones."""
+    async with httpx.AsyncClient() as client:
+        for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer " + "x" * 43},
+                        {"authorization": f"Basic {secret}"},
+                        {"authorization": f"Bearer {secret[:-1]}"}):  # fmt: skip
+            for path in ("chat/completions", "completions"):
+                assert (await client.post(f"{url}/{path}", content=body_of("x"), headers=headers)).status_code == 401
+            assert (await client.get(f"{url}/models", headers=headers)).status_code == 401
+        good = {"authorization": f"Bearer {secret}"}
+        other = await client.post(
+            f"{url}/chat/completions", content=body_of("x"), headers={**good, "x-headrace-episode": "p.1"}
+        )
+        assert other.status_code == 403
+        assert (await client.get(f"{url}/episodes", headers=good)).status_code == 404
+        assert (await client.get(f"{url}/chat/completions", headers=good)).status_code == 405
+        large = await client.post(f"{url}/chat/completions", content=b"x" * (3 << 20), headers=good)
+        assert large.status_code == 413 and "more than 1 MiB" in large.json()["error"]["message"]
+
+        async def endless() -> AsyncIterator[bytes]:
+            for _ in range(40):
+                yield b"x" * (1 << 16)
+
+        assert (await client.post(f"{url}/chat/completions", content=endless(), headers=good)).status_code == 413
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(3)
+
+        with_bound = await client.post(f"{url}/chat/completions", content=slow(), headers=good)
+        assert with_bound.status_code == 408
+
+
+async def attack_with_bytes(port: int, secret: str) -> None:
+    """Open connections that speak no HTTP, and one that breaks off in the middle of a request."""
+    for garbage in (b"", b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\nhost:", b"POST /v1/chat/completions HTTP/1.1\r\n",
+                    b"GET " + b"a" * 70_000):  # fmt: skip
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(garbage)
+        async with asyncio.timeout(5):
+            said = await reader.read()
+        assert not said or b" 400 " in said.partition(b"\n")[0], said[:100]
+        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)  # and one that goes in the middle
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {secret}\r\n"
+    writer.write(head.encode() + b"content-length: 500\r\n\r\n{")
+    await writer.drain()
+    writer.transport.abort()
+
+
 @pytest.mark.long
 def test_strangers_reach_nothing_and_nothing_of_others_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "HEAD_S", 0.3)
@@ -267,56 +317,13 @@ def test_strangers_reach_nothing_and_nothing_of_others_is_lost(monkeypatch: pyte
             await client.chat.completions.create(model="m", messages=messages)
         return 1.0
 
-    async def attack(world: World) -> None:
+    async def attack() -> None:
         while len(addresses) < 2:
             await asyncio.sleep(0.01)
-        url = addresses[0].url
-        port = int(url.rpartition(":")[2].partition("/")[0])
-        assert addresses[0].secret != addresses[1].secret and len(addresses[0].secret) >= 40
-        async with httpx.AsyncClient() as client:
-            for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer " + "x" * 43},
-                            {"authorization": f"Basic {addresses[0].secret}"},
-                            {"authorization": f"Bearer {addresses[0].secret[:-1]}"}):  # fmt: skip
-                for path in ("chat/completions", "completions"):
-                    assert (
-                        await client.post(f"{url}/{path}", content=body_of("x"), headers=headers)
-                    ).status_code == 401
-                assert (await client.get(f"{url}/models", headers=headers)).status_code == 401
-            good = {"authorization": f"Bearer {addresses[0].secret}"}
-            other = await client.post(
-                f"{url}/chat/completions", content=body_of("x"), headers={**good, "x-headrace-episode": "p.1"}
-            )
-            assert other.status_code == 403
-            assert (await client.get(f"{url}/episodes", headers=good)).status_code == 404
-            assert (await client.get(f"{url}/chat/completions", headers=good)).status_code == 405
-            large = await client.post(f"{url}/chat/completions", content=b"x" * (3 << 20), headers=good)
-            assert large.status_code == 413 and "more than 1 MiB" in large.json()["error"]["message"]
-
-            async def endless() -> AsyncIterator[bytes]:
-                for _ in range(40):
-                    yield b"x" * (1 << 16)
-
-            assert (await client.post(f"{url}/chat/completions", content=endless(), headers=good)).status_code == 413
-
-            async def slow() -> AsyncIterator[bytes]:
-                yield b"{"
-                await asyncio.sleep(3)
-
-            with_bound = await client.post(f"{url}/chat/completions", content=slow(), headers=good)
-            assert with_bound.status_code == 408
-        for garbage in (b"", b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\nhost:", b"POST /v1/chat/completions HTTP/1.1\r\n",
-                        b"GET " + b"a" * 70_000):  # fmt: skip
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(garbage)
-            async with asyncio.timeout(5):
-                said = await reader.read()
-            assert not said or b" 400 " in said.partition(b"\n")[0], said[:100]
-            writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)  # and one that goes in the middle
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {addresses[0].secret}\r\n"
-        writer.write(head.encode() + b"content-length: 500\r\n\r\n{")
-        await writer.drain()
-        writer.transport.abort()
+        url, secret = addresses[0].url, addresses[0].secret
+        assert secret != addresses[1].secret and len(secret) >= 40
+        await attack_with_requests(url, secret)
+        await attack_with_bytes(int(url.rpartition(":")[2].partition("/")[0]), secret)
 
     async def main() -> None:
         endpoint = EndpointConfig(enabled=True, max_body_mib=1, body_timeout_s=0.5)
@@ -324,7 +331,7 @@ def test_strangers_reach_nothing_and_nothing_of_others_is_lost(monkeypatch: pyte
         world = World(honest, engine, endpoint=endpoint)
         playing = asyncio.create_task(world.run(2))
         async with asyncio.timeout(60):
-            await attack(world)
+            await attack()
             done.set()
             samples = await playing
         assert all(not sample.error and len(sample.turns) == 2 and len(sample.rows) == 1 for sample in samples)

@@ -71,11 +71,7 @@ class FsdpBackend:
         policy = self._build(source, trained=config.trains)
         if config.trainer.head == "selected":
             check_head(policy.model)
-        self._replay: RouterReplay | None = None
-        if config.router_replay.enabled:
-            spec = route_spec(policy.model.config)
-            self._replay = RouterReplay(config.router_replay, spec, range(len(spec.layers)), self._device)
-            replay_routers(policy.model, self._replay)
+        self._replay = self._route_replay(policy)
         flops = flop_model(policy.model.config)
         self._reference: CausalLM | None = None
         if config.with_reference:
@@ -110,6 +106,15 @@ class FsdpBackend:
             with_entropy=self._entropy != "off",
         )
         self._meter = StepMeter(flops, self._device, world, group, half=self._half)
+
+    def _route_replay(self, policy: CausalLM) -> RouterReplay | None:
+        """Return what makes the routers of `policy` replay routes; None for a run without router replay."""
+        if not self._config.router_replay.enabled:
+            return None
+        spec = route_spec(policy.model.config)
+        replay = RouterReplay(self._config.router_replay, spec, range(len(spec.layers)), self._device)
+        replay_routers(policy.model, replay)
+        return replay
 
     # ------------------------------------------------------------ one step
 
