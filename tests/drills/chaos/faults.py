@@ -11,8 +11,8 @@ ProcessKind = Literal[
 ]
 FaultKind = Literal["stop", "kill", "cut", "disk", "shm", "slow_store", "slow_checkpoint"]
 Outcome = Literal["goes on", "restarts", "stops"]
-"""How a run reacts to a fault, from mild to severe: it goes on, and only replaces processes that were killed; it goes
-back to its last checkpoint by itself; or it stops with an explanation, and goes on when it is started with
+"""How a run reacts to a fault, from mild to severe: it continues, and only replaces processes that were killed; it goes
+back to its last checkpoint by itself; or it stops with an explanation, and continues when it is started with
 `--resume`."""
 
 StoreKind = Literal["shm", "simple", "tcp"]
@@ -152,7 +152,7 @@ def schedule(seed: int) -> dict[StoreKind, list[Injury]]:
     """Return the planned faults of each store's run, in random order. Over all runs together, each pair (a kind of
     fault in a kind of process) occurs at least twice.
 
-    If a run has suffered all of its faults before its time is over, it goes on with those of `more`.
+    If a run has suffered all of its faults before its time is over, it continues with those of `more`.
     """
     dice = random.Random(seed)
     found: dict[StoreKind, list[Pair]] = {store: [] for store in STORES}

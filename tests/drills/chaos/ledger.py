@@ -79,7 +79,7 @@ class _Epoch:
 
     place: Place
     after: int
-    """Number of the step from which the epoch goes on; 0 at the start of a run."""
+    """Number of the step from which the epoch continues; 0 at the start of a run."""
     committed: dict[int, list[int]] = field(default_factory=dict)
     """For each committed step, the positions of its groups in the prompt stream."""
 
