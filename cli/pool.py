@@ -138,7 +138,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ..trainers.pool.server.trace import pool_tables, pool_trace, read_events, write_perfetto
+    from ..trainers.pool.server.gpu_trace import pool_tables, pool_trace, read_events, write_perfetto
     from ..trainers.pool.state.status import TRACE
 
     trace, path = pool_trace(read_events(arguments.dir / TRACE)), arguments.dir / PERFETTO

@@ -191,7 +191,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from ..trainers.config.load import load_config, read_sections
     from ..trainers.pool.simulation.config import is_pool_file
     from ..trainers.simulation.config import simulation_section
-    from ..trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
+    from ..trainers.simulation.modes import SimulateOptions, run_simulation, simulation_table
 
     if is_pool_file(sections := read_sections(arguments.config, arguments.overrides)):
         return _simulate_pool(arguments, sections)

@@ -43,10 +43,9 @@ from headrace.trainers.grpo.controllers import MOST_SKIPPED
 from headrace.trainers.grpo.roles import FALL_S
 from headrace.trainers.grpo.steps import STALL_S
 from headrace.trainers.observe.report import RELOAD_S
-from headrace.trainers.observe.trust import SOUND_RATIO
 from headrace.trainers.pool.state.pool import PoolBounds
 from headrace.trainers.run.checks.prompts import READ_PROMPTS
-from headrace.trainers.run.checks.trust_probe import TOKENS
+from headrace.trainers.run.checks.trust_probe import SOUND_RATIO, TOKENS
 from headrace.trainers.supervision.watchdog import GRACE_S as WATCHDOG_GRACE_S
 from headrace.trainers.supervision.watchdog import MARGIN_S
 

@@ -12,7 +12,7 @@ import pytest
 from headrace.tests.runs.pool_runs import SCRIPTED, shared_pool
 from headrace.tests.runs.test_time_sharing import expect_whole
 from headrace.tools.measure.pool_figures import read_events, read_tenant, shared_window, stage_seconds
-from headrace.trainers.pool.server.trace import pool_trace
+from headrace.trainers.pool.server.gpu_trace import pool_trace
 from headrace.trainers.pool.simulation.config import SwitchSection, pool_file
 from headrace.trainers.pool.simulation.policies import simulate_pool
 from headrace.trainers.pool.state.status import PoolEvent

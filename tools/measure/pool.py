@@ -41,7 +41,7 @@ from headrace.tools.measure.pool_tenants import NUM_GPUS, TenantTask, follow, se
 from headrace.tools.measure.switch_trainer import link_bytes_per_s
 from headrace.tools.measure.works import POOL_WORKS
 from headrace.trainers.errors import UserError
-from headrace.trainers.pool.server.trace import pool_trace, write_perfetto
+from headrace.trainers.pool.server.gpu_trace import pool_trace, write_perfetto
 
 ALONE, BOTH = "alone", ("a", "b")
 """Name of the tenant that has the pool to itself, and names of the tenants that share it."""

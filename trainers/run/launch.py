@@ -48,12 +48,12 @@ from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
 from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
-from ..observe.trust import distrust
 from ..pool.tenant.membership import PoolMembership
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
-from ..supervision.report import read_actors, write_actors
+from ..supervision.stuck_run import read_actors, write_actors
 from .checks.preflight import check_prompts, check_quickly
+from .checks.trust_probe import distrust
 from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 

@@ -22,9 +22,9 @@ import psutil
 from ...dataplane.handle import DataPlaneHandle
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
-from ..supervision import stack_dumps, watchdog
+from ..supervision import watchdog
 from ..supervision.heartbeat import Heartbeat, shared_memory
-from ..supervision.report import Opened
+from ..supervision.stuck_run import Opened, answer_with_stacks, remove_stacks, stop_answering
 
 END_TIMEOUT_S = 10.0
 """Seconds within which the watchdog must exit after it was asked to; then it is killed."""
@@ -65,7 +65,7 @@ class WatchdogProcess:
         except BaseException:
             os.close(self._descriptor)
             raise
-        stack_dumps.answer_with_stacks(folder)
+        answer_with_stacks(folder)
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(watchdog.STOP, _stop)
 
@@ -121,8 +121,8 @@ class WatchdogProcess:
         os.close(self._descriptor)
         if self._before is not None:
             signal.signal(watchdog.STOP, self._before)
-        stack_dumps.stop_answering()
-        stack_dumps.remove_stacks(self._folder)
+        stop_answering()
+        remove_stacks(self._folder)
 
     def _tell(self, said: dict[str, Any]) -> None:
         if self._process is None or self._process.stdin is None:
@@ -182,4 +182,4 @@ def _stop(_signum: int, _frame: FrameType | None) -> None:
 
 def _answer_with_stacks(_actor: object, folder: str) -> None:
     """Make this process, which runs an actor, able to answer requests for stack traces."""
-    stack_dumps.answer_with_stacks(folder)
+    answer_with_stacks(folder)

@@ -25,8 +25,7 @@ import psutil
 
 from .cleanup import Family, is_alive, remove_shared_memory
 from .heartbeat import Beat, HeartbeatReader
-from .report import Opened, heading, read_actors, write_report
-from .stack_dumps import is_caught
+from .stuck_run import Opened, heading, is_caught, read_actors, write_report
 
 POLL_S = 1.0
 """Seconds between two reads of the heartbeat."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.trainers.simulation.engine import SimulatedEngine
+from headrace.trainers.simulation.simulate import SimulatedEngine
 
 CHANGES = st.lists(
     st.tuples(st.sampled_from(["join", "join", "pause"]), st.floats(0, 5), st.integers(0, 2**31)),

@@ -13,7 +13,7 @@ from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.simulation.config import SimulationConfig
-from headrace.trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
+from headrace.trainers.simulation.modes import SimulateOptions, run_simulation, simulation_table
 from headrace.trainers.simulation.scenario import MODES, build_scenario, measure_run, sigma_of
 from headrace.trainers.simulation.simulate import simulate
 

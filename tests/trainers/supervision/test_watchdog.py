@@ -27,14 +27,14 @@ from headrace.trainers.run.under_watchdog import under_watchdog
 from headrace.trainers.supervision import heartbeat
 from headrace.trainers.supervision.cleanup import Family, is_running, kill_process
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
-from headrace.trainers.supervision.report import Opened, write_actors
+from headrace.trainers.supervision.stuck_run import Opened, write_actors
 from headrace.trainers.supervision.watchdog import Watchdog
 
 pytestmark = pytest.mark.processes
 
 DRIVER = """
 import json, os, signal, subprocess, sys, threading
-from headrace.trainers.supervision import heartbeat, stack_dumps
+from headrace.trainers.supervision import heartbeat, stuck_run
 
 folder, run_id, manner = sys.argv[1:]
 signal.signal(signal.SIGUSR2, signal.default_int_handler)
@@ -46,7 +46,7 @@ watchdog = subprocess.Popen(
     [sys.executable, "-m", "headrace.trainers.supervision.watchdog", str(memory), str(os.getpid()), folder,
      f"--strangers={stranger.pid}", "--margin-s=0.1", "--grace-s=1", "--groups=8", "--group-size=4"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory], start_new_session=True, text=True)
-stack_dumps.answer_with_stacks(folder)
+stuck_run.answer_with_stacks(folder)
 
 def tell(said):
     watchdog.stdin.write(json.dumps(said) + "\\n")

@@ -28,8 +28,8 @@ from ..train_step import TrainStep
 from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
+from .hf_routers import balance_experts, replay_routers, router_biases
 from .output_checks import check_head, check_packing
-from .router_replay import balance_experts, replay_routers, router_biases
 from .sharding import (
     WeightSource,
     build_mesh,

@@ -23,7 +23,7 @@ from ....actors.train.topology import Place, Topology
 from ..hf_model import HfSource, load_causal_lm
 from ..weight_stream import Cut, Piece, SpreadWeight, cut_box
 from .causal_lm import CausalLM
-from .router_replay import router_biases
+from .hf_routers import router_biases
 from .tensor_parallel import split_dim, split_over
 
 

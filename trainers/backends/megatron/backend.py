@@ -29,14 +29,7 @@ from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .architecture import check_fits
 from .calls import megatron_calls
-from .library import ChainedOptimizer, DistributedDataParallel, MoELayer, get_forward_backward_func
-from .mesh import clear_scratch, global_groups, open_mesh
-from .model import build_model
-from .pieces import OwnPieces, TrainingState, spread_weights
-from .pipeline import OpenPipeline
-from .router_replay import PipelineBalance, PipelineReplay
-from .rows import PackedRows, pack_rows, sum_rows, whole_counts
-from .updates import (
+from .gradients import (
     Swapped,
     apply,
     build_optimizer,
@@ -46,6 +39,13 @@ from .updates import (
     sum_gradients,
     wrap_model,
 )
+from .library import ChainedOptimizer, DistributedDataParallel, MoELayer, get_forward_backward_func
+from .megatron_routers import PipelineBalance, PipelineReplay
+from .mesh import clear_scratch, global_groups, open_mesh
+from .model import build_model
+from .pieces import OwnPieces, TrainingState, spread_weights
+from .pipeline import OpenPipeline
+from .rows import PackedRows, pack_rows, sum_rows, whole_counts
 
 
 @dataclass(frozen=True, slots=True)

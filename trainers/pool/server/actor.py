@@ -25,14 +25,14 @@ from ....codecs import messages
 from ....dataplane.owned_folder import process_start
 from ...errors import UserError
 from ...supervision.cleanup import Family, is_alive
-from ...supervision.report import read_actors
+from ...supervision.stuck_run import read_actors
 from ..state.commands import BY_NAME, Alive, Command, Order, Outcome, Processes, Tick, Unregister
 from ..state.plan import Role
 from ..state.planner import Gap, gaps
 from ..state.pool import Pool, PoolBounds
 from ..state.status import TRACE, PooledGpu, PoolFigures, PoolStatus, StageNote, TenantLine, WaitLine
 from .folder import PoolJournal
-from .trace import TraceWriter, holders
+from .gpu_trace import TraceWriter, holders
 
 
 def driver_is_gone(processes: Processes) -> bool:

@@ -19,13 +19,13 @@ import numpy as np
 from rich.table import Table
 
 from ....version import __version__
-from ..server.trace import pool_trace, write_perfetto
+from ..server.gpu_trace import pool_trace, write_perfetto
 from ..state.plan import Grant, Plan, PoolState, Request
 from ..state.planner import IDLE, Draft
 from ..state.pool import Pool, PoolBounds
 from ..state.status import PoolEvent
 from .config import Policy, PoolFile, TenantSpec, partition, place_tenants
-from .simulate import PoolSimulation, TenantFigures
+from .simulated_tenants import PoolSimulation, TenantFigures
 
 
 @dataclass(slots=True)

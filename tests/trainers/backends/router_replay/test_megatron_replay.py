@@ -133,7 +133,7 @@ def test_other_experts_and_other_routers_are_noticed(model: str) -> None:
         backend._replay._begun = 0  # the next step is the first again
         with pytest.raises(RoutesDiffer, match="layer 2 sent token"):
             gradients(backend, [micro])
-        from headrace.trainers.backends.megatron.router_replay import check_router
+        from headrace.trainers.backends.megatron.megatron_routers import check_router
 
         check_router(router)
         for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "aux_loss")):

@@ -17,8 +17,7 @@ from headrace.tests.actors.engines.moe import save_moe
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.observe.trust import distrust
-from headrace.trainers.run.checks.trust_probe import TrustReport, probe_trust, show_trust
+from headrace.trainers.run.checks.trust_probe import TrustReport, distrust, probe_trust, show_trust
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from rich.table import Table
 
 from headrace.trainers.errors import UserError
-from headrace.trainers.pool.server.trace import Segment, pool_tables, pool_trace, write_perfetto
+from headrace.trainers.pool.server.gpu_trace import Segment, pool_tables, pool_trace, write_perfetto
 from headrace.trainers.pool.state.status import PoolEvent
 
 

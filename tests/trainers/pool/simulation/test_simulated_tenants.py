@@ -18,7 +18,7 @@ from headrace.tests.trainers.pool.state.pool_states import tenant_map
 from headrace.trainers.config.load import read_sections
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.grpo.demand import Demand
-from headrace.trainers.pool.server.trace import pool_trace
+from headrace.trainers.pool.server.gpu_trace import pool_trace
 from headrace.trainers.pool.simulation.config import PhaseSeconds, Policy, PoolFile, partition, place_tenants, pool_file
 from headrace.trainers.pool.simulation.policies import (
     FirstComePool,
@@ -27,7 +27,7 @@ from headrace.trainers.pool.simulation.policies import (
     pool_table,
     simulate_pool,
 )
-from headrace.trainers.pool.simulation.simulate import PoolSimulation
+from headrace.trainers.pool.simulation.simulated_tenants import PoolSimulation
 from headrace.trainers.pool.state.commands import Ask, Command, Outcome, Register, Report, StepFinished
 from headrace.trainers.pool.state.plan import Plan, PoolState, Priority
 from headrace.trainers.pool.state.pool import Pool, PoolBounds
