@@ -1,4 +1,4 @@
-"""The sections `model`, `rollout`, `router_replay` and `scripted`: the model, and how engines generate with it."""
+"""The sections `model`, `router_replay` and `scripted`, and the keys of `rollout` for engines: how these generate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ...dataplane.config import Count, CountOrZero, NonNegative, Positive, Section, Share
+from ...dataplane.config import Count, CountOrZero, NonNegative, Section, Share
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3", "builtin:tiny-qwen3-moe")
 GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45
@@ -53,32 +53,8 @@ class ModelConfig(Section):
         return path
 
 
-class EndpointConfig(Section):
-    """OpenAI-compatible endpoint of each rollout actor, through which agents speak to the policy."""
-
-    enabled: bool = False
-    """Whether there is an endpoint. An environment then finds its address and the secret of its episode in
-    `episode.endpoint`. Needs the extra `endpoint`."""
-    host: str = Field(default="127.0.0.1", min_length=1)
-    """Address on which the endpoint listens, on a free port. A client that reaches it and knows an episode's secret can
-    speak to the policy in that episode."""
-    rows: Literal["conversation", "call"] = "conversation"
-    """Rows that an episode's calls become. `conversation`: a call that continues an earlier one extends its row.
-    `call`: each call is a row of its own. `environment.max_rows` limits their number."""
-    model: str = Field(default="policy", min_length=1)
-    """Name of the model in answers and in the list of models. Requests can name any model."""
-    max_body_mib: Count = 4
-    """Largest size of a request's body in MiB; it is refused while it is read."""
-    max_calls: Count = 1024
-    """Largest number of calls that are answered at the same time. Further calls are refused with the status 429."""
-    max_episode_calls: Count = 16
-    """Largest number of calls that one episode can have open at the same time."""
-    body_timeout_s: Positive = 30.0
-    """Seconds within which a request's body must arrive."""
-
-
-class RolloutConfig(Section):
-    """Kind and number of engines, the environment in which the policy acts, and the sampling of its tokens."""
+class EngineKeys(Section):
+    """Keys of section `rollout` for the engines: their kind, number and resources."""
 
     engine: Literal["hf", "vllm", "scripted"] = "hf"
     """Kind of the engines. `hf` generates with transformers. `vllm` generates with vLLM, which `make vllm` installs on
@@ -112,28 +88,6 @@ class RolloutConfig(Section):
     returns one array per sample. With `vllm` they come token by token with vLLM's own answers, which takes 1.4 times as
     long. The values are the same. `auto` is `arrays` unless this vLLM or `rollout.vllm` does not allow it, which is
     logged."""
-    environment: Literal["single_turn", "tool_use"] = "single_turn"
-    """Environment that the policy acts in. In `single_turn` an episode is one prompt and one answer. In `tool_use` the
-    policy can call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are
-    not trained on."""
-    tools: tuple[str, ...] = ("calculator",)
-    """Tools that the policy can call in `tool_use`. `calculator` is built in; your own functions from text to text are
-    given as `package.module:function`."""
-    max_turns: Count = 4
-    """Largest number of turns that the policy takes in an episode of `tool_use`."""
-    max_new_tokens: Count = 256
-    """Largest number of response tokens of a sample. With `tool_use` it limits everything after the episode's prompt,
-    including the results of tools."""
-    temperature: Positive = 1.0
-    """Sampling temperature of training rollouts; that of validation is `validation.temperature`."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability mass of the likeliest tokens from which each token is drawn; 1 draws from all tokens."""
-    top_k: CountOrZero = 0
-    """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a sample, in training and validation; the text itself stays in the sample."""
-    endpoint: EndpointConfig = EndpointConfig()
-    """OpenAI-compatible endpoint through which agents speak to the policy."""
     max_batch: Count | None = None
     """Largest number of samples that an engine generates at the same time. Unset: 512 with vLLM on GPUs, else 256."""
 
@@ -145,13 +99,6 @@ class RolloutConfig(Section):
             raise ValueError(f"got {size!r}, expected auto or a whole number >= 1, the size in MiB")
         return size
 
-    @field_validator("stop")
-    @classmethod
-    def _stops_are_texts(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(stop):
-            raise ValueError(f"got {list(stop)}, expected texts that are not empty")
-        return stop
-
 
 def engine_dtype(model: ModelConfig, *, gpu: bool) -> Literal["float32", "bfloat16"]:
     """Return the number format of the weights in engines on GPUs (`gpu`) or on CPUs."""
@@ -160,12 +107,12 @@ def engine_dtype(model: ModelConfig, *, gpu: bool) -> Literal["float32", "bfloat
     return model.dtype
 
 
-def engine_batch(rollout: RolloutConfig, *, gpu: bool) -> int:
+def engine_batch(rollout: EngineKeys, *, gpu: bool) -> int:
     """Return the largest number of samples that an engine on GPUs (`gpu`) or on CPUs generates at the same time."""
     return rollout.max_batch or (GPU_BATCH if gpu and rollout.engine == "vllm" else CPU_BATCH)
 
 
-def memory_share(rollout: RolloutConfig, *, shared: bool, kept_free: int = 0, gpu_bytes: int = 0) -> float:
+def memory_share(rollout: EngineKeys, *, shared: bool, kept_free: int = 0, gpu_bytes: int = 0) -> float:
     """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1].
 
     shared: whether train workers use the same GPUs at the same time. kept_free: bytes that it leaves for processes that

@@ -10,7 +10,7 @@ from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.imports import import_object
 from ..process.memory import gpu_sizes
 from ..weight_sync.transports.protocol import ReceiverConfig
-from .config import ModelConfig, RolloutConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
+from .config import EngineKeys, ModelConfig, ScriptedConfig, engine_batch, engine_dtype, memory_share
 from .protocol import GenerationEngine
 from .tokenizer import load_tokenizer
 
@@ -19,7 +19,7 @@ from .tokenizer import load_tokenizer
 class EngineConfig:
     """Settings from which a generation engine is built, as plain data that can be sent to the engine's process."""
 
-    rollout: RolloutConfig
+    rollout: EngineKeys
     model: ModelConfig
     """Model that the engine loads from `path`, a folder or hub id. A `scripted` engine loads only the tokenizer from
     there."""

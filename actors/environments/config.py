@@ -1,28 +1,54 @@
-"""The section `environment` of the configuration: the environment that the policy acts in, and its bounds."""
+"""The sections `environment` and `rollout.endpoint`: what the policy acts in, its bounds, and how agents reach it."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from ...dataplane.config import Count, Positive, Section
 
 ENVIRONMENT_KINDS = ("single_turn", "tool_use", "verifiers")
 
 
+class EndpointConfig(Section):
+    """OpenAI-compatible endpoint of each rollout actor, through which agents speak to the policy."""
+
+    enabled: bool = False
+    """Whether there is an endpoint. An environment then finds its address and the secret of its episode in
+    `episode.endpoint`. Needs the extra `endpoint`."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address on which the endpoint listens, on a free port. A client that reaches it and knows an episode's secret can
+    speak to the policy in that episode."""
+    rows: Literal["conversation", "call"] = "conversation"
+    """Rows that an episode's calls become. `conversation`: a call that continues an earlier one extends its row.
+    `call`: each call is a row of its own. `environment.max_rows` limits their number."""
+    model: str = Field(default="policy", min_length=1)
+    """Name of the model in answers and in the list of models. Requests can name any model."""
+    max_body_mib: Count = 4
+    """Largest size of a request's body in MiB; it is refused while it is read."""
+    max_calls: Count = 1024
+    """Largest number of calls that are answered at the same time. Further calls are refused with the status 429."""
+    max_episode_calls: Count = 16
+    """Largest number of calls that one episode can have open at the same time."""
+    body_timeout_s: Positive = 30.0
+    """Seconds within which a request's body must arrive."""
+
+
 class EnvironmentConfig(Section):
     """The environment that the policy acts in: what it is, and how long and how often it can run."""
 
-    kind: str | None = None
-    """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, or your own as
-    `package.module:factory`. Your own is a
-    coroutine function that plays an episode, or a function or class that returns an object with a coroutine `play`.
-    Unset: `rollout.environment`."""
+    kind: str = "single_turn"
+    """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, or your own as `package.module:factory`. In
+    `single_turn` an episode is one prompt and one answer. In `tool_use` the policy can call tools by writing
+    `<tool>name: arguments</tool>` and continues with their results, whose tokens are not trained on. `verifiers` plays
+    an environment of that library. Your own is a coroutine function that plays an episode, or a function or class that
+    returns an object with a coroutine `play`."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the environment. `tool_use` takes `tools` and `max_turns`. `verifiers` takes `env`, the
-    configuration of one of its environments, `python`, the path of a Python that has verifiers, and `path`, folders to
-    import from."""
+    """Keyword arguments of the environment. `tool_use` takes `tools` (`calculator`, or your functions from text to text
+    as `package.module:function`), `max_turns` (4 if unset), `runs`, `timeout_s` and `retries`. `verifiers` takes `env`,
+    the configuration of one of its environments, `python`, the path of a Python that has verifiers, and `path`, folders
+    to import from."""
     max_rows: Count = 1
     """Largest number of rows of an episode. It is above 1 for conversations whose earlier tokens change from turn to
     turn, as when an agent rewrites its history. The advantage of an episode counts once, and is that of all its
@@ -41,9 +67,8 @@ class EnvironmentConfig(Section):
 
     @field_validator("kind")
     @classmethod
-    def _known_kind(cls, kind: str | None) -> str | None:
-        if kind is not None:
-            module, colon, factory = kind.partition(":")
-            if kind not in ENVIRONMENT_KINDS and not (colon and module and factory.isidentifier()):
-                raise ValueError(f"got {kind!r}, expected {', '.join(ENVIRONMENT_KINDS)} or package.module:factory")
+    def _known_kind(cls, kind: str) -> str:
+        module, colon, factory = kind.partition(":")
+        if kind not in ENVIRONMENT_KINDS and not (colon and module and factory.isidentifier()):
+            raise ValueError(f"got {kind!r}, expected {', '.join(ENVIRONMENT_KINDS)} or package.module:factory")
         return kind

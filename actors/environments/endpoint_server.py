@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..engines.config import EndpointConfig
+from .config import EndpointConfig
 from .endpoint_session import Call, Session, digest_of
 from .endpoint_wire import BadRequest, CallAnswer, answer_body, answer_events, error_body, models_body, read_call
 from .episode import EndpointAddress, Episode

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...dataplane.imports import MissingExtra, import_object
-from ..engines.config import EndpointConfig, RolloutConfig
-from .config import EnvironmentConfig
+from .config import EndpointConfig, EnvironmentConfig
 from .episode import Episode, generate_together
 from .host import EpisodeEndpoint
 from .tool_use import ToolUse
@@ -24,21 +23,13 @@ class SingleTurn:
         await generate_together(episodes)
 
 
-def kind_of(config: EnvironmentConfig, rollout: RolloutConfig) -> str:
-    """Return the kind of the environment, which is `environment.kind` or else `rollout.environment`."""
-    return config.kind or rollout.environment
-
-
-def build_environment(config: EnvironmentConfig, rollout: RolloutConfig) -> Any:
+def build_environment(config: EnvironmentConfig) -> Any:
     """Build the environment: an object with a coroutine `play` or `play_group`, or such a function itself.
 
     Raises ValueError with a one-sentence message for a path that cannot be imported, options that do not fit, and
     objects that are no environment.
     """
-    kind = kind_of(config, rollout)
-    options = dict(config.options)
-    if config.kind is None and kind == "tool_use":
-        options = {"tools": rollout.tools, "max_turns": rollout.max_turns}
+    kind, options = config.kind, dict(config.options)
     target = _target(kind)
     plays = inspect.iscoroutinefunction(target)
     _check_options(kind, target, options, plays)
@@ -65,18 +56,18 @@ def build_endpoint(config: EndpointConfig) -> EpisodeEndpoint | None:
     return EndpointServer(config)
 
 
-def check_environment(config: EnvironmentConfig, rollout: RolloutConfig) -> None:
+def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> None:
     """Check the configured environment without making a user's object, which may start processes or load data.
 
     Raises ValueError with a one-sentence message for a path that cannot be imported or options that do not fit.
     """
-    kind = kind_of(config, rollout)
-    if kind == "verifiers" and not rollout.endpoint.enabled:
+    kind = config.kind
+    if kind == "verifiers" and not endpoint.enabled:
         raise ValueError("rollout.endpoint.enabled: got false, expected true, as the environment is verifiers")
-    if rollout.endpoint.enabled:
-        build_endpoint(rollout.endpoint)
+    if endpoint.enabled:
+        build_endpoint(endpoint)
     if ":" not in kind:
-        build_environment(config, rollout)
+        build_environment(config)
         return
     target = _target(kind)
     _check_options(kind, target, dict(config.options), inspect.iscoroutinefunction(target))

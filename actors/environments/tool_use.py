@@ -99,14 +99,14 @@ def build_tools(names: Sequence[str]) -> dict[str, Tool]:
     for entry in names:
         name = entry.rpartition(":")[2]
         if name in tools:
-            raise ValueError(f"rollout.tools: {name!r} is given twice")
+            raise ValueError(f"environment.options.tools: {name!r} is given twice")
         if ":" in entry:
-            tools[name] = import_object(entry, "rollout.tools")
+            tools[name] = import_object(entry, "environment.options.tools")
         elif entry in TOOLS:
             tools[name] = TOOLS[entry]
         else:
             raise ValueError(
-                f"rollout.tools: got {entry!r}, expected one of {', '.join(TOOLS)} or an import path "
+                f"environment.options.tools: got {entry!r}, expected one of {', '.join(TOOLS)} or an import path "
                 f"'package.module:function'"
             )
     return tools

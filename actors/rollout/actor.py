@@ -19,12 +19,12 @@ from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.imports import MissingExtra
 from ..engine_actor import EngineHost, RemoteEngine
 from ..engines.chat import ChatFormat, build_chat_format
-from ..engines.config import ModelConfig, RolloutConfig
+from ..engines.config import ModelConfig
 from ..engines.factory import EngineConfig, build_engine
 from ..engines.protocol import EngineDied, ServingEngine
 from ..engines.router import Router, Suspension
 from ..engines.tokenizer import load_tokenizer
-from ..environments.config import EnvironmentConfig
+from ..environments.config import EndpointConfig, EnvironmentConfig
 from ..environments.factory import build_endpoint, build_environment
 from ..environments.host import EpisodeHost
 from ..rewards.config import RewardConfig
@@ -70,9 +70,8 @@ class RolloutSetup:
     engine: EngineConfig | None
     """Engine that the actor runs in its own process. None when the engines are separate actors, which `set_engines` and
     `add_engine` supply."""
-    rollout: RolloutConfig
-    """Section `rollout` of the configuration. Only its keys for the environment are read here, because the engine has
-    its own copy."""
+    endpoint: EndpointConfig
+    """Section `rollout.endpoint` of the configuration: the endpoint through which agents speak to the policy."""
     environment: EnvironmentConfig
     """Section `environment` of the configuration: the environment that the policy acts in."""
     model: ModelConfig
@@ -197,11 +196,11 @@ class RolloutActor(EngineHost):
             )
 
         return EpisodeHost(
-            build_environment(setup.environment, setup.rollout),
+            build_environment(setup.environment),
             setup.environment,
             chat=chat,
             max_prompt_tokens=setup.data.max_prompt_tokens,
-            endpoint=build_endpoint(setup.rollout.endpoint),
+            endpoint=build_endpoint(setup.endpoint),
             columns=setup.data.columns,
         )
 

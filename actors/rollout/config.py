@@ -1,15 +1,17 @@
-"""The section `data` of the configuration: where prompts and answers come from."""
+"""The sections `rollout` and `data` of the configuration: how the policy generates, and from which prompts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ...dataplane.config import Count, Positive, Section
+from ...dataplane.config import Count, CountOrZero, Positive, Section
 from ..columns import ColumnConfig
+from ..engines.config import EngineKeys
+from ..environments.config import EndpointConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 """Ends of the names of files with one JSON object per line."""
@@ -182,3 +184,28 @@ class DataConfig(Section):
     def generated(self) -> bool:
         """True if the training prompts are generated, so that there are others to validate with."""
         return all(map(is_generated, self.trained))
+
+
+class RolloutConfig(EngineKeys):
+    """Kind and number of engines, the sampling of the policy's tokens, and the endpoint for agents."""
+
+    max_new_tokens: Count = 256
+    """Largest number of response tokens of a sample. With `tool_use` it limits everything after the episode's prompt,
+    including the results of tools."""
+    temperature: Positive = 1.0
+    """Sampling temperature of training rollouts; that of validation is `validation.temperature`."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass of the likeliest tokens from which each token is drawn; 1 draws from all tokens."""
+    top_k: CountOrZero = 0
+    """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a sample, in training and validation; the text itself stays in the sample."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """OpenAI-compatible endpoint through which agents speak to the policy."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError(f"got {list(stop)}, expected texts that are not empty")
+        return stop

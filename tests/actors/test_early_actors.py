@@ -13,7 +13,7 @@ import pytest
 from headrace.actors import early_actors
 from headrace.actors.early_actors import EarlyEngineActor, EarlyTrainActor
 from headrace.actors.engine_actor import EngineActor, EngineSetup
-from headrace.actors.engines.config import ModelConfig, RolloutConfig
+from headrace.actors.engines.config import EngineKeys, ModelConfig
 from headrace.actors.engines.factory import MODULES, EngineConfig
 from headrace.actors.process.own_process import ActorInfo
 from headrace.actors.process.remote_methods import decode_result, encode_arguments
@@ -39,7 +39,7 @@ class Host:
 def test_an_engine_actor_answers_once_it_is_configured() -> None:
     host = f"{EngineActor.__module__}:EngineActor"
     actor = EarlyEngineActor(host, [MODULES["scripted"], "headrace.no_such_module"], False, None, os.getcwd())
-    setup = EngineSetup("engine 3", 1, EngineConfig(RolloutConfig(engine="scripted"), ModelConfig(path="/nowhere")))
+    setup = EngineSetup("engine 3", 1, EngineConfig(EngineKeys(engine="scripted"), ModelConfig(path="/nowhere")))
 
     async def ask(method: str, *arguments: Any) -> bytes:
         return await actor.call(method, NOTHING, *arguments)

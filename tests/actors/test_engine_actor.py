@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineHost, EngineSetup, GenerateReply, RemoteEngine
-from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
+from headrace.actors.engines.config import EngineKeys, ModelConfig, ScriptedConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
 from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, GenerationEngine, SamplingParams
 from headrace.actors.process.remote_methods import decode_result, encode_arguments, submit
@@ -46,7 +46,7 @@ def start(config: EngineConfig, name: str = "engine 0") -> Any:
 @pytest.fixture(scope="module")
 def slow(model_folder: str) -> Iterator[Any]:
     """An actor whose requests take a minute; one for the module, as a process takes seconds to start."""
-    scripted, slow = RolloutConfig(engine="scripted"), ScriptedConfig(latency_s=60.0)
+    scripted, slow = EngineKeys(engine="scripted"), ScriptedConfig(latency_s=60.0)
     handle = start(EngineConfig(scripted, ModelConfig(path=model_folder), slow, script=SLOW_SCRIPT), "engine 7")
     yield handle
     ray.kill(handle)
@@ -91,7 +91,7 @@ def test_completions_as_a_message() -> None:
 
 
 def test_a_remote_engine_is_as_the_engine_itself(model_folder: str, tmp_path: Path) -> None:
-    config = EngineConfig(RolloutConfig(), ModelConfig(path=model_folder), seed=4, receiver=receiver())
+    config = EngineConfig(EngineKeys(), ModelConfig(path=model_folder), seed=4, receiver=receiver())
     handle = start(config)
 
     async def main() -> None:

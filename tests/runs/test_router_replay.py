@@ -19,7 +19,7 @@ RUNS = {
     "hf, fsdp, streaming": ("algorithm.mode=streaming",),
     "hf, fsdp, async keep": ("algorithm.mode=async", "sync.in_flight=keep"),
     "hf, fsdp, async abort": ("algorithm.mode=async", "sync.in_flight=abort"),
-    "hf, fsdp, tools": ("rollout.environment=tool_use",),
+    "hf, fsdp, tools": ("environment.kind=tool_use",),
     "hf, megatron cp2": (*MEGATRON, "trainer.cp=2"),
     "vllm, fsdp": ("rollout.engine=vllm",),
     "vllm, megatron ep2": ("rollout.engine=vllm", *MEGATRON, "trainer.dp=2", "trainer.ep=2"),

@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 from ...actors.engine_actor import EngineSetup
-from ...actors.engines.config import ModelConfig, RolloutConfig
+from ...actors.engines.config import ModelConfig
 from ...actors.engines.factory import MODULES, EngineConfig
+from ...actors.rollout.config import RolloutConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...actors.weight_sync.transports.protocol import ReceiverConfig
 from ...dataplane.handle import DataPlaneHandle

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...actors.engines.config import ModelConfig, RolloutConfig, engine_dtype, memory_share
+from ...actors.engines.config import ModelConfig, engine_dtype, memory_share
 from ...actors.process.memory import assumed_machine
+from ...actors.rollout.config import RolloutConfig
 from ...actors.weight_sync.transports.factory import resolve_kind
 from ...codecs.integers import ceil_div
 from ..backends.config import TrainerConfig

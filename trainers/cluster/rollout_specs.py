@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ...actors.engines.config import RolloutConfig
 from ...actors.engines.protocol import SamplingParams
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.actor import EvaluationSetup, RolloutSetup
-from ...actors.rollout.config import DataConfig
+from ...actors.rollout.config import DataConfig, RolloutConfig
 from ...actors.rollout.evaluation import VALIDATION as VALIDATION_PREFIX
 from ...actors.rollout.journal import JournalConfig
 from ...actors.rollout.routes import RouteRules
@@ -42,7 +41,7 @@ def rollout_setup(
         threads=threads(config.resources.threads, config.processes_per_side, device),
         seed=config.run.seed,
         engine=None if device is None else engine_config(config, name, model, handle, device, shared_gpu=shared_gpu),
-        rollout=config.rollout,
+        endpoint=config.rollout.endpoint,
         environment=config.environment,
         model=config.model,
         tokenizer=model,
@@ -138,7 +137,7 @@ def _fingerprint(config: Config) -> str:
         "warmup": config.warmup.model_dump(),
         "data": {**read, "source": data.train, "seed": seed, "held_out": False},
         "sampling": sampled,
-        "environment": [rollout.environment, rollout.tools, rollout.max_turns],
+        **_environment(config.environment),
         "rewards": [
             {**_without_defaults(term, _LATER_REWARD), "name": term.label, "tagged": term.label in tagged}
             for term in reward.functions
@@ -148,13 +147,25 @@ def _fingerprint(config: Config) -> str:
         decisive["reward"] = [reward.scale, reward.clip]
     if config.router_replay.enabled:
         decisive["routes"] = config.router_replay.model_dump(include={"missing", "max_missing_share"})
-    if config.environment != EnvironmentConfig():
-        decisive["own_environment"] = config.environment.model_dump()
     if config.algorithm.mask_truncated:
         decisive["mask_truncated"] = True
     if config.sync.keeps_old_kv:
         decisive["keeps_old_kv"] = True
     return json.dumps(decisive, sort_keys=True, default=str)
+
+
+def _environment(environment: EnvironmentConfig) -> dict[str, Any]:
+    """Return the settings of the environment in the form that the first journals had.
+
+    Section `rollout` named the kind of the environment then, its tools and its turns.
+    """
+    played: list[Any] = ["single_turn", ["calculator"], 4]
+    own, defaults = environment.model_dump(), {**EnvironmentConfig().model_dump(), "kind": None}
+    if environment.kind == "tool_use" and list(environment.options) == ["tools", "max_turns"]:
+        played, own["options"], own["kind"] = [environment.kind, *environment.options.values()], {}, None
+    elif environment.kind == "single_turn":
+        own["kind"] = None
+    return {"environment": played} | ({} if own == defaults else {"own_environment": own})
 
 
 def _without_defaults(section: Section, later: Sequence[str]) -> dict[str, Any]:

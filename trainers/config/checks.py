@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ...actors.engines.config import RolloutConfig
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
-from ...actors.rollout.config import DataConfig
+from ...actors.rollout.config import DataConfig, RolloutConfig
 from ...actors.rollout.evaluation import find_figure, needs_answers
 from ...actors.train.topology import Topology
 from ...actors.weight_sync.config import SyncConfig

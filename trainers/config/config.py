@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from ...actors.engines.config import ModelConfig, RolloutConfig, RouterReplayConfig, ScriptedConfig
+from ...actors.engines.config import ModelConfig, RouterReplayConfig, ScriptedConfig
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
-from ...actors.rollout.config import MIXTURE, DataConfig
+from ...actors.rollout.config import MIXTURE, DataConfig, RolloutConfig
 from ...actors.rollout.evaluation import figure_names, find_figure
 from ...actors.samples import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig

@@ -75,7 +75,6 @@ AHEAD = _is("algorithm.mode", "async", "async_streaming")
 BY_CHUNK = _is("algorithm.mode", "streaming", "async_streaming")
 VLLM = _is("rollout.engine", "vllm")
 MODEL_ENGINES = _is("rollout.engine", "hf", "vllm")
-TOOL_USE = _is("rollout.environment", "tool_use")
 MEGATRON = _is("trainer.backend", "megatron")
 MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
 CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
@@ -119,11 +118,10 @@ SAVES = Need(
 )
 BUILTIN_MODEL = Need("model.path", "the built-in model", lambda config: config.model.builtin)
 
-OWN_ENVIRONMENT = _set("environment.kind")
 EPISODES = Need(
     "environment.kind",
     "an environment other than single_turn",
-    lambda config: (config.environment.kind or config.rollout.environment) != "single_turn",
+    lambda config: config.environment.kind != "single_turn",
 )
 
 EFFECTS: Mapping[str, tuple[Need, ...]] = {
@@ -159,15 +157,12 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
         )
     },
     "rollout.endpoint.enabled": (EPISODES,),
-    "rollout.environment": (_unset("environment.kind"),),
-    "rollout.tools": (TOOL_USE,),
-    "rollout.max_turns": (TOOL_USE,),
     **{
         f"router_replay.{name}": (_is("router_replay.enabled", True),)
         for name in ("missing", "max_missing_share", "verify", "native_agreement_every")
     },
     "router_replay.verify_steps": (_is("router_replay.verify", "forward"),),
-    "environment.options": (OWN_ENVIRONMENT,),
+    "environment.options": (EPISODES,),
     "model.renderer": (EPISODES,),
     "model.renderer_options": (EPISODES, _unlike("model.renderer", "template")),
     **{

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines.config import ModelConfig, RolloutConfig, engine_batch, engine_dtype, memory_share
+from headrace.actors.engines.config import EngineKeys, ModelConfig, engine_batch, engine_dtype, memory_share
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.cluster.engine_specs import engine_log, engine_setup, neighbour_bytes
 from headrace.trainers.cluster.rollout_specs import rollout_setup
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 
-VLLM, HF = RolloutConfig(engine="vllm"), RolloutConfig()
+VLLM, HF = EngineKeys(engine="vllm"), EngineKeys()
 
 
 def kept_free(config: Config) -> int:
@@ -29,13 +29,13 @@ def test_weights_are_bfloat16_on_gpus_alone() -> None:
 
 def test_vllm_on_gpus_takes_larger_batches() -> None:
     assert [engine_batch(rollout, gpu=gpu) for rollout in (VLLM, HF) for gpu in (True, False)] == [512, 256, 256, 256]
-    assert engine_batch(RolloutConfig(engine="vllm", max_batch=7), gpu=True) == 7
+    assert engine_batch(EngineKeys(engine="vllm", max_batch=7), gpu=True) == 7
 
 
 def test_an_engine_leaves_room_on_gpus_that_train_workers_use() -> None:
     assert memory_share(VLLM, shared=False) == 0.9
     assert 0 < memory_share(VLLM, shared=True) < 0.5
-    assert memory_share(RolloutConfig(engine="vllm", gpu_memory_utilization=0.3), shared=True) == 0.3
+    assert memory_share(EngineKeys(engine="vllm", gpu_memory_utilization=0.3), shared=True) == 0.3
 
 
 def test_an_engine_on_a_pools_gpu_leaves_memory_for_those_that_sleep_there() -> None:
@@ -43,7 +43,7 @@ def test_an_engine_on_a_pools_gpu_leaves_memory_for_those_that_sleep_there() -> 
     assert memory_share(VLLM, shared=False, kept_free=kept, gpu_bytes=size) == pytest.approx(0.75)
     assert memory_share(VLLM, shared=False, kept_free=1 << 30, gpu_bytes=size) == 0.9
     assert memory_share(VLLM, shared=False, kept_free=kept, gpu_bytes=0) == 0.9, "the GPU's size is not known"
-    asked = RolloutConfig(engine="vllm", gpu_memory_utilization=0.3)
+    asked = EngineKeys(engine="vllm", gpu_memory_utilization=0.3)
     assert memory_share(asked, shared=False, kept_free=kept, gpu_bytes=16 << 30) == 0.3
     with pytest.raises(
         ValueError, match=r"pool.other_runs: got processes that may keep 16384 MiB asleep on a GPU of 16384"
@@ -74,7 +74,12 @@ def test_an_engine_takes_sequences_as_long_as_training_and_validation_need() -> 
     assert build_config({"data": data, "rollout": {"max_new_tokens": 50}, "validation": longer}).engine_length == 180
     given = {"engine": "vllm", "max_new_tokens": 50, "max_model_len": 200}
     assert build_config({"data": data, "rollout": given, "validation": longer}).engine_length == 200
-    without = {"data": data, "rollout": {"max_new_tokens": 50, "environment": "tool_use"}, "validation": {"every": 0}}
+    without = {
+        "data": data,
+        "rollout": {"max_new_tokens": 50},
+        "environment": {"kind": "tool_use"},
+        "validation": {"every": 0},
+    }
     assert build_config(without).engine_length == 150, "tools' results count among max_new_tokens"
 
 

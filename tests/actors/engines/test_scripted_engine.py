@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.config import ModelConfig, RolloutConfig
+from headrace.actors.engines.config import EngineKeys, ModelConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
 from headrace.actors.engines.protocol import CutOff, EngineBroken, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens, request_latency
@@ -188,13 +188,13 @@ def test_stops_of_the_request(tokenizer: Any) -> None:
 
 
 def test_factory(model_folder: str) -> None:
-    scripted, model = RolloutConfig(engine="scripted"), ModelConfig(path=model_folder)
+    scripted, model = EngineKeys(engine="scripted"), ModelConfig(path=model_folder)
     engine = build_engine(EngineConfig(scripted, model, seed=1))
     (completion,) = asyncio.run(engine.generate("a", [1], SamplingParams()))
     assert len(completion.token_ids) and completion.token_ids.max() < 42
     with pytest.raises(ValueError, match="rollout.script: module .* cannot be imported"):
         build_engine(EngineConfig(scripted, model, script="no.such.module:script"))
-    hf = build_engine(EngineConfig(RolloutConfig(), model))
+    hf = build_engine(EngineConfig(EngineKeys(), model))
     assert hf.version == 0
     with pytest.raises(ValueError, match="rollout.engine: got 'scriptd'"):
-        build_engine(EngineConfig(RolloutConfig.model_construct(engine="scriptd"), model))
+        build_engine(EngineConfig(EngineKeys.model_construct(engine="scriptd"), model))

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from headrace.actors.engines.chat import build_chat_format
-from headrace.actors.engines.config import EndpointConfig
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.endpoint_server import EndpointServer
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost

@@ -21,11 +21,10 @@ pytest.importorskip("renderers")
 
 import openai
 
-from headrace.actors.engines.config import EndpointConfig
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.environments import endpoint_server as serving
 from headrace.actors.environments import endpoint_session as sessions
-from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.episode import Episode
 from headrace.tests.actors.environments.endpoint_world import CALL, END, TOKENIZER, TOOLS, Recorder, World, played
 

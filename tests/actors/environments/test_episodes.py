@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from headrace.actors.engines.chat import TemplateFormat, build_chat_format
-from headrace.actors.engines.config import RolloutConfig
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import Router
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments import host as hosting
-from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.episode import Clock, Episode
 from headrace.actors.environments.factory import build_environment, check_environment
 from headrace.actors.environments.host import EpisodeHost, Gate
@@ -300,9 +299,9 @@ class Guess:
 
 def test_environments_by_path() -> None:
     here = __name__
-    built = build_environment(EnvironmentConfig(kind=f"{here}:Guess", options={"high": 3}), RolloutConfig())
+    built = build_environment(EnvironmentConfig(kind=f"{here}:Guess", options={"high": 3}))
     assert isinstance(built, Guess) and built.high == 3
-    plain = build_environment(EnvironmentConfig(kind=f"{here}:ten_questions"), RolloutConfig())
+    plain = build_environment(EnvironmentConfig(kind=f"{here}:ten_questions"))
     assert plain.func is ten_questions or plain.func.__name__ == "ten_questions"
     for config, words in (
         (EnvironmentConfig(kind=f"{here}:Guess", options={"low": 1}), r"environment.options: \['low'\] do not fit"),
@@ -311,9 +310,9 @@ def test_environments_by_path() -> None:
         (EnvironmentConfig(kind="tool_use", options={"max_turns": 0}), "max_turns: got 0"),
     ):
         with pytest.raises(ValueError, match=words):
-            check_environment(config, RolloutConfig())
+            check_environment(config, EndpointConfig())
     with pytest.raises(ValueError, match="expected an object with a coroutine"):
-        build_environment(EnvironmentConfig(kind="textwrap:TextWrapper"), RolloutConfig())
+        build_environment(EnvironmentConfig(kind="textwrap:TextWrapper"))
     with pytest.raises(ValueError, match="expected single_turn, tool_use"):
         EnvironmentConfig(kind="guess")
 

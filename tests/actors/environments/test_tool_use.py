@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from headrace.actors.engines.config import RolloutConfig
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.router import Router
@@ -71,7 +70,7 @@ def play(
 
 def test_an_episode_with_two_calls(ascii_tokenizer: Any) -> None:
     turns = ["first <tool>calculator: 12*3</tool>", "then <tool>calculator: {}+1</tool>", "it is {}"]
-    environment = hosted(build_environment(EnvironmentConfig(), RolloutConfig(environment="tool_use")))
+    environment = hosted(build_environment(EnvironmentConfig(kind="tool_use")))
     samples = play(environment, ascii_tokenizer, turns, n=3)
     assert [sample.index for sample in samples] == [0, 1, 2]
     pieces = [
@@ -204,7 +203,7 @@ def test_tools_in_processes_are_killed_when_they_take_too_long(
     monkeypatch.syspath_prepend(str(tmp_path))
     tools = ["calculator", *(f"brought_tools:{name}" for name in ("pid", "hang", "once"))]
     options = {"tools": tools, "runs": "process", "timeout_s": 2.0, "retries": 1, "max_turns": 5}
-    environment = build_environment(EnvironmentConfig(kind="tool_use", options=options), RolloutConfig())
+    environment = build_environment(EnvironmentConfig(kind="tool_use", options=options))
     turns = [
         f"<tool>{call}</tool>"
         for call in ("calculator: 6*7", "pid: of", f"hang: {tmp_path}/pid", f"once: {tmp_path}/seen")
@@ -269,7 +268,7 @@ def test_turns_of_an_episode_stay_with_their_engine_and_versions_move_on(ascii_t
         await asyncio.gather(*(engine.prepare_weights(update) for engine in engines))
         params = SamplingParams(n=4, max_new_tokens=100)
         playing = asyncio.create_task(
-            hosted(build_environment(EnvironmentConfig(), RolloutConfig(environment="tool_use"))).run(
+            hosted(build_environment(EnvironmentConfig(kind="tool_use"))).run(
                 Prompt("p", "2+2?", "4", {}), router, ascii_tokenizer, params
             )
         )
@@ -291,7 +290,7 @@ def test_turns_of_an_episode_stay_with_their_engine_and_versions_move_on(ascii_t
 def test_a_real_model_plays(model_folder: str, tokenizer: Any) -> None:
     async def main() -> list[Sample]:
         engine = HfEngine(model_folder)
-        environment = hosted(build_environment(EnvironmentConfig(), RolloutConfig(environment="tool_use")))
+        environment = hosted(build_environment(EnvironmentConfig(kind="tool_use")))
         samples = await environment.run(Prompt("p", "12+3=", "15", {}), engine, tokenizer, SamplingParams(n=4, seed=1))
         await engine.close()
         return samples

@@ -14,10 +14,10 @@ import pytest
 import ray
 
 from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
-from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
+from headrace.actors.engines.config import EngineKeys, ModelConfig, ScriptedConfig
 from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
-from headrace.actors.environments.config import EnvironmentConfig
+from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rollout.actor import EvaluationSetup, RolloutActor, RolloutSetup
@@ -43,8 +43,8 @@ def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
         name="rollout 0",
         threads=1,
         seed=0,
-        engine=EngineConfig(RolloutConfig(), ModelConfig(path=model_folder), receiver=receiver()),
-        rollout=RolloutConfig(),
+        engine=EngineConfig(EngineKeys(), ModelConfig(path=model_folder), receiver=receiver()),
+        endpoint=EndpointConfig(),
         environment=EnvironmentConfig(),
         model=ModelConfig(path=model_folder),
         tokenizer=model_folder,
@@ -124,7 +124,7 @@ def test_mistakes_reach_the_driver_in_one_sentence(model_folder: str, plane: Dat
 def test_over_engine_actors_of_which_one_dies(model_folder: str, plane: DataPlane) -> None:
     def start_engine(name: str) -> EngineHandle:
         engine = EngineConfig(
-            RolloutConfig(engine="scripted"),
+            EngineKeys(engine="scripted"),
             ModelConfig(path=model_folder),
             ScriptedConfig(latency_s=1.0, latency_sigma=0.3),
         )

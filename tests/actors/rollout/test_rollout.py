@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.config import RolloutConfig
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import LeftOut
@@ -407,9 +406,9 @@ def test_engines_left_out_are_reported_once(tokenizer: Any) -> None:
 
 
 def test_environment_factory() -> None:
-    assert isinstance(build_environment(EnvironmentConfig(), RolloutConfig()), SingleTurn)
+    assert isinstance(build_environment(EnvironmentConfig()), SingleTurn)
     with pytest.raises(ValueError, match="environment.kind: got 'multi'"):
-        build_environment(EnvironmentConfig(), RolloutConfig.model_construct(environment="multi"))
+        build_environment(EnvironmentConfig.model_construct(kind="multi"))
 
 
 def test_stop_texts_stay_in_the_response_and_stop_tokens_do_not(tokenizer: Any) -> None:

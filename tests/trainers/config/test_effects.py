@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +83,12 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
         ),
         ({"data": {"template": "{prompt}?"}}, "data.template: got '{prompt}?' with data.train='task:reverse'"),
         (
-            {"rollout": {"tools": ["calculator", "my:tool"]}},
-            "because it has an effect only with rollout.environment=tool_",
+            {"environment": {"options": {"tools": ["my:tool"]}}},
+            "because it has an effect only with an environment other than single_turn",
         ),
         (
             {"environment": {"kind": "my:play"}, "rollout": {"environment": "tool_use"}},
-            "rollout.environment: got 'tool_use' with environment.kind='my:play', expected 'single_turn'",
+            "rollout.environment: got 'tool_use' beside environment.kind, expected only environment.kind, its present",
         ),
         (
             {"loss": {"clip_high": 0.1}, "algorithm": {"prev_logprobs": "recompute"}},
@@ -205,6 +207,47 @@ def test_the_configuration_of_an_older_run_loads_with_a_warning(tmp_path: Path) 
     assert simulation_section(config) == SimulationConfig(decode_s=0.5)
 
 
+FORMER = {"rollout": {"environment": "tool_use", "tools": ["calculator", "my:tool"], "max_turns": 2}}
+OF_BEFORE = {"kind": None, "options": {}, "max_rows": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "options"),
+    [
+        (FORMER, "tool_use", {"tools": ["calculator", "my:tool"], "max_turns": 2}),
+        ({**FORMER, "environment": OF_BEFORE}, "tool_use", {"tools": ["calculator", "my:tool"], "max_turns": 2}),
+        ({"rollout": {"environment": "tool_use", "max_turns": 2}}, "tool_use", {"max_turns": 2}),
+        (
+            {
+                "rollout": {"environment": "single_turn", "tools": ["calculator"], "max_turns": 4},
+                "environment": OF_BEFORE,
+            },
+            "single_turn",
+            {},
+        ),
+        ({"environment": {"kind": None}}, "single_turn", {}),
+    ],
+)  # fmt: skip
+def test_former_keys_of_the_environment_are_read_and_named(data: Any, kind: str, options: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = build_config(data)
+    assert (config.environment.kind, config.environment.options) == (kind, options)
+    former = [f"rollout.{name}" for name in data.get("rollout", {})]
+    assert [str(warning.message).split()[0] for warning in caught] == former
+    assert build_config(config.model_dump(mode="json")) == config
+
+
+def test_former_keys_beside_the_present_one(tmp_path: Path) -> None:
+    data = {"environment": {"kind": "my:play"}, "rollout": {"max_turns": 3}}
+    with pytest.raises(ConfigError, match="rollout.max_turns: got 3 beside environment.kind, expected only env"):
+        build_config(data)
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(data))  # as the run folder of a run with an environment of its own
+    with pytest.warns(FutureWarning, match="rollout.max_turns is now called environment.options.max_turns"):
+        assert load_config(path, of_old_run=True).environment.kind == "my:play"
+
+
 def test_a_journal_s_fingerprint_is_what_it_was(tmp_path: Path) -> None:
     """A run that is resumed takes its journal up only when the text is the same to the letter."""
     config = build_config({"run": {"checkpoint_every": 5}, "reward": {"functions": [{"kind": "my:f", "weight": 2}]}})
@@ -217,6 +260,15 @@ def test_a_journal_s_fingerprint_is_what_it_was(tmp_path: Path) -> None:
         '"seed": 0, "stop": [], "stop_token_ids": [], "temperature": 1.0, "top_k": 0, "top_p": 1.0}, "seed": 0, '
         '"warmup": {"batch_size": 128, "corpus": "none", "lr": 0.005, "steps": 1000, "target_loss": 0.12}}'
     )
+
+
+@pytest.mark.parametrize("environment", [{}, OF_BEFORE])
+def test_a_journal_s_fingerprint_of_tools_is_what_it_was(environment: Any) -> None:
+    with pytest.warns(FutureWarning, match="is now called environment"):
+        config = build_config({**FORMER, "environment": environment, "run": {"checkpoint_every": 5}})
+    journal = journal_of(config)
+    assert journal is not None and "own_environment" not in journal.fingerprint
+    assert '"environment": ["tool_use", ["calculator", "my:tool"], 2]' in journal.fingerprint
 
 
 def test_a_renamed_key_is_accepted_and_its_new_name_told() -> None:

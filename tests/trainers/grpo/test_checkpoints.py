@@ -193,7 +193,7 @@ def test_the_journal_s_groups_are_for_the_same_settings_only(tmp_path: Path) -> 
         fingerprint(run={"seed": 1}),
         fingerprint(rollout={"temperature": 0.5}),
         fingerprint(rollout={"max_new_tokens": 99}),
-        fingerprint(rollout={"environment": "tool_use"}),
+        fingerprint(environment={"kind": "tool_use"}),
         fingerprint(algorithm={"group_size": 4}),
         fingerprint(data={"train": "task:arithmetic"}),
         fingerprint(data=file),

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ....actors.engines.config import ModelConfig, RolloutConfig, engine_batch
+from ....actors.engines.config import ModelConfig, engine_batch
 from ....actors.engines.vllm.options import default_on_cpu, token_bytes
 from ....actors.process.memory import assumed_machine, available_memory, gpu_sizes
+from ....actors.rollout.config import RolloutConfig
 from ....actors.train.topology import Topology
 from ....codecs.integers import ceil_div, round_up
 from ....codecs.tokens.routes import RouteSpec

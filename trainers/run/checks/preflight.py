@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from ....actors.engines.config import ModelConfig, RolloutConfig
+from ....actors.engines.config import ModelConfig
 from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
 from ....actors.environments.factory import check_environment
 from ....actors.process.memory import assumed_machine, total_memory
 from ....actors.rewards.config import RewardConfig
 from ....actors.rewards.rubric import check_rewards
-from ....actors.rollout.config import DataConfig, is_generated
+from ....actors.rollout.config import DataConfig, RolloutConfig, is_generated
 from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
 from ....dataplane.imports import MissingExtra
@@ -73,7 +73,7 @@ def check_evaluation(config: Config) -> None:
         [
             lambda: check_model(config),
             lambda: _check_rewards(config.reward, config.evaluation),
-            lambda: check_environment(config.environment, config.rollout),
+            lambda: check_environment(config.environment, config.rollout.endpoint),
         ]
     )
 
@@ -86,7 +86,7 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         lambda: _check_kv_cache(rollout, config.model, config.engine_length),
         lambda: _check_engine_arguments(rollout),
         lambda: _check_rewards(config.reward, config.evaluation),
-        lambda: check_environment(config.environment, rollout),
+        lambda: check_environment(config.environment, rollout.endpoint),
         lambda: _check_loss(config.loss, config.data, rollout.max_new_tokens),
         lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address),

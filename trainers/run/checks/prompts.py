@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ....actors.environments.factory import kind_of
 from ....actors.protocols import PromptRow, PromptSource
 from ....actors.rollout.config import is_generated
 from ...cluster.rollout_specs import evaluation_plans
@@ -45,7 +44,7 @@ def read_prompts(config: Config) -> list[str]:
             if source.size is not None and source.size > READ_PROMPTS:
                 left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
                 source = _FirstPrompts(source, READ_PROMPTS)
-            if not validation and kind_of(config.environment, config.rollout) in ("single_turn", "tool_use"):
+            if not validation and config.environment.kind in ("single_turn", "tool_use"):
                 check_columns(source, data.columns)  # other environments may set them
             if data.overlong_prompts == "error" or source.size is None:
                 check_prompt_lengths(source, tokenizer, data.max_prompt_tokens)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines.config import ModelConfig, RolloutConfig, RouterReplayConfig
+from headrace.actors.engines.config import ModelConfig, RouterReplayConfig
+from headrace.actors.rollout.config import RolloutConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
 from headrace.trainers.config.config import AlgorithmConfig, Config

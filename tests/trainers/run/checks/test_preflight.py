@@ -127,8 +127,8 @@ MISTAKES = {
     "reward options": (nothing, ["reward.functions.0.options={bas: 8}"], "with options ['bas']: got an unexpected key"),
     "tool": (
         nothing,
-        ["rollout.environment=tool_use", "rollout.tools=[saw]"],
-        "rollout.tools: got 'saw', expected one",
+        ["environment.kind=tool_use", "environment.options.tools=[saw]"],
+        "environment.options.tools: got 'saw', expected one",
     ),
     "sampler": (nothing, ["algorithm.sampler=foo"], "algorithm.sampler: task 'train': sampler 'foo': expected oldest"),
     "sampler of ranks": (nothing, ["algorithm.sampler=rank_aware"], "got 'rank_aware', whose claims need the argum"),
