@@ -1,6 +1,6 @@
 """Runs one `headrace train` of `headrace bench gpu` in a process of its own, and reads the figures of its steps.
 
-The seconds of each step are split by what they were spent on, and figures out of bounds are told.
+The seconds of each step are split by what they were spent on, and figures out of bounds are reported.
 """
 
 from __future__ import annotations

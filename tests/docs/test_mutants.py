@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,15 @@ def test_the_text_of_every_mutant_is_in_its_file_once(mutants: ModuleType) -> No
     assert {name: count for name, count in counts.items() if count != 1} == {}
     tests = {path for mutant in mutants.MUTANTS for path in mutant.tests.split()}
     assert [path for path in sorted(tests) if not (ROOT / path).exists()] == []
+
+
+def test_random_mutants_are_other_programs(mutants: ModuleType) -> None:
+    """Each is drawn by the seed alone, and is Python that means something else."""
+    changes = mutants.random_mutants.draw(ROOT, 30, seed=5)
+    assert changes == mutants.random_mutants.draw(ROOT, 30, seed=5)
+    for change in changes:
+        text = (ROOT / change.path).read_bytes()
+        assert ast.dump(ast.parse(change.apply(text))) != ast.dump(ast.parse(text)), change
 
 
 @pytest.mark.drill

@@ -108,7 +108,7 @@ def keys() -> set[str]:
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_configuration_key_in_a_page_exists(page: Path) -> None:
-    """A span such as `trainer.tp` or `trainer.tp=2` whose first word is a section names a key, a section, or an option
+    """A span such as `trainer.tp=2` whose first word is a section names a key, a section, or an option. Options stand
     in a key such as `environment.options`."""
     known = keys()
     sections = {key.rpartition(".")[0] for key in known}
