@@ -24,7 +24,7 @@ from headrace.trainers.config.load import load_config
 from headrace.trainers.grpo import steps as grpo
 from headrace.trainers.grpo.controllers import open_feed
 from headrace.trainers.observe.trace import Tracer
-from headrace.trainers.run.launch import launched
+from headrace.trainers.run.processes import launched
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = ([5, 9, 12, 4], [7, 7, 3], [10, 11, 5, 6, 8, 9])
@@ -77,14 +77,14 @@ def step(started: grpo.Run, state: grpo.State) -> Any:
     meta = feed.claim(prompts)
     # Advantages of random answers are mostly 0: give each row one, so that every step moves the weights.
     moving = np.random.default_rng(state.step).normal(size=len(meta)).astype(np.float32)
-    grpo.ship_plan(started, meta.with_tags(advantage=moving), state.step + 1)
-    grpo.write_logprobs(started, ())
-    grpo.accumulate(started)
-    grpo.finish(started)
+    started.workers.ship_plan(meta.with_tags(advantage=moving), state.step + 1)
+    started.workers.write_logprobs(())
+    started.workers.accumulate()
+    started.workers.finish()
     feed.settle()
     state.step, state.version = state.step + 1, state.version + 1
-    report = grpo.sync_weights(started, state)
-    grpo.retire(started, meta)
+    report = started.rollouts.sync_weights(state.version)
+    feed.clear(meta)
     return report
 
 
@@ -107,7 +107,7 @@ def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarr
 def trainer_model(started: grpo.Run, folder: Path) -> Any:
     """The trainer's present weights as a HF model, by its own export."""
     shutil.rmtree(folder, ignore_errors=True)
-    grpo.export_model(started, str(folder))
+    started.workers.export_model(str(folder))
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -121,6 +121,11 @@ def route_spec(replay: RouterReplayConfig, model: ModelConfig) -> RouteSpec | No
     return spec
 
 
+def model_has_experts(model: ModelConfig) -> bool:
+    """Return whether the model has experts, as far as its config is on this machine."""
+    return RouteSpec.of(SimpleNamespace(**model_config(model))) is not None
+
+
 def check_model(config: Config) -> None:
     """Raise UserError when the model does not fit the rows or the run. The longest row exceeds the model's context, the
     train mesh or an engine's processes cannot split the model, or router replay is on for a model without experts.

@@ -14,7 +14,9 @@ from pathlib import Path
 from ..cluster.calls import ActorFailed, Call, gather_each
 from ..config.config import RunConfig
 from ..errors import UserError
-from .steps import Run, State, trainer_at_work
+from .rollout_pool import RolloutPool
+from .steps import State
+from .train_workers import TrainWorkers
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 2
@@ -30,11 +32,13 @@ class Checkpoints:
     A checkpoint without this folder is ignored.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 0, warn: Callable[[str], None] = _log.warning) -> None:
-        """keep: number of complete checkpoints to keep; 0 keeps all. warn: function that is called with a sentence when
-        a checkpoint could not be written."""
+    def __init__(
+        self, folder: Path, settings: RunConfig | None = None, warn: Callable[[str], None] = _log.warning
+    ) -> None:
+        """settings: section `run` of the configuration; None for checkpoints that are only read. warn: function that is
+        called with a sentence when a checkpoint could not be written."""
         self.folder = folder
-        self._keep = keep
+        self._settings = RunConfig() if settings is None else settings
         self._warn = warn
         self._whole: State | None = None
         """State of the newest checkpoint that is known to be complete."""
@@ -48,17 +52,18 @@ class Checkpoints:
         """Pending calls that tell rollout actors to trim the journal. The next checkpoint, or `finish`, waits for their
         results."""
 
-    def is_due(self, run: RunConfig, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`. It is due if the step is a multiple of
         `run.checkpoint_every`, if `run.checkpoint_minutes` minutes have passed since the last checkpoint began, or if
         the last one could not be written. Always False at step 0 and in runs without checkpoints."""
+        run = self._settings
         if not run.saves_checkpoints or not step:
             return False
         by_step = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
         minutes = (time.monotonic() - self._begun_s) / 60
         return self._failed or by_step or 0 < run.checkpoint_minutes <= minutes
 
-    def save(self, run: Run, state: State) -> None:
+    def save(self, workers: TrainWorkers, rollouts: RolloutPool, state: State) -> None:
         """Start writing a checkpoint of `state`. Returns once the train workers have copied their state, which they
         then write in the background while training continues. If engines and train workers take turns in memory,
         returns once the checkpoint is complete. A kill at any moment leaves the earlier checkpoints intact, and a
@@ -67,30 +72,30 @@ class Checkpoints:
         Collective over the train workers. Raises ActorFailed when a train worker dies or makes no progress, or when a
         rollout actor could not trim its journal.
         """
-        self.settle(run)
-        with trainer_at_work(run, state) as is_passed_on:
-            self._begin_save(run, state)
+        self.settle(workers, rollouts)
+        with rollouts.trainer_at_work(state.version) as is_passed_on:
+            self._begin_save(workers, state)
             if is_passed_on:  # workers cannot offload a state that they are writing
-                self.settle(run)
+                self.settle(workers, rollouts)
 
-    def _begin_save(self, run: Run, state: State) -> None:
+    def _begin_save(self, workers: TrainWorkers, state: State) -> None:
         """Have the train workers copy their state and start to write it; see `save`."""
         path = self._path(state.step)
         self._begun_s = time.monotonic()
-        with run.stages.timed("checkpoint"):
+        with workers.stages.timed("checkpoint"):
             try:
                 draft = path.with_suffix(".json.tmp")
                 draft.write_text(json.dumps({key: value for key, value in asdict(state).items() if key != "ahead"}))
                 draft.rename(path.with_suffix(".json"))
-                calls = [worker.save(str(path)) for worker in run.workers]
-                run.gather_slow(calls, "checkpoint", _draft_of(path))
+                calls = [worker.save(str(path)) for worker in workers.handles]
+                workers.gather_slow(calls, "checkpoint", _draft_of(path))
             except (ActorFailed, OSError) as error:
                 self._give_up(state, error)
                 return
         self._failed = False
         self._writing = replace(state, outstanding=list(state.outstanding))
 
-    def settle(self, run: Run) -> None:
+    def settle(self, workers: TrainWorkers, rollouts: RolloutPool) -> None:
         """Wait until the checkpoint that is being written is complete, then delete what it replaces. That is the groups
         that it covers in the journal, and old checkpoints. Returns at once if no checkpoint is being written. The wait
         has no time limit while the train workers make progress. Raises ActorFailed as `save` does."""
@@ -98,29 +103,29 @@ class Checkpoints:
         if state is None:
             return
         path = self._path(state.step)
-        with run.stages.timed("checkpoint"):
+        with workers.stages.timed("checkpoint"):
             try:
-                run.gather_slow([worker.wait_saved() for worker in run.workers], "checkpoint", _draft_of(path))
+                workers.gather_slow([worker.wait_saved() for worker in workers.handles], "checkpoint", _draft_of(path))
             except ActorFailed as error:
                 self._give_up(state, error)
                 return
             self._whole = state
-            self._trim_journal(run)
+            self._trim_journal(workers.timeout_s, rollouts)
             self._prune()
 
-    def finish(self, run: Run, state: State) -> None:
+    def finish(self, workers: TrainWorkers, rollouts: RolloutPool, state: State) -> None:
         """Save a checkpoint of `state`, unless one exists already, and wait until it is complete. A failed attempt is
         repeated once. A run that writes no checkpoints (run.checkpoint_every and run.checkpoint_minutes are 0) gets
         none. Raises ActorFailed as `save` does."""
-        for _ in range(ATTEMPTS if run.config.run.saves_checkpoints and state.step else 0):
+        for _ in range(ATTEMPTS if self._settings.saves_checkpoints and state.step else 0):
             newest = self._writing or self._whole
             if newest is None or newest.step != state.step:
-                self.save(run, state)
-            self.settle(run)
+                self.save(workers, rollouts, state)
+            self.settle(workers, rollouts)
             if not self._failed:
                 break
-        self.settle(run)
-        self._expect_trimmed(run)
+        self.settle(workers, rollouts)
+        self._expect_trimmed(workers.timeout_s)
 
     def latest_state(self) -> State:
         """Return the state of the newest complete checkpoint. Raises UserError when there is none."""
@@ -133,7 +138,7 @@ class Checkpoints:
             )
         return State(**json.loads(self._path(steps[-1]).with_suffix(".json").read_text()))
 
-    def load(self, run: Run, state: State) -> None:
+    def load(self, workers: TrainWorkers, rollouts: RolloutPool, state: State) -> None:
         """Load the checkpoint of `state` into all train workers, which must be newly built. For the state of the run's
         start (step 0) nothing is read.
 
@@ -144,26 +149,26 @@ class Checkpoints:
         self._whole = self._writing = None
         self._begun_s = time.monotonic()
         if state.step:
-            run.roles.to_training()
+            rollouts.roles.to_training()
             path = str(self._path(state.step))
-            with run.stages.timed("load checkpoint"):
-                run.gather_slow([worker.load(path) for worker in run.workers], "resume")
+            with workers.stages.timed("load checkpoint"):
+                workers.gather_slow([worker.load(path) for worker in workers.handles], "resume")
             self._whole = replace(state, outstanding=list(state.outstanding))
 
-    def _trim_journal(self, run: Run) -> None:
+    def _trim_journal(self, timeout_s: float, rollouts: RolloutPool) -> None:
         """Tell the rollout actors to delete from their journal the groups that the newest complete checkpoint covers.
         Waits for the calls of the previous trim, but not for the new ones."""
         last = self._whole
-        if last is None or not run.config.run.keeps_journal:
+        if last is None or not self._settings.keeps_journal:
             return
-        self._expect_trimmed(run)
-        self._trims = [rollout.trim_journal(last.position, last.outstanding) for rollout in run.rollouts.active]
+        self._expect_trimmed(timeout_s)
+        self._trims = [rollout.trim_journal(last.position, last.outstanding) for rollout in rollouts.active]
 
-    def _expect_trimmed(self, run: Run) -> None:
+    def _expect_trimmed(self, timeout_s: float) -> None:
         """Wait for the pending calls that trim the journal. Raises ActorFailed when a rollout actor could not trim its
         part. An actor that died is ignored, because the other actors trim its part."""
         trims, self._trims = self._trims, []
-        for answer in gather_each(trims, "checkpoint", run.config.resources.stage_timeout_s):
+        for answer in gather_each(trims, "checkpoint", timeout_s):
             if isinstance(answer, ActorFailed) and not answer.died:
                 raise answer
 
@@ -190,8 +195,8 @@ class Checkpoints:
     def _prune(self) -> None:
         """Delete all complete checkpoints but the newest `keep`, and the unfinished files of older ones. A no-op if all
         are kept (`keep` is 0)."""
-        kept = self._steps()[-self._keep :]
-        if not self._keep or not kept:
+        kept = self._steps()[-self._settings.keep_checkpoints :]
+        if not self._settings.keep_checkpoints or not kept:
             return
         for path in sorted(
             self.folder.iterdir(), reverse=True

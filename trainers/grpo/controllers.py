@@ -45,13 +45,15 @@ import numpy as np
 
 from ...actors.train.worker import PREV, WorkerReport
 from ...dataplane.meta import KVBatchMeta
-from ..config.config import Config
+from ..cluster.rollout_specs import evaluation_plans
+from ..config.config import AlgorithmConfig
 from ..errors import UserError
-from . import steps as grpo
-from .evaluation import Evaluations
+from .evaluation import Evaluations, Goal
 from .feed import PARTITION, Feed
+from .row_tags import with_advantages
 from .step_metrics import step_metrics
 from .steps import Run, State
+from .train_workers import TrainWorkers
 
 AfterStep = Callable[[State, dict[str, float]], None]
 """Callback that receives the run's state and the step's metrics after each step, to log, save and show them."""
@@ -82,7 +84,6 @@ def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
         client=run.client,
         rollouts=run.rollouts,
         stages=run.stages,
-        sampling=run.sampling,
         partition=partition,
     )
 
@@ -129,11 +130,12 @@ class Steps:
         self._after_step = after_step
         self._skipped = 0
         """Number of consecutive steps without an optimizer step, counted back from the last finished step."""
-        self._evaluations = Evaluations(run)
+        plans, goal = evaluation_plans(run.config), Goal.of(run.config)
+        self._evaluations = Evaluations(plans, run.rollouts, run.workers, goal)
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
             after_step(state, {**metrics, "policy/version": float(state.version)})
-        run.meter.take()  # what was said before the first step is not part of its bytes per row
+        run.observers.meter.take()  # what was said before the first step is not part of its bytes per row
 
     @property
     def go_on(self) -> bool:
@@ -150,23 +152,22 @@ class Steps:
         that is due is made, and the metrics go to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps
         without an optimizer step."""
         run, state = self._run, self._state
-        validated = self._evaluations.before_update(
-            state
-        )  # while the workers still have the weights that are validated
+        # The workers still have the weights that are validated.
+        validated = self._evaluations.before_update(state)
         with interrupts_held():  # a checkpoint of this step can then be saved
             state.ahead = True
-            tally.passes += grpo.finish(run)
+            tally.passes += run.workers.finish()
             state.step, state.version = state.step + 1, state.version + 1
             feed.commit()
             state.ahead = False
         meta = tally.rows[0].concat(*tally.rows[1:])
-        sync = grpo.sync_weights(run, state)
+        sync = run.rollouts.sync_weights(state.version)
         for engine, spans in sync.spans:
             run.stages.tracer.add(engine, spans)
-        grpo.retire(run, meta)
+        feed.clear(meta)
         fed = feed.settle()
         for report in fed.reports:
-            run.reward_errors.note(state.step, report.failed, report.rows, report.errors)
+            run.observers.reward_errors.note(state.step, report.failed, report.rows, report.errors)
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)
@@ -222,11 +223,11 @@ def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: i
     return parts
 
 
-def written_columns(config: Config) -> tuple[str, ...]:
+def written_columns(algorithm: AlgorithmConfig, reference: tuple[str, ...]) -> tuple[str, ...]:
     """Return the log-prob columns that train workers write to the rows of a step with several updates. They are then
-    those of the policy before the step in every update."""
-    own = (PREV,) if config.algorithm.prev_logprobs == "recompute" else ()
-    return own + grpo.reference_columns(config)
+    those of the policy before the step in every update. reference: column of the reference model, if there is one."""
+    own = (PREV,) if algorithm.prev_logprobs == "recompute" else ()
+    return own + reference
 
 
 def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerReport]:
@@ -236,32 +237,32 @@ def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerRepor
     With several updates, the columns that must not change with the policy are written first. Rows of the first update
     do without them if there is only one epoch, because the pass of that update itself gives the same values.
     """
-    step, algorithm = state.step + 1, run.config.algorithm
-    meta = grpo.with_advantages(run.estimate, meta)
+    step, algorithm, workers = state.step + 1, run.config.algorithm, run.workers
+    meta = with_advantages(run.workers.estimate, meta)
     parts = deal(meta, minibatches=algorithm.minibatches, epochs=algorithm.epochs, seed=run.config.run.seed, step=step)
     first_written = algorithm.epochs > 1
     updates = [Update(part, first_written or number > 0) for number, part in enumerate(parts)]
-    columns, reports = written_columns(run.config), []
+    columns, reports = written_columns(algorithm, workers.reference), []
     if columns and len(updates) > 1:
         early = meta if first_written else parts[1].concat(*parts[2:])
-        grpo.ship_plan(run, early, step)
-        reports += grpo.write_logprobs(run, columns)
+        workers.ship_plan(early, step)
+        reports += workers.write_logprobs(columns)
     for number, update in enumerate(updates, start=1):
         in_first_epoch = number <= algorithm.minibatches
-        grpo.ship_plan(run, update.rows, step, columns if update.written else (), write_samples=in_first_epoch)
+        workers.ship_plan(update.rows, step, columns if update.written else (), write_samples=in_first_epoch)
         if not update.written:
-            reports += grpo.write_logprobs(run, grpo.reference_columns(run.config))
-        reports += grpo.accumulate(run)
+            reports += workers.write_logprobs(workers.reference)
+        reports += workers.accumulate()
         if number < len(updates):
-            reports += finish_update(run, state)
+            reports += finish_update(run.workers, state)
     return reports
 
 
-def finish_update(run: Run, state: State) -> list[WorkerReport]:
+def finish_update(workers: TrainWorkers, state: State) -> list[WorkerReport]:
     """Take the optimizer update with the gradients accumulated so far, in the middle of a step. Returns the train
     workers' reports."""
     state.ahead = True
-    return grpo.finish(run)
+    return workers.finish()
 
 
 def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
@@ -300,11 +301,11 @@ def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> Non
         tally.rows.append(rows)
         if last:
             _end_rollouts(run, feed)
-        tally.passes += grpo.train_on(run, rows, state.step + 1)
+        tally.passes += run.workers.train_on(rows, state.step + 1)
         if not last:
-            grpo.give_back(run, rows)  # the last chunk's is cleared with the step
+            feed.free_bytes(rows)  # the last chunk's is cleared with the step
         if not left and not last:
-            tally.passes += finish_update(run, state)
+            tally.passes += finish_update(run.workers, state)
 
 
 def _chunks(run: Run, feed: Feed) -> Iterator[tuple[int, int, KVBatchMeta]]:

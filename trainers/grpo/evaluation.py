@@ -18,6 +18,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...actors.rollout.evaluation import EXACT_MATCH, FigureSums, needs_answers
@@ -25,10 +26,12 @@ from ...actors.rollout.results import EvaluationReport
 from ..cluster.calls import ActorFailed, Call, ended
 from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import VALIDATION, EvaluationPlan
+from ..config.config import Config
 from ..errors import UserError
-from . import steps as grpo
 from .feed import LOOK_AFTER_S
-from .steps import Run, State
+from .rollout_pool import RolloutPool
+from .steps import State
+from .train_workers import TrainWorkers
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +39,8 @@ _log = logging.getLogger(__name__)
 class Evaluation:
     """Makes the evaluations of one set, one at a time."""
 
-    def __init__(self, run: Run, plan: EvaluationPlan) -> None:
-        self._run = run
+    def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan) -> None:
+        self._rollouts = rollouts
         self.plan = plan
         self._calls: list[tuple[RolloutHandle, Call[EvaluationReport]]] = []
         self._reports: list[EvaluationReport] = []
@@ -59,7 +62,7 @@ class Evaluation:
         """Start an evaluation of the policy of `state`, which all engines must serve, in the background. Engines answer
         its prompts along with all other requests."""
         assert not self._calls, "one evaluation of a set at a time"
-        plan, rollouts = self.plan, self._run.rollouts.active
+        plan, rollouts = self.plan, self._rollouts.active
         self._calls = [
             (rollout, rollout.evaluate(plan.name, part, len(rollouts), plan.sampling, plan.in_flight))
             for part, rollout in enumerate(rollouts)
@@ -84,14 +87,14 @@ class Evaluation:
         """
         if not self._calls:
             return {}
-        run = self._run
-        with run.stages.timed("validate"):
-            run.rollouts.begin_watch()
+        pool = self._rollouts
+        with pool.stages.timed("validate"):
+            pool.begin_watch()
             while self._calls:
                 if self._take(LOOK_AFTER_S, version):
-                    run.stages.gets_on()
-                if run.rollouts.look(version):
-                    run.stages.gets_on()
+                    pool.stages.report_progress()
+                if pool.look(version):
+                    pool.stages.report_progress()
                 self._end_stuck(self._calls)
         return self._metrics()
 
@@ -104,7 +107,7 @@ class Evaluation:
     def _take(self, timeout_s: float, version: int) -> bool:
         """Take the reports of calls that have ended, and send the calls of actors that died again. The wait for the
         first report is at most `timeout_s`. Returns whether there were any."""
-        run = self._run
+        pool = self._rollouts
         by_call = {call: rollout for rollout, call in self._calls}
         outcomes = ended(list(by_call), "evaluate", timeout_s)
         for call, outcome in outcomes:
@@ -114,9 +117,9 @@ class Evaluation:
                 continue
             if not outcome.died:
                 raise outcome
-            run.rollouts.replace(rollout, call.pid, outcome, version)
-            if rollout not in run.rollouts.active:  # its new engine waits for the next sync
-                rollout = run.rollouts.active[0]
+            pool.replace(rollout, call.pid, outcome, version)
+            if rollout not in pool.active:  # its new engine waits for the next sync
+                rollout = pool.active[0]
             by_call[call.again(rollout)] = rollout
         self._calls = [(rollout, call) for call, rollout in by_call.items()]
         return bool(outcomes)
@@ -124,12 +127,12 @@ class Evaluation:
     def _end_stuck(self, calls: Sequence[tuple[RolloutHandle, Call[EvaluationReport]]]) -> None:
         """Kill the actors that have made no progress for resources.stage_timeout_s. Their calls then fail like those of
         actors that died."""
-        bound_s = self._run.config.resources.stage_timeout_s
+        bound_s = self._rollouts.timeout_s
         for rollout, call in calls:
-            if self._run.rollouts.still_s(rollout) >= bound_s and rollout.info.pid == call.pid:
+            if self._rollouts.still_s(rollout) >= bound_s and rollout.info.pid == call.pid:
                 _log.warning("stuck: no progress within %g s from %s: it is killed", bound_s, rollout.info)
                 rollout.kill()
-                self._run.rollouts.begin_watch()  # Ray tells soon that it is gone
+                self._rollouts.begin_watch()  # Ray tells soon that it is gone
 
     def _metrics(self) -> dict[str, float]:
         """Return the metrics of the evaluation that has ended."""
@@ -168,18 +171,44 @@ BEST = "best"
 file says step 0, no validation has exceeded the first one, and there is no model folder."""
 
 
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a run's validation judges policies by, and what follows from its judgement."""
+
+    metric: str
+    """Full key of the metric that tells how good a policy is."""
+    asked: str
+    """Value of `validation.metric`, which names that metric."""
+    known: tuple[str, ...]
+    """Keys of all metrics that `validation.metric` can name."""
+    stop_at: float | None
+    """Value of the metric at which the run ends; None if it ends after its steps."""
+    keep_best: bool
+    """Whether the best model is exported."""
+    folder: Path
+    """The run folder."""
+
+    @classmethod
+    def of(cls, config: Config) -> Goal:
+        """Return the goal of the run that `config` describes."""
+        validation, run = config.validation, config.run
+        known, folder = tuple(config.figures), Path(run.dir or ".")
+        return cls(config.judged_figure, validation.metric, known, validation.stop_at, run.keep_best, folder)
+
+
 class Validation(Evaluation):
     """Makes the validations of a run, one at a time. A validation either blocks the run, or runs in the background of
     the next step until its optimizer step."""
 
-    def __init__(self, run: Run, plan: EvaluationPlan) -> None:
+    def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan, workers: TrainWorkers, goal: Goal) -> None:
         """Read the value of the best model so far from the run folder. There is none before a run's first
         validation."""
-        super().__init__(run, plan)
-        self._folder = Path(run.config.run.dir or ".")
+        super().__init__(rollouts, plan)
+        self._workers = workers
+        self._goal = goal
+        self._folder = goal.folder
         self.reached = False
         """Whether the metric that `validation.metric` names has reached `validation.stop_at`."""
-        self._metric = run.config.judged_figure
         self._best = self._best_before()
 
     def _best_before(self) -> float:
@@ -187,13 +216,13 @@ class Validation(Evaluation):
         if it is a value of another metric than the present `validation.metric`."""
         path = self._folder / f"{BEST}.json"
         best = json.loads(path.read_text()) if path.exists() else {}
-        if best.get("metric") == self._metric:
+        if best.get("metric") == self._goal.metric:
             return best["value"]
         if best:
             former = best.get("metric", EXACT_MATCH)
             _log.warning(
                 "%s goes by %s, but validation.metric is now %s: the next better model replaces it",
-                path, former, self._metric,
+                path, former, self._goal.metric,
             )  # fmt: skip
         return -math.inf
 
@@ -207,39 +236,42 @@ class Validation(Evaluation):
     def _judge(self, figures: dict[str, float], failed: int) -> None:
         """Keep the model if it is the best so far, and see whether the target is reached. Raises UserError when the
         validation does not yield the metric that `validation.metric` names."""
-        config = self._run.config
-        value = figures.get(self._metric)
+        goal = self._goal
+        value = figures.get(goal.metric)
         if value is None and not failed:
             raise UserError(
-                f"validation.metric: got {config.validation.metric!r}, which this validation does not have"
-                + (", as no validation prompt has an answer" if needs_answers(self._metric) else "")
-                + f", expected one of {', '.join(key for key in config.figures if key in figures)}"
+                f"validation.metric: got {goal.asked!r}, which this validation does not have"
+                + (", as no validation prompt has an answer" if needs_answers(goal.metric) else "")
+                + f", expected one of {', '.join(key for key in goal.known if key in figures)}"
             )
         if value is None:
             return  # rewards raised: nothing is known of this policy
-        target = config.validation.stop_at
+        target = goal.stop_at
         self.reached = self.reached or (target is not None and value >= target)
-        if not config.run.keep_best or value <= self._best:
+        if not goal.keep_best or value <= self._best:
             return
         self._best = value
         if self._state.step:
             draft = self._folder / f"{BEST}.new"
             shutil.rmtree(draft, ignore_errors=True)
-            with grpo.trainer_at_work(self._run, self._state):
-                grpo.export_model(self._run, str(draft))
+            with self._rollouts.trainer_at_work(self._state.version):
+                self._workers.export_model(str(draft))
             shutil.rmtree(self._folder / BEST, ignore_errors=True)
             draft.rename(self._folder / BEST)
-        best = {"metric": self._metric, "value": value, "step": self._state.step, "version": self._state.version}
+        best = {"metric": goal.metric, "value": value, "step": self._state.step, "version": self._state.version}
         (self._folder / f"{BEST}.json").write_text(json.dumps(best))
 
 
 class Evaluations:
     """All evaluations of a run."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(
+        self, plans: Sequence[EvaluationPlan], rollouts: RolloutPool, workers: TrainWorkers, goal: Goal
+    ) -> None:
+        self._rollouts = rollouts
         self._all = [
-            Validation(run, plan) if plan.name == VALIDATION else Evaluation(run, plan) for plan in run.evaluations
+            Validation(rollouts, plan, workers, goal) if plan.name == VALIDATION else Evaluation(rollouts, plan)
+            for plan in plans
         ]
 
     @property
@@ -251,7 +283,7 @@ class Evaluations:
         """Evaluate the initial policy; returns the metrics of the evaluations that the run waits for. Background
         evaluations of named sets continue during the first steps."""
         metrics: dict[str, float] = {}
-        if not self._all or self._run.engines.ahead_of(state.version):
+        if not self._all or self._rollouts.ahead_of(state.version):
             return metrics
         for evaluation in self._all:
             evaluation.start(state)
@@ -272,7 +304,7 @@ class Evaluations:
         """Start the evaluations of the policy of `state` that are due. Returns the metrics of evaluations that have
         ended since the last step. In the last step all are due, and the run waits for them."""
         metrics: dict[str, float] = {}
-        served = not self._run.engines.ahead_of(state.version)  # else it was evaluated before the workers went back
+        served = not self._rollouts.ahead_of(state.version)  # else it was evaluated before the workers went back
         for evaluation in self._all:
             plan = evaluation.plan
             if evaluation.running:

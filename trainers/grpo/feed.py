@@ -25,9 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...actors.engines.protocol import SamplingParams
 from ...actors.protocols import TRAIN_FIELDS, Span, row_schema
-from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.results import RolloutReport
 from ...actors.rollout.routes import RouteCounts
@@ -39,34 +37,13 @@ from ...dataplane.meta import POSITION, KVBatchMeta
 from ..base_model.prepare import route_spec
 from ..cluster.calls import ActorFailed, Call
 from ..cluster.handles import RolloutHandle
+from ..cluster.rollout_specs import sampling
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
 from .demand import Demand
-from .row_tags import episodes_of
+from .row_tags import flat_groups
 from .stages import Stages
 from .steps import State
-
-# ---------------- What the feed reads from a group's tags: whether it has a signal.
-
-ALIKE = 1e-6
-"""Smallest range of rewards (largest minus smallest) with which a group counts as having a training signal."""
-
-
-def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
-    """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. Those are the
-    groups whose valid episodes all have the same raw reward (the weighted sum of `components`) and the groups with
-    fewer than two valid episodes. components: name and weight of each reward in the sum."""
-    episodes = episodes_of(meta)
-    raw, groups = np.zeros(len(episodes.first)), meta.groups[episodes.first]
-    for name, weight in components:
-        raw += weight * meta.tags[reward_tag(name)][episodes.first]
-    flat = []
-    for group in dict.fromkeys(meta.groups.tolist()):
-        rewards = raw[(groups == group) & episodes.valid]
-        if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
-            flat.append(group)
-    return flat
-
 
 _log = logging.getLogger(__name__)
 PARTITION = "train"
@@ -202,7 +179,6 @@ class Feed:
         client: DataPlaneClient,
         rollouts: Rollouts,
         stages: Stages,
-        sampling: SamplingParams,
         partition: str = PARTITION,
     ) -> None:
         """Register `partition`, which no other feed may have used, in the data plane. The prompts in
@@ -212,7 +188,7 @@ class Feed:
         self._client = client
         self._rollouts = rollouts
         self._stages = stages
-        self._sampling = sampling
+        self._sampling = sampling(config.rollout, n=config.algorithm.group_size, seed=config.run.seed)
         self._partition = partition
         sampler = config.resolved_sampler
         task = train_task(sampler, config.algorithm.sampler_options, state.position, state.outstanding)
@@ -288,6 +264,17 @@ class Feed:
         self._client.clear(self._partition)  # puts may be waiting for room
         self.drain()
         self._client.clear(self._partition)
+
+    def free_bytes(self, meta: KVBatchMeta) -> None:
+        """Give the bytes of the rows of `meta`, which no train worker reads again, back to the data plane. Rollouts
+        that wait for room then continue. The rows themselves stay, leased, until `clear`."""
+        with self._stages.timed("clear"):
+            self._client.free(meta.partition, meta.keys)
+
+    def clear(self, meta: KVBatchMeta) -> None:
+        """Clear the rows of `meta`, which have been trained on, from the data plane. This also ends their leases."""
+        with self._stages.timed("clear"):
+            self._client.clear(meta.partition, meta.keys)
 
     def demand(self, client: DataPlaneClient) -> Demand:
         """Return how many groups the run wants now, and how many of these are finished. They are those of its current
@@ -421,7 +408,7 @@ class Feed:
             else:
                 self._report(issue, outcome)
         if outcomes:
-            self._stages.gets_on()
+            self._stages.report_progress()
 
     def _look_for_progress(self) -> bool:
         """Kill the actors that have made no progress for resources.stage_timeout_s. Their calls then fail like those of
@@ -446,7 +433,7 @@ class Feed:
                 if issue.actor.info.pid == issue.call.pid:  # else another process has taken its place
                     issue.actor.kill()
         if got_on:
-            self._stages.gets_on()
+            self._stages.report_progress()
         return got_on
 
     def _report(self, issue: _Issue, report: RolloutReport) -> None:
@@ -574,8 +561,7 @@ class Feed:
     def _drop(self, meta: KVBatchMeta) -> None:
         """Clear claimed groups that have no training signal from the data plane, and count them as dropped."""
         positions = set(meta.tags[POSITION].tolist())
-        with self._stages.timed("clear"):
-            self._client.clear(meta.partition, meta.keys)
+        self.clear(meta)
         for position in positions:
             del self._in_flight[position]
         self._tally.dropped += len(positions)

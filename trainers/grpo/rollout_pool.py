@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from ...actors.rollout.results import RolloutReport
 from ..cluster.calls import ActorFailed, Call, ProgressWatch, ended, gather_each
-from ..cluster.engine_pool import Engine
+from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle, RolloutHandle
 from ..cluster.run_actors import RunActors
 from .roles import Roles
 from .stages import Stages
-from .weight_sync import HEALTH_S
+from .weight_sync import HEALTH_S, SyncReport
 
 
 class RolloutPool:
@@ -20,10 +21,40 @@ class RolloutPool:
     def __init__(self, actors: RunActors, roles: Roles, stages: Stages, timeout_s: float) -> None:
         """timeout_s: seconds within which an actor must make progress (resources.stage_timeout_s)."""
         self._actors = actors
-        self._roles = roles
-        self._stages = stages
-        self._timeout_s = timeout_s
+        self.roles = roles
+        self.stages = stages
+        self.timeout_s = timeout_s
         self._watch = ProgressWatch(())
+
+    def ahead_of(self, version: int) -> bool:
+        """Return whether an engine serves a later version than `version`. That happens after the train workers went
+        back to a checkpoint."""
+        return self._actors.engines.ahead_of(version)
+
+    def sync_weights(self, version: int) -> SyncReport:
+        """Bring all engines to the weights of `version`, and let them generate. Engines with a later version keep it
+        (see `WeightSync.sync`). Engines that died or hang are replaced. Raises NoEngineLeft when none is left and none
+        could be replaced."""
+        with self.stages.timed("sync"):
+            try:
+                report = self.roles.sync(version)
+            except NoEngineLeft:
+                if not self.replace_dead(version):
+                    raise
+                return self.roles.sync(version)
+            self.replace_dead(version)
+            return report
+
+    @contextmanager
+    def trainer_at_work(self, version: int) -> Iterator[bool]:
+        """Context manager in whose block the train workers can be used, between two steps, for a checkpoint or export.
+        Yields whether the workers are offloaded at the end of the block, because the engines had the memory before it.
+        The engines then serve `version` again, unless the block raises an exception."""
+        training = self.roles.training
+        self.roles.to_training()
+        yield not training
+        if not training:
+            self.sync_weights(version)
 
     @property
     def active(self) -> Sequence[RolloutHandle]:
@@ -57,7 +88,7 @@ class RolloutPool:
         `version`, as often as run.max_restarts allows. The failure of a rollout actor shows in its calls and is not
         handled here. Raises NoEngineLeft if no engine can get requests any more.
         """
-        self._roles.check()
+        self.roles.check()
         if self._actors.engines.all_asleep:  # no engine can make progress until the pool gives GPUs back
             self.begin_watch()
             return True
@@ -70,11 +101,11 @@ class RolloutPool:
                 continue
             if failure is not None and failure.died:
                 gone[engine.name] = str(failure)
-            elif self._watch.silent_s(engine.handle) >= self._timeout_s:
+            elif self._watch.silent_s(engine.handle) >= self.timeout_s:
                 gone[engine.name] = self._stuck(engine)
                 engine.handle.kill()
         if gone:
-            with self._roles.engines_kept():
+            with self.roles.engines_kept():
                 for engine in [one for one in self._separate if one.name in gone and not one.asleep]:
                     engine.dead = True
                     self._actors.engines.leave_out(engine, gone[engine.name])
@@ -91,7 +122,7 @@ class RolloutPool:
         return max(self._watch.silent_s(actor), min([self._watch.still_s(actor), *others]))
 
     def _stuck(self, engine: Engine) -> str:
-        return f"stuck: no answer within {self._timeout_s:g} s from {engine.handle.info}: it is killed"
+        return f"stuck: no answer within {self.timeout_s:g} s from {engine.handle.info}: it is killed"
 
     @property
     def _separate(self) -> list[Engine]:
@@ -104,7 +135,7 @@ class RolloutPool:
         reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
         An engine whose process was replaced since then stays in use, because the call may have met the old process.
         """
-        with self._roles.engines_kept():
+        with self.roles.engines_kept():
             found = self._actors.engines.named(engine)
             if found.renewed_s < called_s and not found.asleep:
                 self._actors.engines.leave_out(found, reason)
@@ -119,8 +150,8 @@ class RolloutPool:
             return
         engines = self._actors.engines
         with (
-            self._roles.engines_kept(),
-            self._stages.timed("replace", 3 * self._actors.start_timeout_s),  # for build, ping and set_engines
+            self.roles.engines_kept(),
+            self.stages.timed("replace", 3 * self._actors.start_timeout_s),  # for build, ping and set_engines
         ):
             engine = next((engine for engine in engines.engines if engine.handle is actor), None)
             if engine is not None:
@@ -128,7 +159,7 @@ class RolloutPool:
             self._actors.replace(actor, failure)
             if engine is not None:
                 engine.renew()
-                if self._roles.bring(engine, version):
+                if self.roles.bring(engine, version):
                     engines.take_back(engine)
         self.begin_watch()  # the progress of the others was not watched meanwhile
 
@@ -140,12 +171,12 @@ class RolloutPool:
         rollouts are ended first, so that no row continues with an older policy.
         """
         broken = [engine for engine in self._actors.engines.engines if engine.broken and not engine.dead]
-        if not broken and not self._roles.lends:
+        if not broken and not self.roles.lends:
             return
         if any(engine.version > version for engine in broken):
             self.end_rollouts(self._actors.rollouts)
-        with self._stages.timed("sync"):
-            self._roles.sync(version, broken)
+        with self.stages.timed("sync"):
+            self.roles.sync(version, broken)
 
     def replace_dead(self, version: int) -> bool:
         """Replace the engines that died, as often as run.max_restarts allows. An engine that has not answered for
@@ -153,7 +184,7 @@ class RolloutPool:
         and all of them were."""
         engines = self._actors.engines.engines
         gone = [
-            engine for engine in engines if (engine.dead or engine.silent_s >= self._timeout_s) and not engine.asleep
+            engine for engine in engines if (engine.dead or engine.silent_s >= self.timeout_s) and not engine.asleep
         ]
         for engine in gone:
             if not self._actors.may_replace:

@@ -1,13 +1,19 @@
-"""Reads tags by episode: several rows of the data plane may belong to one episode, which counts once."""
+"""Computes from the tags of rows, numbers that come without the rows' content, what a step needs to know of them.
+
+Several rows may belong to one episode, which counts once, and several episodes to one group.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...actors.rollout.rows import EPISODE
+from ...actors.rewards.rubric import reward_tag
+from ...actors.rollout.rows import EPISODE, TRAINED_TOKENS
 from ...dataplane.meta import KVBatchMeta
+from ..advantages.estimators import AdvantageEstimator, RewardRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,3 +42,47 @@ def episodes_of(meta: KVBatchMeta) -> Episodes:
     _, first, of_row = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
     of_row = of_row.reshape(-1)
     return Episodes(first, of_row, np.bincount(of_row, weights=valid) > 0)
+
+
+ALIKE = 1e-6
+"""Smallest range of rewards (largest minus smallest) with which a group counts as having a training signal."""
+
+
+def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
+    """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. Those are the
+    groups whose valid episodes all have the same raw reward (the weighted sum of `components`) and the groups with
+    fewer than two valid episodes. components: name and weight of each reward in the sum."""
+    episodes = episodes_of(meta)
+    raw, groups = np.zeros(len(episodes.first)), meta.groups[episodes.first]
+    for name, weight in components:
+        raw += weight * meta.tags[reward_tag(name)][episodes.first]
+    flat = []
+    for group in dict.fromkeys(meta.groups.tolist()):
+        rewards = raw[(groups == group) & episodes.valid]
+        if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
+            flat.append(group)
+    return flat
+
+
+def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:
+    """Return the receipt `meta` with an added tag `advantage`; a tag is a number for each row. Advantages are estimated
+    from the tags `reward` and `valid`, and from the tags of single rewards if the estimator needs them. An episode of
+    several rows counts once, and all its rows get its advantage."""
+    episodes = episodes_of(meta)
+    first = episodes.first
+    components = {name: meta.tags[reward_tag(name)][first] for name in estimate.components}
+    advantage = estimate(RewardRows(meta.tags["reward"][first], episodes.valid, meta.groups[first], components))
+    return meta.with_tags(advantage=advantage[episodes.of_row] * (meta.tags["valid"] > 0))
+
+
+def group_tokens(meta: KVBatchMeta) -> np.ndarray:
+    """Return, for each row, the number of response tokens that its whole group trains on, float32 `[N]`. Failed and
+    masked rows contribute no tokens."""
+    _, group = np.unique(meta.groups, return_inverse=True)
+    return np.bincount(group, weights=trained_tokens(meta))[group].astype(np.float32)
+
+
+def trained_tokens(meta: KVBatchMeta) -> np.ndarray:
+    """Return the trained response tokens of each row, float32 `[N]`: 0 for failed and masked rows."""
+    trained = meta.tags.get(TRAINED_TOKENS)
+    return meta.tags["response_length"] * (meta.tags["valid"] > 0) if trained is None else trained

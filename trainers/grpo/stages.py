@@ -37,9 +37,9 @@ class Stages:
 
     @contextmanager
     def timed(self, name: str, bound_s: float | None = None, *, apart: bool = False) -> Iterator[None]:
-        """Context manager that times a stage; stages may be nested. bound_s: seconds after which the watchdog considers
-        the stage stuck, unless `gets_on` is called meanwhile; None: the watchdog's default bound. apart: whether the
-        seconds of this stage do not count as seconds of the stages around it, too."""
+        """Context manager that times a stage; stages can be nested. bound_s: seconds after which the watchdog considers
+        the stage stuck, unless `report_progress` is called meanwhile; None: the watchdog's default bound. apart: True
+        leaves the seconds of this stage out of the stages around it."""
         outer, self._current = self._current, (name, bound_s)
         apart_s = self._apart_s
         self.heartbeat.enter(name, bound_s)
@@ -56,7 +56,7 @@ class Stages:
         self._apart_s += own_s * apart
         self.seconds[name] = self.seconds.get(name, 0.0) + own_s
 
-    def gets_on(self) -> None:
+    def report_progress(self) -> None:
         """Report progress in the current stage, which restarts the time that the watchdog allows for it."""
         if self._current is not None:
             self.heartbeat.enter(*self._current)

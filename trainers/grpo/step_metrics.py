@@ -43,9 +43,9 @@ def step_metrics(
     rollouts, seconds = fed.reports, run.stages.seconds
     trained = update_metrics([report.metrics for report in passes if report.metrics])
     for report in (*rollouts, *passes):
-        run.watch.add(report.traffic)
-    data_plane, client_bytes = run.watch.end_step(run.config.rows_per_group)
-    world = len(run.workers)
+        run.observers.watch.add(report.traffic)
+    data_plane, client_bytes = run.observers.watch.end_step(run.config.rows_per_group)
+    world = len(run.workers.handles)
     wait_s = max(sum(report.data_wait_s for report in passes[rank::world]) for rank in range(world))
     generating_s = mean_covered_s(fed.generated, len(run.actors.rollouts), end_s - step_s, end_s)
     idle = idle_shares(generating_s, seconds, wait_s, step_s)
@@ -74,7 +74,7 @@ def step_metrics(
         **run.roles.metrics(seconds),
         **data_plane,
         "dataplane/bytes_broadcast": float(sum(report.bytes_broadcast for report in passes)),
-        "driver/bytes_per_row": (run.meter.take() + client_bytes) / len(meta),
+        "driver/bytes_per_row": (run.observers.meter.take() + client_bytes) / len(meta),
     }
 
 

@@ -1,64 +1,37 @@
-"""Carries out a run: opens run folder, model, Ray, data plane and actors, trains, and closes all of it in reverse."""
+"""Carries out a run: opens its folder, launches its processes, trains, and restarts after a process was lost."""
 
 from __future__ import annotations
 
 import gc
 import math
 import shutil
-import socket
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
-from ...actors.process.memory import gpu_sizes
-from ...codecs.tokens.routes import RouteSpec
 from ...dataplane.errors import DataPlaneError
-from ...dataplane.factory import DataPlane, connect, open_data_plane
-from ..advantages.estimators import build_advantages
-from ..base_model.prepare import model_config, prepare_model
-from ..cluster.calls import ActorFailed, DriverMeter
-from ..cluster.gpu_bundles import reserve_places
-from ..cluster.gpu_memory import decide_roles
-from ..cluster.placement import PlacementRequest
-from ..cluster.ray_cluster import Cluster, open_cluster
-from ..cluster.rollout_specs import evaluation_plans, sampling
-from ..cluster.run_actors import RunActors, start_actors
-from ..cluster.weight_route import WeightRoute
-from ..cluster.worker_specs import budget, with_packing
+from ..base_model.prepare import model_has_experts, prepare_model
+from ..cluster.calls import ActorFailed
+from ..cluster.ray_cluster import Cluster
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
-from ..grpo import steps as grpo
 from ..grpo.checkpoints import Checkpoints
-from ..grpo.controllers import open_feed, run_steps
+from ..grpo.controllers import AfterStep, open_feed, run_steps
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
-from ..grpo.roles import BothResident, Roles, TakeTurns
-from ..grpo.rollout_pool import RolloutPool
-from ..grpo.stages import Stages
-from ..grpo.weight_sync import WeightSync
-from ..observe.data_plane_watch import DataPlaneWatch
+from ..grpo.steps import Run, State
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
 from ..observe.report import LiveReport, write_report
-from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
 from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
-from ..pool.tenant.membership import PoolMembership
-from ..supervision.cleanup import remove_shared_memory
-from ..supervision.heartbeat import Heartbeat
-from ..supervision.stuck_run import read_actors, write_actors
+from ..observe.trust import distrust
 from .checks.preflight import check_prompts, check_quickly
-from .checks.trust_probe import distrust
+from .processes import launched, needed_processes
 from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
-
-CLOSE_TIMEOUT_S = 120.0
-"""Seconds within which all processes of a run must have exited after it begins to close."""
 
 
 def run_training(config: Config, *, resume: bool = False) -> Path:
@@ -166,7 +139,7 @@ class _Training:
 
     def run(self, resume: bool) -> None:
         """Train to the end and complete the run folder. With `resume`, begin at the newest checkpoint."""
-        state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else grpo.State()
+        state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else State()
         while True:
             lost = self._attempt(state)
             if lost is None:
@@ -193,7 +166,7 @@ class _Training:
         self._progress.phase("building the actors")
         return model
 
-    def _attempt(self, state: grpo.State) -> str | None:
+    def _attempt(self, state: State) -> str | None:
         """Launch the processes and train from `state` to the end, updating `state`. Returns None at the end. If a
         process was lost and a restart is allowed, returns a sentence about the loss. Raises all other errors."""
         config, lost = self._config, None
@@ -229,61 +202,40 @@ class _Training:
                 raise
         return lost
 
-    def _tell_start(self, times: StartTimes, state: grpo.State) -> None:
+    def _tell_start(self, times: StartTimes, state: State) -> None:
         """Write into the metrics, and tell the user, when each part of the start has ended."""
         times.mark("ready")
         self._folder.metrics.event("start", state.step, **times.figures())
         self._progress.message(str(times))
 
-    def _tell_distrust(self, state: grpo.State, metrics: dict[str, float]) -> None:
+    def _tell_distrust(self, state: State, metrics: dict[str, float]) -> None:
         """Warn the user if the log-probs of engine and trainer differ too much in the first step."""
-        has_experts = RouteSpec.of(SimpleNamespace(**model_config(self._config.model))) is not None
-        warning = distrust(self._config, metrics, has_experts=has_experts)
+        warning = distrust(self._config, metrics, has_experts=model_has_experts(self._config.model))
         if warning is not None:
             self._progress.message(f"warning: {warning}")
             self._folder.metrics.event("distrust", state.step, note=warning)
 
-    def _train(self, run: grpo.Run, state: grpo.State) -> None:
-        config, folder = self._config, self._folder
-        checkpoints = Checkpoints(folder.checkpoints_dir, keep=config.run.keep_checkpoints, warn=self._progress.message)
-        self._endpoint.run.watch(run.watch)
+    def _train(self, run: Run, state: State) -> None:
+        """Train from `state` to the end, and export the model. Restarts the train workers alone where that is
+        enough."""
+        folder = self._folder
+        checkpoints = Checkpoints(folder.checkpoints_dir, self._config.run, warn=self._progress.message)
+        self._endpoint.run.watch(run.observers.watch)
 
         def replaced(died: str) -> None:
             folder.metrics.event(REPLACED, state.step, died=died)
             folder.incident(state.step, f"{died} (replaced)")
 
         run.actors.on_death.append(replaced)
-        checkpoints.load(run, state)
+        checkpoints.load(run.workers, run.rollouts, state)
         if state.step:
-            grpo.sync_weights(run, state)
+            run.rollouts.sync_weights(state.version)
         if state.step or self._restarts:
             folder.resumed(state.step, died=self._died)
-
-        first = state.step + 1
-
-        def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
-            metrics["run/restarts"] = float(self._restarts)
-            if state.step == first:
-                self._tell_distrust(state, metrics)
-            self._watch.mend()
-            folder.metrics.log(state.step, metrics)
-            self._endpoint.run.publish(state.step, metrics)
-            self._progress.update(state.step, metrics)
-            self._live_report.tick()
-            if checkpoints.is_due(config.run, state.step):
-                checkpoints.save(run, state)
-
         if not self._begun:
-            placement = run.actors.placement
-            if placement.num_gpus:
-                self._progress.message(placement.sentence)
-                folder.metrics.event("placement", state.step, note=placement.sentence)
-            if run.roles_note:
-                self._progress.message(run.roles_note)
-            for note in run.actors.data_notes:
-                self._progress.message(note)
-                folder.metrics.event("data", state.step, note=note)
+            self._tell_notes(run, state)
         self._begun = True
+        after_step = self._after_step(run, checkpoints, first=state.step + 1)
         feed = open_feed(run, state, PARTITION)
         run.roles.open_rollouts(lambda: feed)
         while True:
@@ -300,18 +252,53 @@ class _Training:
                         raise
                     raise cause from error
                 feed = self._restart_workers(run, state, feed, checkpoints, cause)
+        self._finish(run, state, checkpoints)
+
+    def _after_step(self, run: Run, checkpoints: Checkpoints, first: int) -> AfterStep:
+        """Return the callback that logs, shows and saves a step when it has ended. first: number of the first step."""
+
+        def after_step(state: State, metrics: dict[str, float]) -> None:
+            metrics["run/restarts"] = float(self._restarts)
+            if state.step == first:
+                self._tell_distrust(state, metrics)
+            self._watch.mend()
+            self._folder.metrics.log(state.step, metrics)
+            self._endpoint.run.publish(state.step, metrics)
+            self._progress.update(state.step, metrics)
+            self._live_report.tick()
+            if checkpoints.is_due(state.step):
+                checkpoints.save(run.workers, run.rollouts, state)
+
+        return after_step
+
+    def _tell_notes(self, run: Run, state: State) -> None:
+        """Tell the user, and write into the metrics, what was chosen for the run when it was launched."""
+        placement = run.actors.placement
+        if placement.num_gpus:
+            self._progress.message(placement.sentence)
+            self._folder.metrics.event("placement", state.step, note=placement.sentence)
+        if run.roles_note:
+            self._progress.message(run.roles_note)
+        for note in run.actors.data_notes:
+            self._progress.message(note)
+            self._folder.metrics.event("data", state.step, note=note)
+
+    def _finish(self, run: Run, state: State, checkpoints: Checkpoints) -> None:
+        """Write the last checkpoint and the model."""
+        folder = self._folder.path
         self._progress.phase("saving the model")
         run.roles.to_training()
-        checkpoints.finish(run, state)
-        draft = folder.path / "model.new"
+        checkpoints.finish(run.workers, run.rollouts, state)
+        draft = folder / "model.new"
         shutil.rmtree(draft, ignore_errors=True)
-        grpo.export_model(run, str(draft))
-        shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
-        draft.rename(folder.path / "model")
-        if config.run.keep_best and not (folder.path / BEST).exists():
-            self._progress.message(f"best/: none, as no validation after the first had a higher {config.judged_figure}")
+        run.workers.export_model(str(draft))
+        shutil.rmtree(folder / "model", ignore_errors=True)  # of the run that this one resumed
+        draft.rename(folder / "model")
+        if self._config.run.keep_best and not (folder / BEST).exists():
+            judged = self._config.judged_figure
+            self._progress.message(f"best/: none, as no validation after the first had a higher {judged}")
 
-    def _save_interrupted(self, run: grpo.Run, state: grpo.State, checkpoints: Checkpoints) -> None:
+    def _save_interrupted(self, run: Run, state: State, checkpoints: Checkpoints) -> None:
         """Save a checkpoint of the last finished step after the run was interrupted. A no-op if no step is finished, if
         the weights are those of the middle of a step (an update of several, or one that was interrupted twice), if the
         run writes no checkpoints, or if it was the watchdog that stopped the run."""
@@ -326,23 +313,27 @@ class _Training:
             f"interrupted: saving a checkpoint of step {state.step} (interrupt again to stop at once)"
         )
         try:
-            run.gather([worker.abort() for worker in run.workers], "interrupt")
+            run.workers.gather([worker.abort() for worker in run.workers.handles], "interrupt")
             run.roles.make_room()
             run.roles.to_training()
-            checkpoints.finish(run, state)
+            checkpoints.finish(run.workers, run.rollouts, state)
         except (ActorFailed, DataPlaneError) as error:
             self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
 
-    def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
+    def _may_restart_workers(self, run: Run, error: ActorFailed) -> bool:
         """Return whether it is enough to restart the train workers. No other process may be lost, the run must keep a
         journal of the groups that they must train on again, and run.max_restarts must allow a restart."""
         if not self._config.run.keeps_journal or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
-        return run.actors.may_replace and lost_process(error) is not None and lost_only_workers(run, processes)
+        return (
+            run.actors.may_replace
+            and lost_process(error) is not None
+            and lost_only_workers(run.actors, run.client, processes)
+        )
 
     def _restart_workers(
-        self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
+        self, run: Run, state: State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
     ) -> Feed:
         """Restart the train workers from the newest complete checkpoint, while rollouts in flight continue. Sets
         `state` back to that checkpoint, and returns a new feed to continue with.
@@ -354,17 +345,18 @@ class _Training:
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
         run.roles.make_room()
-        with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):  # three waits
+        # It makes three bounded waits, one after another.
+        with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):
             run.actors.restart_workers()
         run.weights.forget()
-        checkpoints.load(run, earlier)
+        checkpoints.load(run.workers, run.rollouts, earlier)
         state.go_back(earlier)
         run.rollouts.mend(state.version)
         feed.give_up()
         self._folder.resumed(state.step, died=self._died)
         return open_feed(run, state, f"{PARTITION}-{self._restarts}")
 
-    def _go_back(self, lost: str) -> grpo.State:
+    def _go_back(self, lost: str) -> State:
         """Count and announce a restart. lost: sentence about the loss that caused it. Returns the state to continue
         from: that of the newest complete checkpoint, or of the run's start if there is none."""
         self._restarts += 1
@@ -372,150 +364,9 @@ class _Training:
         try:
             state = Checkpoints(self._folder.checkpoints_dir).latest_state()
         except UserError:
-            state = grpo.State()
+            state = State()
         where = f"the checkpoint of step {state.step}" if state.step else "the start, as there is no checkpoint yet"
         limit = f"run.max_restarts={self._config.run.max_restarts}"
         self._progress.message(f"{lost}\nrestart {self._restarts} ({limit}): going on from {where}")
         self._folder.incident(state.step, f"{lost} (restart {self._restarts}, going on from {where})")
         return state
-
-
-@contextmanager
-def launched(
-    config: Config,
-    prepare: Callable[[], str],
-    tracer: Tracer,
-    folder: Path,
-    watch: WatchdogProcess | None = None,
-    *,
-    cluster: Cluster | None = None,
-    check: Callable[[], None] = lambda: None,
-    times: StartTimes | None = None,
-) -> Iterator[grpo.Run]:
-    """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
-    leaving, also after an error, it stops everything.
-
-    prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
-    watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
-    is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
-    the actors' processes are starting. times: told when each part of the start has ended.
-    """
-    run_id = uuid.uuid4().hex[:8]
-    heartbeat = Heartbeat() if watch is None else watch.heartbeat
-    times = times or StartTimes()
-    start_s, request = config.resources.start_timeout_s, PlacementRequest.of(config)
-    with ExitStack() as stack:
-        stack.callback(remove_shared_memory, run_id)
-        heartbeat.enter("starting Ray", start_s)
-        cluster = cluster or open_cluster(config.resources, request, config.dataplane.store)
-        stack.callback(cluster.close)
-        meter = DriverMeter()
-        membership, pids = None, list[int]()
-        if config.pool.address is not None:
-            membership = PoolMembership(config, folder, heartbeat)
-            stack.callback(membership.leave, lambda: pids)
-        ending_actors = ExitStack()
-        stack.callback(ending_actors.close)
-        heartbeat.enter("placing the actors", start_s)
-        reservation = reserve_places(request, start_s) if membership is None else membership.places()
-        placement = reservation.placement
-        # Refuses a transport that cannot work before any actor starts.
-        route = WeightRoute.of(config.sync, placement, pooled=request.pooled)
-        decision = decide_roles(config, placement, min(gpu_sizes(), default=None))
-        config = decision.applied_to(config)
-        trainer = with_packing(config.trainer, config.model, gpu=placement.layout != "cpu")
-        config = config.model_copy(update={"trainer": trainer})
-        one_host = cluster.num_nodes == 1
-        starting = start_actors(config, meter, ending_actors, reservation, route, one_host=one_host)
-        check()
-        heartbeat.enter("starting the data plane", start_s)
-        plane = stack.enter_context(_opened(config, run_id, one_host=one_host))
-        times.mark("data plane")
-        client = connect(plane.handle, name="driver")
-        stack.callback(client.close)
-        stack.callback(ending_actors.close)  # once more, so that they end before the data plane, which they use
-        if watch is not None:
-            watch.opened(plane.handle)
-        model = prepare()
-        times.mark("model")
-        heartbeat.enter("starting the actors", 4 * start_s)  # it makes four bounded waits, one after another
-        actors = starting.build(model, plane, times, membership)
-
-        def tell() -> None:
-            write_actors(folder, run_id, everyone(plane, actors))
-            pids[:] = [actor.info.pid for actor in actors.handles if actor.info.host == socket.gethostname()]
-            if watch is not None:
-                watch.started(actors)
-
-        tell()
-        actors.on_replaced.append(tell)
-        meter.take()
-        stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
-        cached = (decision.take_turns or membership is not None) and route.keeps_in_host
-        weights = WeightSync(
-            config.sync if membership is None else config.sync.model_copy(update={"cache": True}),
-            actors.workers,
-            actors.engines,
-            lasting=route.lasting,
-            in_cache=0 if cached else None,
-        )
-        stages = Stages(tracer, heartbeat)
-        timeout_s = config.resources.stage_timeout_s
-        roles: Roles = BothResident(weights)
-        if decision.take_turns:
-            roles = TakeTurns(
-                actors,
-                weights,
-                stages,
-                timeout_s=timeout_s,
-                residual_bytes=config.resources.residual_mib << 20,
-                bucket_bytes=route.send_buffer_bytes,
-            )
-        if membership is not None:
-            progress = connect(plane.handle, name="pool")
-            stack.callback(progress.close)
-            roles = membership.roles(actors, weights, stages, progress, route.send_buffer_bytes)
-            stack.callback(membership.tenant.stop)
-        yield grpo.Run(
-            config=config,
-            client=client,
-            actors=actors,
-            rollouts=RolloutPool(actors, roles, stages, timeout_s),
-            weights=weights,
-            roles=roles,
-            roles_note=decision.why,
-            stages=stages,
-            meter=meter,
-            watch=DataPlaneWatch(client),
-            reward_errors=RewardErrors(folder),
-            estimate=build_advantages(config.advantage, config.reward.weights),
-            sampling=sampling(config.rollout, n=config.algorithm.group_size, seed=config.run.seed),
-            evaluations=evaluation_plans(config),
-            budget=budget(config.trainer, config.model),
-        )
-
-
-def _opened(config: Config, run_id: str, *, one_host: bool) -> DataPlane:
-    """Open the run's data plane. Raises UserError if a host cannot provide what the configuration asks for."""
-    try:
-        return open_data_plane(
-            config.dataplane.with_sampler(config.resolved_sampler),
-            run_id=run_id,
-            one_host=one_host,
-            start_timeout_s=config.resources.start_timeout_s,
-        )
-    except DataPlaneError:
-        raise
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
-    """Return (name, process id, host) of every process of the run."""
-    hosts = [(name, pid, plane.host) for name, pid in plane.processes().items()]
-    return hosts + [(handle.info.name, handle.info.pid, handle.info.host) for handle in actors.handles]
-
-
-def needed_processes(folder: Path) -> dict[str, int]:
-    """Return the run's processes on this host, read from actors.json in the run folder: name -> process id."""
-    return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from ray.exceptions import RayError, RayTaskError
 
+from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import DataPlaneError, PeerLost
 from ..cluster.calls import ActorFailed, gather_each
 from ..cluster.run_actors import RunActors
-from ..grpo.steps import Run
 from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 
@@ -64,20 +64,20 @@ def lost_process(error: Exception) -> str | None:
     return None
 
 
-def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
+def lost_only_workers(actors: RunActors, client: DataPlaneClient, processes: Mapping[str, int]) -> bool:
     """Return whether the only failed processes are train workers. At least one has died or is unresponsive, and every
     other process of the run is alive and responding.
 
     processes: name -> pid of the processes on this host that the run needs.
     """
-    handles = run.actors.handles
+    handles = actors.handles
     answers = gather_each([handle.ping() for handle in handles], "health", HEALTH_S)
     silent = [handle for handle, answer in zip(handles, answers, strict=True) if isinstance(answer, ActorFailed)]
-    workers = {worker.info.name for worker in run.workers}
+    workers = {worker.info.name for worker in actors.workers}
     if not silent or any(handle.info.name not in workers for handle in silent):
         return False
     try:
-        run.client.status(timeout_s=HEALTH_S)
+        client.status(timeout_s=HEALTH_S)
     except DataPlaneError:
         return False
     return all(is_running(pid) for name, pid in processes.items() if name not in workers)

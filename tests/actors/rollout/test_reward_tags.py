@@ -14,7 +14,7 @@ from headrace.actors.rollout.worker import _score_one
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.advantages.config import AdvantageConfig
 from headrace.trainers.advantages.estimators import RewardRows, build_advantages
-from headrace.trainers.grpo.steps import with_advantages
+from headrace.trainers.grpo.row_tags import with_advantages
 
 
 def sample(index: int, num_response: int, finish_reason: str = "stop") -> Sample:

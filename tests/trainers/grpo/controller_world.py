@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,20 +26,29 @@ from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.weight_sync.memory_sender import MemorySender
 from headrace.tests.trainers.grpo.feed_world import World
-from headrace.trainers.advantages.estimators import build_advantages
+from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.worker_specs import backend_config
 from headrace.trainers.config.config import Config
 from headrace.trainers.grpo.controllers import AfterStep, run_steps
 from headrace.trainers.grpo.feed import Feed
 from headrace.trainers.grpo.roles import BothResident
+from headrace.trainers.grpo.rollout_pool import RolloutPool
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State
+from headrace.trainers.grpo.train_workers import TrainWorkers
 from headrace.trainers.grpo.weight_sync import SyncReport
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat
 
 PROMPT = 3
 """Number of prompt tokens of each row."""
+
+
+class InThisProcess(TrainWorkers):
+    """Train workers in this process, whose calls are the answers already."""
+
+    def gather(self, calls: Sequence[Any], stage: str) -> list[Any]:
+        return list(calls)
 
 
 class Loop:
@@ -50,22 +60,24 @@ class Loop:
         self.stages = Stages(Tracer(0), Heartbeat())
         config = world.config
         nothing = SimpleNamespace(take=lambda: 0, add=lambda traffic: None, end_step=lambda size: ({}, 0))
+        observers = SimpleNamespace(
+            meter=nothing, watch=nothing, reward_errors=SimpleNamespace(note=lambda *figures: None)
+        )
+        roles = BothResident(SimpleNamespace(sync=self._sync))  # pyright: ignore[reportArgumentType]
+        engines = EnginePool([], embedded=True)
+        actors: Any = SimpleNamespace(rollouts=world.active, replaced=0, engines=engines)
+        decided = config.model_copy(update={"trainer": config.trainer.model_copy(update={"packing": "none"})})
+        trainers = InThisProcess.of(decided, self.workers, self.stages)
+        rules = replace(trainers.rules, budget=budget or Budget(64))
         self.run: Any = SimpleNamespace(
             config=config,
             client=world,
-            actors=SimpleNamespace(rollouts=world.active, replaced=0),
-            rollouts=SimpleNamespace(replace_dead=lambda version: None),
-            roles=BothResident(SimpleNamespace(sync=self._sync)),  # pyright: ignore[reportArgumentType]
+            actors=actors,
+            rollouts=RolloutPool(actors, roles, self.stages, 30.0),
+            roles=roles,
             stages=self.stages,
-            meter=nothing,
-            watch=nothing,
-            reward_errors=SimpleNamespace(note=lambda *figures: None),
-            estimate=build_advantages(config.advantage, config.reward.weights),
-            budget=budget or Budget(64),
-            workers=self.workers,
-            engines=SimpleNamespace(ahead_of=lambda version: False),
-            evaluations=(),
-            gather=lambda calls, stage: list(calls),
+            observers=observers,
+            workers=replace(trainers, rules=rules),
         )
 
     def go_on(self, state: State, feed: Feed, after_step: AfterStep) -> None:

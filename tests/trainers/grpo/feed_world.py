@@ -126,7 +126,6 @@ class World:
             client=self,  # pyright: ignore[reportArgumentType]  # the rest is the real client's, see __getattr__
             rollouts=self,
             stages=Stages(Tracer(0), Heartbeat()),
-            sampling=SamplingParams(),
             partition=self.partition,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from headrace.trainers.grpo import checkpoints as module
 from headrace.trainers.grpo.checkpoints import Checkpoints
 from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
-from headrace.trainers.grpo.steps import State, size_of
+from headrace.trainers.grpo.steps import State
+from headrace.trainers.grpo.train_workers import size_of
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat
 
@@ -51,14 +53,15 @@ class Workers:
             {"run": {"dir": str(folder), "journal": not run.get("checkpoint_minutes", 1), **run}}
         )
         self.stages = Stages(Tracer(0), Heartbeat())
-        self.workers = [fake_ray.worker(self.answer, rank) for rank in range(2)]
+        self.handles = [fake_ray.worker(self.answer, rank) for rank in range(2)]
         self.roles = BothResident(None)  # pyright: ignore[reportArgumentType]
+        self.timeout_s, self.active = 1.0, ()
         self.folder = folder
         self.refused: list[str] = []
         """Methods whose next call fails on all workers."""
         self.calls: list[str] = []
         self.warnings: list[str] = []
-        self.checkpoints = Checkpoints(folder, keep=self.config.run.keep_checkpoints, warn=self.warnings.append)
+        self.checkpoints = Checkpoints(folder, self.config.run, warn=self.warnings.append)
 
     def answer(self, method: str) -> Any:
         if method in self.refused:
@@ -81,10 +84,13 @@ class Workers:
 
     def save(self, *steps: int) -> None:
         for step in steps:
-            self.checkpoints.save(self, State(step))  # pyright: ignore[reportArgumentType]
+            self.checkpoints.save(self, self, State(step))  # pyright: ignore[reportArgumentType]
 
     def finish(self, step: int) -> None:
-        self.checkpoints.finish(self, State(step))  # pyright: ignore[reportArgumentType]
+        self.checkpoints.finish(self, self, State(step))  # pyright: ignore[reportArgumentType]
+
+    def trainer_at_work(self, version: int) -> AbstractContextManager[bool]:
+        return nullcontext(False)
 
     @property
     def names(self) -> list[str]:
@@ -122,13 +128,13 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_tried_again(
     assert len(run.warnings) == 1 and "No space left on device" in run.warnings[0]
     assert "the checkpoint of step " in run.warnings[0] and "tried again after the next step" in run.warnings[0]
     if method == "wait_saved":  # of the checkpoint before; this one has begun
-        run.checkpoints.settle(run)  # pyright: ignore[reportArgumentType]
+        run.checkpoints.settle(run, run)  # pyright: ignore[reportArgumentType]
         assert run.checkpoints.latest_state().step == 20
         return
     assert run.checkpoints.latest_state().step == 10
-    assert run.checkpoints.is_due(run.config.run, 21)
+    assert run.checkpoints.is_due(21)
     run.save(21)
-    assert not run.checkpoints.is_due(run.config.run, 22)
+    assert not run.checkpoints.is_due(22)
     run.finish(21)
     assert run.checkpoints.latest_state().step == 21
 
@@ -144,7 +150,7 @@ def test_the_last_checkpoint_is_tried_twice(tmp_path: Path, monkeypatch: pytest.
 def test_a_death_while_a_checkpoint_is_written_is_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Workers(monkeypatch, tmp_path)
     run.save(1)
-    run.workers[1].ray_actor = fake_ray.FakeActor(lambda method: RayActorError())
+    run.handles[1].ray_actor = fake_ray.FakeActor(lambda method: RayActorError())
     with pytest.raises(ActorFailed, match="train worker 1 .* died"):
         run.save(2)
     assert not run.warnings
@@ -153,14 +159,13 @@ def test_a_death_while_a_checkpoint_is_written_is_a_death(tmp_path: Path, monkey
 def test_checkpoints_are_due_by_time_and_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    checkpoints = Checkpoints(tmp_path)
-    defaults = build_config({}).run
-    assert not checkpoints.is_due(defaults, 1)
+    defaults = Checkpoints(tmp_path, build_config({}).run)
+    assert not defaults.is_due(1)
     now[0] = 15 * 60
-    assert checkpoints.is_due(defaults, 1) and not checkpoints.is_due(defaults, 0)
-    assert not checkpoints.is_due(build_config({"run": {"checkpoint_minutes": 0}}).run, 1)
-    by_step = build_config({"run": {"checkpoint_minutes": 0, "checkpoint_every": 3}}).run
-    assert [checkpoints.is_due(by_step, step) for step in (1, 2, 3)] == [False, False, True]
+    assert defaults.is_due(1) and not defaults.is_due(0)
+    assert not Checkpoints(tmp_path, build_config({"run": {"checkpoint_minutes": 0}}).run).is_due(1)
+    by_step = Checkpoints(tmp_path, build_config({"run": {"checkpoint_minutes": 0, "checkpoint_every": 3}}).run)
+    assert [by_step.is_due(step) for step in (1, 2, 3)] == [False, False, True]
 
 
 def test_a_run_without_checkpoints_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,22 +61,18 @@ class World:
         self.calls: list[Call] = []
         actors = [Actor(self.calls), Actor(self.calls)]
         self.replaced: list[tuple[Actor, int]] = []
-        rollouts = SimpleNamespace(
+        rollouts: Any = SimpleNamespace(
             active=actors,
+            ahead_of=lambda version: False,
+            stages=Stages(Tracer(0), Heartbeat()),
+            timeout_s=300.0,
             begin_watch=lambda: None,
             look=lambda version: False,
             still_s=lambda actor: 0.0,
             replace=lambda actor, pid, failure, version: self.replaced.append((actor, version)),
         )
-        run: Any = SimpleNamespace(
-            config=config,
-            rollouts=rollouts,
-            engines=SimpleNamespace(ahead_of=lambda version: False),
-            stages=Stages(Tracer(0), Heartbeat()),
-            evaluations=evaluation_plans(config),
-        )
         monkeypatch.setattr(evaluation, "ended", self._ended)
-        self.evaluations = Evaluations(run)
+        self.evaluations = Evaluations(evaluation_plans(config), rollouts, None, None)  # pyright: ignore[reportArgumentType]
 
     def _ended(self, calls: list[Call], stage: str, timeout_s: float) -> list[tuple[Call, Any]]:
         for call in calls:

@@ -129,13 +129,13 @@ def test_a_stage_inside_a_stage_leaves_the_outer_one_in_progress(monkeypatch: py
     monkeypatch.setattr(heartbeat, "enter", lambda stage, bound_s=None: beats.append((stage, bound_s)))
     monkeypatch.setattr(heartbeat, "leave", lambda: beats.append(("-", None)))
     stages = Stages(Tracer(0), heartbeat)
-    stages.gets_on()
+    stages.report_progress()
     with stages.timed("claim"):
         with pytest.raises(ActorFailed), stages.timed("replace", 900.0):
             raise ActorFailed("it did not come up")
         with stages.timed("replace", 900.0):
             pass
-        stages.gets_on()
+        stages.report_progress()
     assert beats == [
         ("claim", None), ("replace", 900.0), ("replace", 900.0), ("claim", None), ("claim", None), ("-", None)
     ]  # fmt: skip

@@ -12,8 +12,8 @@ from headrace.actors.rollout.rows import EPISODE, rollout_rows, sample_keys
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.advantages.estimators import GrpoAdvantage, RlooAdvantage
 from headrace.trainers.grpo.feed import flat_groups
+from headrace.trainers.grpo.row_tags import with_advantages
 from headrace.trainers.grpo.step_metrics import row_metrics
-from headrace.trainers.grpo.steps import with_advantages
 
 
 def tokens(*ids: int) -> RowTokens:

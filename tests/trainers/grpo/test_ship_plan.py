@@ -18,7 +18,7 @@ from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo.steps import plan_step
+from headrace.trainers.grpo.train_workers import PlanRules, plan_step
 
 ROWS = 256
 
@@ -47,7 +47,9 @@ def meta() -> Iterator[KVBatchMeta]:
 
 def ship(meta: KVBatchMeta, **sections: dict[str, Any]) -> tuple[list[TrainShard], int]:
     """(each rank's shard, bytes in all)."""
-    shards = plan_step(Config.model_validate(sections), Budget(4096), meta, 5, traced=False)
+    config = Config.model_validate(sections)
+    rules = PlanRules.of(config.trainer, config.loss, Budget(4096))
+    shards = plan_step(rules, meta, 5, traced=False)
     sent = [messages.encode(shard) for shard in shards]
     return [messages.decode(message, TrainShard) for message in sent], sum(len(message) for message in sent)
 

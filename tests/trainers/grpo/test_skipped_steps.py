@@ -16,7 +16,8 @@ from headrace.trainers.grpo.steps import State
 
 def steps_of_a_run() -> Any:
     config = build_config({"validation": {"every": 0}, "trainer": {"lr": 0.5}})
-    run: Any = SimpleNamespace(evaluations=(), config=config, meter=DriverMeter())
+    observers = SimpleNamespace(meter=DriverMeter())
+    run: Any = SimpleNamespace(config=config, rollouts=None, workers=None, observers=observers)
     return Steps(run, State(), lambda state, metrics: None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.grpo import evaluation
 from headrace.trainers.grpo import evaluation as subject
-from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State
 from headrace.trainers.observe.trace import Tracer
@@ -68,22 +68,21 @@ class Validations:
         self.actors = [Actor(dict(enumerate(figures)), failed), Actor(dict(enumerate(figures)))]
         self.folder = folder
         self.exported: list[int] = []
-        rollouts = SimpleNamespace(
-            active=self.actors, begin_watch=lambda: None, look=lambda version: False, still_s=lambda actor: 0.0
+        rollouts: Any = SimpleNamespace(
+            active=self.actors,
+            begin_watch=lambda: None,
+            look=lambda version: False,
+            still_s=lambda actor: 0.0,
+            stages=Stages(Tracer(0), Heartbeat()),
+            timeout_s=300.0,
+            trainer_at_work=lambda version: nullcontext(False),
         )
-        stages = Stages(Tracer(0), Heartbeat())
-        self.run: Any = SimpleNamespace(
-            config=config,
-            rollouts=rollouts,
-            stages=stages,
-            roles=BothResident(None),  # pyright: ignore[reportArgumentType]
-        )
+        workers: Any = SimpleNamespace(export_model=self._export)
         ended = lambda calls, stage, timeout_s: [(call, call.report) for call in calls]  # noqa: E731
         monkeypatch.setattr(evaluation, "ended", ended)
-        monkeypatch.setattr(subject.grpo, "export_model", self._export)
-        self.validation = subject.Validation(self.run, evaluation_plans(config)[0])
+        self.validation = subject.Validation(rollouts, evaluation_plans(config)[0], workers, subject.Goal.of(config))
 
-    def _export(self, run: Any, path: str) -> None:
+    def _export(self, path: str) -> None:
         Path(path).mkdir()
         self.exported.append(self.actors[0].step)
 

@@ -22,7 +22,7 @@ from headrace.trainers.cluster.placement import ON_CPUS
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
-from headrace.trainers.run import early_ray, launch
+from headrace.trainers.run import early_ray, processes
 from headrace.trainers.run.checks import preflight, prompts
 from headrace.trainers.run.checks.preflight import check_start
 
@@ -204,8 +204,8 @@ def fake_clusters(monkeypatch: pytest.MonkeyPatch) -> list[FakeCluster]:
         return opened[-1]
 
     monkeypatch.setattr(early_ray, "open_cluster", open_cluster)
-    monkeypatch.setattr(launch, "reserve_places", lambda *_: Reservation(ON_CPUS))
-    monkeypatch.setattr(launch, "start_actors", lambda *_, **__: None)
+    monkeypatch.setattr(processes, "reserve_places", lambda *_: Reservation(ON_CPUS))
+    monkeypatch.setattr(processes, "start_actors", lambda *_, **__: None)
     return opened
 
 

@@ -1,0 +1,216 @@
+"""Sends plans and passes to a run's train workers, and waits for their reports.
+
+Nothing here touches the content of a row: rollout actors put rows and train workers get them. Only receipts
+(keys and locations of rows), plans, a few numbers for each row, and reports pass through the driver.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from ...actors.samples import SampleFile
+from ...actors.train.reader import FetchPolicy, holds_receipt
+from ...actors.train.shard_plans import Budget, plan_shards
+from ...actors.train.step_rows import TrainShard
+from ...actors.train.topology import Topology
+from ...actors.train.worker import REF, WorkerReport
+from ...dataplane.meta import POSITION, KVBatchMeta
+from ..advantages.estimators import AdvantageEstimator, build_advantages
+from ..backends.config import TrainerConfig
+from ..cluster.calls import Call, gather, gather_slow
+from ..cluster.handles import TrainHandle
+from ..cluster.rollout_specs import sample_file
+from ..cluster.worker_specs import budget
+from ..config.config import Config
+from ..losses.config import LossConfig
+from .row_tags import group_tokens, trained_tokens, with_advantages
+from .stages import Stages
+
+T = TypeVar("T")
+STALL_S = 1800.0
+"""Seconds without a written byte or any computation after which train workers that save, load or export a model count
+as stuck. A shared file system that hangs may need as long to recover."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRules:
+    """What decides how the rows of a step are dealt to ranks and microbatches, and what is told of them."""
+
+    topology: Topology
+    fetch: FetchPolicy
+    """Value of `trainer.fetch`: which ranks read rows themselves."""
+    budget: Budget
+    """Limit on the tokens of a microbatch, and the coefficients that give a row's compute cost from its length."""
+    group_tokens: bool
+    """Whether each row carries the number of tokens that its whole group trains on."""
+    row_tokens: bool
+    """Whether each row carries the number of its tokens that are trained on."""
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig, loss: LossConfig, budget: Budget) -> PlanRules:
+        """Return the rules of a run with these sections."""
+        with_rows = bool(trainer.moe.aux_loss_coef)
+        return cls(trainer.topology, trainer.fetch, budget, loss.aggregation == "prompt", with_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainWorkers:
+    """The train workers of a run, and what the driver needs to plan their work."""
+
+    handles: list[TrainHandle]
+    """Handles of the workers, in rank order. A worker that replaces another has the same handle."""
+    stages: Stages
+    rules: PlanRules
+    estimate: AdvantageEstimator
+    reference: tuple[str, ...]
+    """Name of the column with the reference model's log-probs, or () when loss.kl_coef is 0, which needs none."""
+    samples: SampleFile | None
+    """File of samples, which picks the rows that are written to it; None for a run that writes none."""
+    timeout_s: float
+    """Seconds within which a worker must answer, or make progress (resources.stage_timeout_s)."""
+
+    @classmethod
+    def of(cls, config: Config, handles: list[TrainHandle], stages: Stages) -> TrainWorkers:
+        """Return the train workers of the run that `config` describes, where `trainer.packing` has been decided."""
+        trainer, loss, prompts = config.trainer, config.loss, config.algorithm.prompts_per_step
+        return cls(
+            handles=handles,
+            stages=stages,
+            rules=PlanRules.of(trainer, loss, budget(trainer, config.model)),
+            estimate=build_advantages(config.advantage, config.reward.weights),
+            reference=(REF,) if loss.kl_coef else (),
+            samples=sample_file(config.logging.samples, config.run, prompts),
+            timeout_s=config.resources.stage_timeout_s,
+        )
+
+    def gather(self, calls: Sequence[Call[T]], stage: str) -> list[T]:
+        """Wait for all `calls`, at most resources.stage_timeout_s, and return their results in order. Raises
+        ActorFailed if an actor failed or did not answer in time."""
+        return gather(calls, stage, self.timeout_s)
+
+    def gather_slow(self, calls: Sequence[Call[T]], stage: str, draft: Path | None = None) -> list[T]:
+        """Wait for calls of train workers that read or write whole models, and return their results in order. The wait
+        has no time limit while the workers make progress. draft: folder that the workers write, whose growth counts as
+        progress. Raises ActorFailed if a worker failed or makes no progress."""
+        return gather_slow(
+            calls,
+            self.handles,
+            stage,
+            silence_s=self.timeout_s,
+            stall_s=STALL_S,
+            num_bytes=lambda: 0 if draft is None else size_of(draft),
+            on_look=self.stages.report_progress,
+        )
+
+    def ship_plan(
+        self, meta: KVBatchMeta, step: int, columns: tuple[str, ...] = (), *, write_samples: bool = False
+    ) -> None:
+        """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard.
+        columns: log-prob columns that the workers have written to these rows before. write_samples: whether the workers
+        write what the step makes of the picked rows to samples.jsonl."""
+        picks, traced = self.samples if write_samples else None, self.stages.tracer.recording
+        with self.stages.timed("plan"):
+            shards = plan_step(self.rules, meta, step, traced=traced, columns=columns, picks=picks)
+            self.gather([worker.begin(shard) for worker, shard in zip(self.handles, shards, strict=True)], "plan")
+
+    def write_logprobs(self, columns: Sequence[str]) -> list[WorkerReport]:
+        """Compute log-probs of the rows of the last plan and write them back, for each of `columns`. These are
+        `prev_logprobs` of the current policy and `ref_logprobs` of the reference model. Returns the reports."""
+        reports = []
+        for column in columns:
+            with self.stages.timed("logprob"):
+                reports += self.gather([worker.write_logprobs(column) for worker in self.handles], column)
+        return self._traced(reports)
+
+    def accumulate(self) -> list[WorkerReport]:
+        """Add the gradients of the workers' shards to the current optimizer step, which the first such call opens.
+        Returns the reports."""
+        with self.stages.timed("train"):
+            reports = self.gather([worker.accumulate() for worker in self.handles], "train")
+        return self._traced(reports)
+
+    def finish(self) -> list[WorkerReport]:
+        """Take the optimizer update with all gradients accumulated so far. Returns the reports."""
+        with self.stages.timed("train"):
+            reports = self.gather([worker.finish() for worker in self.handles], "train")
+        return self._traced(reports)
+
+    def train_on(self, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
+        """Do the work of an optimizer update of `step`, up to the update itself, on some of its rows. It computes
+        advantages, plans, computes the reference's log-probs and accumulates gradients. Returns the reports."""
+        self.ship_plan(with_advantages(self.estimate, meta), step, write_samples=True)
+        return self.write_logprobs(self.reference) + self.accumulate()
+
+    def export_model(self, path: str) -> None:
+        """Write the trained policy to `path` as a Hugging Face model folder. The wait has no time limit while the train
+        workers make progress."""
+        with self.stages.timed("export"):
+            self.gather_slow([worker.export_model(path) for worker in self.handles], "export", Path(f"{path}.tmp"))
+
+    def _traced(self, reports: list[WorkerReport]) -> list[WorkerReport]:
+        """Add the spans of the reports of one pass or several, each in rank order, to the trace; returns the
+        reports."""
+        for number, report in enumerate(reports):
+            self.stages.tracer.add(self.handles[number % len(self.handles)].info.name, report.spans.to_spans())
+        return reports
+
+
+def plan_step(
+    rules: PlanRules,
+    meta: KVBatchMeta,
+    step: int,
+    *,
+    traced: bool,
+    columns: tuple[str, ...] = (),
+    picks: SampleFile | None = None,
+) -> list[TrainShard]:
+    """Assign rows to data-parallel replicas and microbatches; returns one shard for each rank.
+
+    Only ranks that read or write rows get a receipt (the keys and locations of the rows) in their shard; the other
+    ranks learn of their rows from the leader of their replica. traced: whether the workers record spans for the trace.
+    columns: log-prob columns that the workers have written to these rows before. picks: the file of samples, which
+    picks the rows that are written to it; None for no row.
+    """
+    topology = rules.topology
+    plan = plan_shards(meta.lengths, topology, rules.budget, meta.groups)
+    tags = {"advantage": meta.tags["advantage"]}
+    if rules.group_tokens:
+        tags["group_tokens"] = group_tokens(meta)
+    if rules.row_tokens:
+        tags["row_tokens"] = trained_tokens(meta)
+    lean = replace(meta, tags=tags)
+    parts = [plan.shard(dp) for dp in range(topology.dp)]
+    receipts = [lean.select(rows).to_bytes() for rows, _ in parts]
+    picked = [_picked(meta, rows, picks) for rows, _ in parts]
+    passes = max(map(len, picked))
+    shards = []
+    for rank in range(topology.world):
+        dp = topology.place(rank).dp
+        receipt = receipts[dp] if holds_receipt(topology, rules.fetch, rank) else None
+        shards.append(TrainShard(step, receipt, parts[dp][1], plan.digest, traced, columns, picked[dp], passes))
+    return shards
+
+
+def _picked(meta: KVBatchMeta, rows: np.ndarray, picks: SampleFile | None) -> np.ndarray:
+    """Return which of `rows`, by their places there, are written to the file of samples `picks`, int64 `[K]`."""
+    if picks is None:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero([picks.picks(position) for position in meta.tags[POSITION][rows].tolist()])
+
+
+def size_of(folder: Path) -> int:
+    """Return the total bytes of the files below `folder`, or 0 when it does not exist. Files and folders, `folder`
+    itself included, may be renamed meanwhile: a checkpoint's draft is renamed by the train worker that ends it."""
+    total = 0
+    for parent, _, names in os.walk(folder):  # which passes over folders that are gone, unlike `Path.rglob`
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total

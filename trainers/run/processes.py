@@ -1,0 +1,239 @@
+"""Starts all processes of a run, in five parts of which each builds on those before, and stops them in reverse.
+
+    cluster -> places -> data plane -> actors -> roles in GPU memory -> Run
+
+Each part registers its end in one exit stack as soon as there is something to end. One stack, because an interrupt can
+come at any instruction: inside nested generators it would leave some suspended, whose processes would live on.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...actors.process.memory import gpu_sizes
+from ...dataplane.client.client import DataPlaneClient
+from ...dataplane.config import DataPlaneConfig
+from ...dataplane.errors import DataPlaneError
+from ...dataplane.factory import DataPlane, connect, open_data_plane
+from ..cluster.calls import DriverMeter
+from ..cluster.gpu_bundles import Reservation, reserve_places
+from ..cluster.gpu_memory import RolesDecision, decide_roles
+from ..cluster.placement import PlacementRequest
+from ..cluster.ray_cluster import Cluster, open_cluster
+from ..cluster.run_actors import RunActors, StartingActors, start_actors
+from ..cluster.weight_route import WeightRoute
+from ..cluster.worker_specs import with_packing
+from ..config.config import Config
+from ..errors import UserError
+from ..grpo.roles import BothResident, Roles, TakeTurns
+from ..grpo.stages import Stages
+from ..grpo.steps import Observers, Run
+from ..grpo.weight_sync import WeightSync
+from ..observe.start_times import StartTimes
+from ..observe.trace import Tracer
+from ..pool.tenant.membership import PoolMembership
+from ..supervision.cleanup import remove_shared_memory
+from ..supervision.heartbeat import Heartbeat
+from ..supervision.report import read_actors, write_actors
+from .under_watchdog import WatchdogProcess
+
+CLOSE_TIMEOUT_S = 120.0
+"""Seconds within which all processes of a run must have exited after it begins to close."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the actors of a run stand, and what follows from that."""
+
+    config: Config
+    """The configuration, with what was decided: `resources.switch_roles` and `trainer.packing` are not `auto`."""
+    reservation: Reservation
+    route: WeightRoute
+    roles: RolesDecision
+    membership: PoolMembership | None
+    """The run's part in a pool of GPUs; None if the GPUs are its own."""
+    one_host: bool
+    """Whether all processes of the run are on one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A run's data plane, with the driver's client."""
+
+    plane: DataPlane
+    client: DataPlaneClient
+
+
+@contextmanager
+def launched(
+    config: Config,
+    prepare: Callable[[], str],
+    tracer: Tracer,
+    folder: Path,
+    watch: WatchdogProcess | None = None,
+    *,
+    cluster: Cluster | None = None,
+    check: Callable[[], None] = lambda: None,
+    times: StartTimes | None = None,
+) -> Iterator[Run]:
+    """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
+    leaving, also after an error, it stops everything.
+
+    prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
+    watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
+    is closed at the end; None opens one. check: function that raises an error if the run cannot work; it is called once
+    the actors' processes are starting. times: gets the time at which each part of the start has ended.
+    """
+    with ExitStack() as stack:
+        launch = _Launch(config, folder, watch, times or StartTimes(), stack)
+        places = launch.places(launch.cluster(cluster))
+        starting = launch.start(places)
+        check()
+        plane = launch.plane(places)
+        actors = launch.actors(starting, prepare, plane, places)
+        yield launch.run(actors, plane, places, Stages(tracer, launch.heartbeat))
+
+
+class _Launch:
+    """The start of one run's processes. Its methods are called once each, in the order in which they stand here."""
+
+    def __init__(
+        self, config: Config, folder: Path, watch: WatchdogProcess | None, times: StartTimes, stack: ExitStack
+    ) -> None:
+        self.heartbeat = Heartbeat() if watch is None else watch.heartbeat
+        self._config = config
+        self._request = PlacementRequest.of(config)
+        self._start_s = config.resources.start_timeout_s
+        self._folder = folder
+        self._watch = watch
+        self._times = times
+        self._stack = stack
+        self._run_id = uuid.uuid4().hex[:8]
+        self._meter = DriverMeter()
+        self._pids = list[int]()
+        """Ids of the actors' processes on this host."""
+        self._ending_actors = ExitStack()
+        """Kills the actors when it is closed."""
+
+    def cluster(self, cluster: Cluster | None) -> Cluster:
+        """Open a Ray cluster, unless there is one."""
+        self._stack.callback(remove_shared_memory, self._run_id)
+        self.heartbeat.enter("starting Ray", self._start_s)
+        config = self._config
+        cluster = cluster or open_cluster(config.resources, self._request, config.dataplane.store)
+        self._stack.callback(cluster.close)
+        return cluster
+
+    def places(self, cluster: Cluster) -> Places:
+        """Reserve the places of all actors, and decide what depends on them. Raises UserError for a weight transport
+        that cannot work between these places, before any actor starts."""
+        config, membership = self._config, None
+        if self._request.pooled:
+            membership = PoolMembership(config, self._folder, self.heartbeat)
+            self._stack.callback(membership.leave, lambda: self._pids)
+        self._stack.callback(self._ending_actors.close)
+        self.heartbeat.enter("placing the actors", self._start_s)
+        reservation = reserve_places(self._request, self._start_s) if membership is None else membership.places()
+        placement = reservation.placement
+        route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled)
+        decision = decide_roles(config, placement, min(gpu_sizes(), default=None))
+        config = decision.applied_to(config)
+        trainer = with_packing(config.trainer, config.model, gpu=placement.layout != "cpu")
+        config = config.model_copy(update={"trainer": trainer})
+        return Places(config, reservation, route, decision, membership, one_host=cluster.num_nodes == 1)
+
+    def start(self, places: Places) -> StartingActors:
+        """Start the processes of all actors, without waiting for them."""
+        return start_actors(
+            places.config, self._meter, self._ending_actors, places.reservation, places.route, one_host=places.one_host
+        )
+
+    def plane(self, places: Places) -> Plane:
+        """Open the data plane, and the driver's client of it."""
+        self.heartbeat.enter("starting the data plane", self._start_s)
+        config = places.config.dataplane.with_sampler(places.config.resolved_sampler)
+        plane = self._stack.enter_context(
+            _opened(config, self._run_id, one_host=places.one_host, start_timeout_s=self._start_s)
+        )
+        self._times.mark("data plane")
+        client = connect(plane.handle, name="driver")
+        self._stack.callback(client.close)
+        # Once more, so that the actors end before the data plane, which they use.
+        self._stack.callback(self._ending_actors.close)
+        if self._watch is not None:
+            self._watch.opened(plane.handle)
+        return Plane(plane, client)
+
+    def actors(self, starting: StartingActors, prepare: Callable[[], str], plane: Plane, places: Places) -> RunActors:
+        """Prepare the model, and build all actors with it."""
+        model = prepare()
+        self._times.mark("model")
+        self.heartbeat.enter("starting the actors", 4 * self._start_s)  # it makes four bounded waits, one after another
+        actors = starting.build(model, plane.plane, self._times, places.membership)
+
+        def tell() -> None:
+            write_actors(self._folder, self._run_id, everyone(plane.plane, actors))
+            self._pids[:] = [actor.info.pid for actor in actors.handles if actor.info.host == socket.gethostname()]
+            if self._watch is not None:
+                self._watch.started(actors)
+
+        tell()
+        actors.on_replaced.append(tell)
+        self._meter.take()
+        self._stack.callback(self.heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
+        return actors
+
+    def run(self, actors: RunActors, plane: Plane, places: Places, stages: Stages) -> Run:
+        """Put the parts of the run together, with the roles that engines and train workers have in GPU memory."""
+        config, route, membership = places.config, places.route, places.membership
+        cached = (places.roles.take_turns or membership is not None) and route.keeps_in_host
+        weights = WeightSync(
+            config.sync if membership is None else config.sync.model_copy(update={"cache": True}),
+            actors.workers,
+            actors.engines,
+            lasting=route.lasting,
+            in_cache=0 if cached else None,
+        )
+        roles: Roles = BothResident(weights)
+        if places.roles.take_turns:
+            roles = TakeTurns(
+                actors,
+                weights,
+                stages,
+                timeout_s=config.resources.stage_timeout_s,
+                residual_bytes=config.resources.residual_mib << 20,
+                bucket_bytes=route.send_buffer_bytes,
+            )
+        if membership is not None:
+            progress = connect(plane.plane.handle, name="pool")
+            self._stack.callback(progress.close)
+            roles = membership.roles(actors, weights, stages, progress, route.send_buffer_bytes)
+            self._stack.callback(membership.tenant.stop)
+        observers = Observers.of(plane.client, self._folder, self._meter)
+        return Run.of(config, plane.client, actors, roles, weights, stages, observers, roles_note=places.roles.why)
+
+
+def _opened(config: DataPlaneConfig, run_id: str, *, one_host: bool, start_timeout_s: float) -> DataPlane:
+    """Open the run's data plane. Raises UserError if a host cannot provide what the configuration asks for."""
+    try:
+        return open_data_plane(config, run_id=run_id, one_host=one_host, start_timeout_s=start_timeout_s)
+    except DataPlaneError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
+    """Return (name, process id, host) of every process of the run."""
+    hosts = [(name, pid, plane.host) for name, pid in plane.processes().items()]
+    return hosts + [(handle.info.name, handle.info.pid, handle.info.host) for handle in actors.handles]
+
+
+def needed_processes(folder: Path) -> dict[str, int]:
+    """Return the run's processes on this host, read from actors.json in the run folder: name -> process id."""
+    return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
