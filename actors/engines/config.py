@@ -129,7 +129,7 @@ def memory_share(rollout: EngineKeys, *, shared: bool, kept_free: int = 0, gpu_b
         raise ValueError(
             f"pool.other_runs: got processes that may keep {kept_free >> 20} MiB asleep on a GPU of {gpu_bytes >> 20} "
             f"MiB, expected less than {MOST_OF_A_GPU - SMALLEST_SHARE:.0%} of it; a smaller pool.other_runs or "
-            "pool.residual_mib leaves more for an engine, and rollout.gpu_memory_utilization sets its share"
+            "resources.residual_mib leaves more for an engine, and rollout.gpu_memory_utilization sets its share"
         )
     return min(share, left)
 

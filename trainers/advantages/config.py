@@ -16,8 +16,6 @@ class AdvantageConfig(Section):
     the mean of the group's other samples (arXiv:2402.14740). `reinforce_pp` normalises rewards over the whole step
     (arXiv:2501.03262). `gdpo` normalises the values of each reward function within the group and then adds the results
     (arXiv:2601.05242)."""
-    normalize_std: bool = True
-    """If true, `grpo` divides by the group's standard deviation."""
     baseline: Literal["step", "group"] = "step"
     """Rows whose mean reward `reinforce_pp` subtracts from the reward of a row: `step` for all rows of the step,
     `group` for the rows of the same group."""

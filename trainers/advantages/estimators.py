@@ -249,7 +249,7 @@ def build_advantages(config: AdvantageConfig, weights: Mapping[str, float]) -> A
     ValueError when `gdpo` has no reward with a weight other than 0, or when the kind is unknown.
     """
     if config.kind == "grpo":
-        return GrpoAdvantage(config.normalize_std)
+        return GrpoAdvantage()
     if config.kind == "dr_grpo":
         return GrpoAdvantage(normalize_std=False)
     if config.kind == "rloo":

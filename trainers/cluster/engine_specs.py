@@ -63,7 +63,9 @@ def engine_config(
         config.scripted,
         device=device,
         shared_gpu=shared_gpu,
-        kept_free_bytes=0 if device == "cpu" else neighbour_bytes(config.pool, config.rollout, config.sync),
+        kept_free_bytes=0
+        if device == "cpu"
+        else neighbour_bytes(config.pool, config.rollout, config.sync, config.resources.residual_mib),
         max_model_len=config.engine_length,
         log=engine_log(config.run.dir, name),
         seed=config.run.seed,
@@ -72,15 +74,15 @@ def engine_config(
     )
 
 
-def neighbour_bytes(pool: PoolConfig, rollout: RolloutConfig, sync: SyncConfig) -> int:
+def neighbour_bytes(pool: PoolConfig, rollout: RolloutConfig, sync: SyncConfig, residual_mib: int) -> int:
     """Return how much of each GPU's memory an engine leaves free for processes that sleep there. They are those of the
     run's own trainer, and of an engine and a trainer of each of `pool.other_runs` runs. It is 0 for a run without a
-    pool, or whose engines' memory is set by `rollout.kv_cache`."""
+    pool, or whose engines' memory is set by `rollout.kv_cache`. residual_mib: GPU memory that a process keeps
+    while it sleeps (`resources.residual_mib`)."""
     if pool.address is None or rollout.kv_cache != "auto":
         return 0
-    engine = pool.residual_mib
-    trainer = engine + 2 * bucket_mib(sync, "ipc", "cuda", pooled=True)
-    return trainer + pool.other_runs * (engine + trainer) << 20
+    trainer = residual_mib + 2 * bucket_mib(sync, "ipc", "cuda", pooled=True)
+    return trainer + pool.other_runs * (residual_mib + trainer) << 20
 
 
 def engine_ahead(kind: str, model: ModelConfig, device: str) -> tuple[tuple[str, ...], bool]:

@@ -74,13 +74,10 @@ class PoolConfig(Section):
     sleep_level: Literal[1, 2] = 2
     """Level at which engines sleep. With 1 they keep their weights in host memory. With 2 they drop them and get the
     newest version when they wake."""
-    residual_mib: Count = 1536
-    """Largest GPU memory in MiB that a process can keep after it has fallen asleep or was offloaded, such as its CUDA
-    context. An engine that keeps more is replaced, and a train worker that keeps more fails."""
     other_runs: CountOrZero = 3
     """Largest number of other runs whose processes sleep on a GPU while an engine of this run is awake there. Engines
-    leave `pool.residual_mib` for each of these processes, unless `rollout.gpu_memory_utilization` or `rollout.kv_cache`
-    sets how much they take."""
+    leave `resources.residual_mib` for each of these processes, unless `rollout.gpu_memory_utilization` or
+    `rollout.kv_cache` sets how much they take."""
     order_timeout_s: Positive = 180.0
     """Seconds that the run has to carry out an order of the pool, to put engines to sleep or to wake them. The pool
     ends the processes of a run that takes longer."""
@@ -276,8 +273,9 @@ class ResourcesConfig(Section):
     engines generate. With `never` both keep their memory. `auto` takes turns if the GPUs cannot hold both, and says at
     the start what it has chosen. On a machine without GPUs, `auto` is `never`."""
     residual_mib: Count = 1536
-    """Largest GPU memory in MiB that a process can keep while the other side works, such as its CUDA context. An engine
-    that keeps more is replaced, and a train worker that keeps more fails."""
+    """Largest GPU memory in MiB that a process can keep while it sleeps or is offloaded, such as its CUDA context:
+    while the other side works, or other runs of a pool. An engine that keeps more is replaced, and a train worker that
+    keeps more fails."""
     watchdog: bool = True
     """Whether a separate process ends the run, with a report, when a stage takes longer than
     `resources.stage_timeout_s` and a margin."""

@@ -102,6 +102,11 @@ DATASET_PROMPTS = Need(
     "prompts from a Hugging Face dataset",
     lambda config: any(not is_generated(s) and not s.endswith(JSONL_SUFFIXES) for s in _sources(config)),
 )
+SLEEPS = Need(
+    "resources.switch_roles",
+    "resources.switch_roles=auto or always, or pool.address set",
+    lambda config: config.resources.switch_roles != "never" or config.pool.address is not None,
+)
 OVERTAKING = Need(
     "algorithm.sampler", "a sampler that may change the order of groups, unlike auto and in_order", _overtakes
 )
@@ -175,7 +180,6 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "algorithm.chunk_groups": (BY_CHUNK,),
     "algorithm.dynamic_sampling.max_factor": (_is("algorithm.dynamic_sampling.enabled", True),),
     "algorithm.dynamic_sampling.oversample": (_is("algorithm.mode", "sync", "streaming"),),
-    "advantage.normalize_std": (_is("advantage.kind", "grpo"),),
     "advantage.baseline": (_is("advantage.kind", "reinforce_pp"),),
     "loss.kind": (MODEL_BACKENDS,),
     "loss.options": (MODEL_BACKENDS, OWN_LOSS),
@@ -215,10 +219,10 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "validation.n": (VALIDATES, _above_zero("validation.temperature")),
     "resources.layout": (_unset("resources.trainer_gpus"),),
     "resources.num_cpus": (_unset("resources.ray_address"),),
-    "resources.residual_mib": (_is("resources.switch_roles", "auto", "always"),),
+    "resources.residual_mib": (SLEEPS,),
     **{
         f"pool.{name}": (_set("pool.address"),)
-        for name in ("name", "weight", "sleep_level", "residual_mib", "other_runs", "order_timeout_s")
+        for name in ("name", "weight", "sleep_level", "other_runs", "order_timeout_s")
     },
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
     "logging.samples.every": (_unset("run.replay"),),

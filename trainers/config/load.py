@@ -28,7 +28,10 @@ SHOWN_CHARS = 80
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-RENAMED: Mapping[str, str] = {"rollout.kv_cache_mib": "rollout.kv_cache"}
+RENAMED: Mapping[str, str] = {
+    "rollout.kv_cache_mib": "rollout.kv_cache",
+    "pool.residual_mib": "resources.residual_mib",
+}
 """Former dotted name of a config key -> its present name. The former name still works, with a warning."""
 ENVIRONMENT_KEYS: Mapping[str, str] = {
     "environment": "environment.kind",
@@ -86,7 +89,7 @@ def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
 def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_run: bool = False) -> Config:
     # A section whose keys are all commented out is null in YAML; it means the defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
-    config = validated(Config, _environment_keys(renamed_keys(given, RENAMED), of_old_run))
+    config = validated(Config, _with_kind_of_advantage(renamed_keys(given, RENAMED)))
     problems, idle = contradictions(config), idle_key_problems(config, overridden)
     if of_old_run:
         for sentence in idle:
@@ -103,7 +106,7 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
     """Return a copy of `data` in which values under the former name of a key are moved to its present name. Warns about
     each of them.
 
-    renamed: former dotted name -> present one. Raises ConfigError if both names of a key are set.
+    renamed: former dotted name -> present one. Raises ConfigError if both names of a key are set to different values.
     """
     moved = copy.deepcopy(dict(data))
     for old, new in renamed.items():
@@ -122,49 +125,29 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
         for section in sections:
             there[section] = there.get(section) or {}
             there = there[section]
-        if new_name in there:
+        if new_name in there and there[new_name] != value:
             raise ConfigError([f"{old}: got {_shown(value)} beside {new}, expected only {new}, its present name"])
         there[new_name] = value
         warnings.warn(f"{old} is now called {new}, please rename it in your configuration", FutureWarning, stacklevel=4)
     return moved
 
 
-def _environment_keys(data: dict[str, Any], of_old_run: bool) -> dict[str, Any]:
-    """Move the keys of section `rollout` that once named the environment to section `environment`, in place. Warns
-    about each of them.
-
-    They had an effect only while `environment.kind` was unset, `tools` and `max_turns` only with `tool_use`. Raises
-    ConfigError if `environment.kind` is set too, unless the configuration is that of an old run (`of_old_run`), which
-    lists all keys.
-    """
-    rollout, environment = data.get("rollout"), data.get("environment")
-    if isinstance(environment, dict) and environment.get("kind", "") is None:
-        del environment["kind"]  # once the way to leave it to `rollout.environment`
-    if not isinstance(rollout, dict):
+def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` with the former key `advantage.normalize_std` said by `advantage.kind`. Warns if it was false."""
+    advantage = data.get("advantage")
+    if not isinstance(advantage, dict) or not isinstance(advantage.get("normalize_std"), bool):
         return data
-    former = {name: rollout.pop(name) for name in ENVIRONMENT_KEYS if name in rollout}
-    if former and (environment is None or isinstance(environment, dict) and "kind" not in environment):
-        data["environment"] = environment = environment or {}
-        environment["kind"] = kind = former.get("environment", EnvironmentConfig().kind)
-        options = {
-            name: former[name]
-            for name, default in (("tools", ["calculator"]), ("max_turns", 4))
-            if name in former and (kind == "tool_use" or former[name] != default)
-        }
-        if options:
-            environment["options"] = {**options, **(environment.get("options") or {})}
-    elif former and not of_old_run:
-        raise ConfigError(
-            [
-                f"rollout.{name}: got {_shown(value)} beside environment.kind, expected only "
-                f"{ENVIRONMENT_KEYS[name]}, its present name"
-                for name, value in former.items()
-            ]
+    others = {key: value for key, value in advantage.items() if key != "normalize_std"}
+    if not advantage["normalize_std"]:
+        if others.get("kind", "grpo") not in ("grpo", "dr_grpo"):
+            return data  # it had no effect, and is refused as an unknown key
+        others["kind"] = "dr_grpo"
+        warnings.warn(
+            "advantage.normalize_std=false is now advantage.kind=dr_grpo, please say it so in your configuration",
+            FutureWarning,
+            stacklevel=4,
         )
-    for name in former:
-        sentence = f"rollout.{name} is now called {ENVIRONMENT_KEYS[name]}, please rename it in your configuration"
-        warnings.warn(sentence, FutureWarning, stacklevel=4)
-    return data
+    return {**data, "advantage": others}
 
 
 # ---------------------------------------------------------------- YAML

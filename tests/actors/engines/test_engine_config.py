@@ -52,9 +52,9 @@ def test_an_engine_on_a_pools_gpu_leaves_memory_for_those_that_sleep_there() -> 
 
 
 def test_what_sleeps_on_a_pools_gpu_are_the_own_trainer_and_two_processes_of_each_other_run() -> None:
-    pool = {"address": "a", "residual_mib": 1000, "other_runs": 2}
+    pool = {"address": "a", "other_runs": 2}
     rollout = {"engine": "vllm", "num_engines": 2, "num_actors": 1}
-    gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1]}
+    gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1], "residual_mib": 1000}
     sections = {"pool": pool, "rollout": rollout, "resources": gpus, "algorithm": {"mode": "async"}}
     sections["sync"] = {"in_flight": "keep"}
     kept = kept_free(build_config(sections))

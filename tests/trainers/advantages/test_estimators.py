@@ -17,7 +17,6 @@ EPS = 1e-6
 WEIGHTS = {"exact": 0.7, "shape": -1.5, "only logged": 0.0}
 CONFIGS = {
     "grpo": AdvantageConfig(),
-    "grpo without std": AdvantageConfig(normalize_std=False),
     "dr_grpo": AdvantageConfig(kind="dr_grpo"),
     "rloo": AdvantageConfig(kind="rloo"),
     "reinforce_pp": AdvantageConfig(kind="reinforce_pp"),

@@ -111,7 +111,7 @@ def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
             {"advantage": {"kind": "gdpo"}},
             "advantage.kind: got 'gdpo' with 1 reward functions whose weight is not 0",
         ),
-        ({"advantage": {"kind": "rloo", "normalize_std": False}}, "advantage.normalize_std: got false with"),
+        ({"advantage": {"kind": "rloo", "normalize_std": False}}, "advantage.normalize_std: unknown key"),
         ({"advantage": {"baseline": "group"}}, "advantage.baseline: got 'group' with advantage.kind='grpo', expected"),
     ],
 )

@@ -78,13 +78,13 @@ class PoolMembership:
         return self.tenant.holding(role, self._wait)
 
     def expect_freed(self, handles: Sequence[EngineHandle | TrainHandle]) -> None:
-        config, residual_bytes = self._config, self._config.pool.residual_mib << 20
+        config, residual_bytes = self._config, self._config.resources.residual_mib << 20
 
         def limit(handle: EngineHandle | TrainHandle, held: ProcessMemory) -> int | None:
             processes = config.rollout.tp if isinstance(handle, EngineHandle) else 1
             return residual_limit(held, residual_bytes, processes)
 
-        timeout_s, key = config.resources.start_timeout_s, "pool.residual_mib"
+        timeout_s, key = config.resources.start_timeout_s, "resources.residual_mib"
         for handle, why in fallen(handles, limit, FALL_S, timeout_s, key)[1].items():
             raise ActorFailed(f"start: {handle.info} {why}")
 
@@ -96,7 +96,7 @@ class PoolMembership:
     ) -> BorrowsGpus:
         """Return the operations on the memory of the borrowed GPUs. client: data-plane client of its own. bucket_bytes:
         GPU memory that a train worker may keep in addition, for the buffers from which it sends weights."""
-        config, residual_bytes = self._config, self._config.pool.residual_mib << 20
+        config, residual_bytes = self._config, self._config.resources.residual_mib << 20
         shards = Shards(
             actors,
             weights,
@@ -111,7 +111,7 @@ class PoolMembership:
             actors,
             timeout_s=config.resources.stage_timeout_s,
             most_bytes=residual_bytes + bucket_bytes,
-            key="pool.residual_mib",
+            key="resources.residual_mib",
         )
         groups = config.algorithm.prompts_per_step
         return BorrowsGpus(actors, weights, stages, self.tenant, shards, memory, client, step_groups=groups)

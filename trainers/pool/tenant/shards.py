@@ -167,7 +167,7 @@ class Shards:
             held, wrong = fallen(
                 list(sleeping),
                 lambda handle, held: residual_limit(held, self._residual_bytes, sleeping[handle].num_workers),
-                FALL_S, self._timeout_s, "pool.residual_mib",
+                FALL_S, self._timeout_s, "resources.residual_mib",
             )  # fmt: skip
             failed |= {sleeping[handle].name: why for handle, why in wrong.items()}
             self.count.asleep_bytes = max((one.held_bytes for one in held), default=self.count.asleep_bytes)

@@ -24,8 +24,8 @@ def test_a_process_that_keeps_its_memory_at_the_start_is_named(monkeypatch: pyte
 
     member: Any = object.__new__(PoolMembership)
     rollout = {"engine": "vllm", "tp": 2, "num_engines": 2, "num_actors": 1}
-    gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1, 2, 3]}
-    pool = {"address": "a", "residual_mib": 100}
+    gpus = {"trainer_gpus": [0], "rollout_gpus": [0, 1, 2, 3], "residual_mib": 100}
+    pool = {"address": "a"}
     sections = {"pool": pool, "rollout": rollout, "resources": gpus}
     member._config = build_config({**sections, "algorithm": {"mode": "async"}, "sync": {"in_flight": "keep"}})
     engine, worker = fake_ray.engine(answering("engine")), fake_ray.worker(answering("worker"))
@@ -35,7 +35,7 @@ def test_a_process_that_keeps_its_memory_at_the_start_is_named(monkeypatch: pyte
     member.expect_freed([engine])
     held["worker"] = ProcessMemory(101 << 20, 0)
     with pytest.raises(
-        ActorFailed, match="start: train worker 0 .* still holds 101 MiB .* at most 100 .pool.residual_mib"
+        ActorFailed, match="start: train worker 0 .* still holds 101 MiB .* at most 100 .resources.residual_mib"
     ):
         member.expect_freed([worker])
     held["engine"] = ProcessMemory(201 << 20, 0)

@@ -163,7 +163,7 @@ def test_a_shard_that_keeps_its_memory_is_killed(monkeypatch: pytest.MonkeyPatch
         it.order("expand", 0, 1)
         it.engine_bytes = [0, RESIDUAL + 1]
         outcome = it.order("shrink", 0, 1)
-        assert outcome.done == (0,) and "pool.residual_mib" in outcome.failed[1]
+        assert outcome.done == (0,) and "resources.residual_mib" in outcome.failed[1]
         first, second = it.it.pool.engines
         assert not first.dead and second.dead and second.asleep and it.it.pool.all_asleep
 
