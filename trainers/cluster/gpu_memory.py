@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.engines.config import ModelConfig, engine_dtype, memory_share
-from ...actors.process.memory import assumed_machine
+from ...actors.process.memory import assumed_machine, gpu_sizes
 from ...actors.rollout.config import RolloutConfig
 from ...actors.weight_sync.transports.factory import resolve_kind
 from ...codecs.integers import ceil_div
@@ -80,6 +80,11 @@ class RolesDecision:
         chosen = "always" if self.take_turns else "never"
         resources = config.resources.model_copy(update={"switch_roles": chosen})
         return config.model_copy(update={"resources": resources})
+
+
+def smallest_gpu() -> int | None:
+    """Return the memory in bytes of this machine's smallest GPU; None if it has none."""
+    return min(gpu_sizes(), default=None)
 
 
 def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) -> RolesDecision:

@@ -221,7 +221,7 @@ def meaning_problems(config: Config) -> list[str]:
 
 
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> list[str]:
-    """Return one sentence for each mistake in how long a weight sync may take and how it is sent."""
+    """Return one sentence for each setting of the weight sync that contradicts another, or a time limit."""
     problems = []
     bound_s, key = min(
         (resources.stage_timeout_s, "stage_timeout_s"),

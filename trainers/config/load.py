@@ -89,7 +89,7 @@ def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
 def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_run: bool = False) -> Config:
     # A section whose keys are all commented out is null in YAML; it means the defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
-    config = validated(Config, _with_kind_of_advantage(renamed_keys(given, RENAMED)))
+    config = validated(Config, _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run)))
     problems, idle = contradictions(config), idle_key_problems(config, overridden)
     if of_old_run:
         for sentence in idle:
@@ -130,6 +130,44 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
         there[new_name] = value
         warnings.warn(f"{old} is now called {new}, please rename it in your configuration", FutureWarning, stacklevel=4)
     return moved
+
+
+def _environment_keys(data: dict[str, Any], of_old_run: bool) -> dict[str, Any]:
+    """Move the keys of section `rollout` that once named the environment to section `environment`, in place. Warns
+    about each of them.
+
+    They had an effect only while `environment.kind` was unset, `tools` and `max_turns` only with `tool_use`. Raises
+    ConfigError if `environment.kind` is set too, unless the configuration is that of an old run (`of_old_run`), which
+    lists all keys.
+    """
+    rollout, environment = data.get("rollout"), data.get("environment")
+    if isinstance(environment, dict) and environment.get("kind", "") is None:
+        del environment["kind"]  # once the way to leave it to `rollout.environment`
+    if not isinstance(rollout, dict):
+        return data
+    former = {name: rollout.pop(name) for name in ENVIRONMENT_KEYS if name in rollout}
+    if former and (environment is None or isinstance(environment, dict) and "kind" not in environment):
+        data["environment"] = environment = environment or {}
+        environment["kind"] = kind = former.get("environment", EnvironmentConfig().kind)
+        options = {
+            name: former[name]
+            for name, default in (("tools", ["calculator"]), ("max_turns", 4))
+            if name in former and (kind == "tool_use" or former[name] != default)
+        }
+        if options:
+            environment["options"] = {**options, **(environment.get("options") or {})}
+    elif former and not of_old_run:
+        raise ConfigError(
+            [
+                f"rollout.{name}: got {_shown(value)} beside environment.kind, expected only "
+                f"{ENVIRONMENT_KEYS[name]}, its present name"
+                for name, value in former.items()
+            ]
+        )
+    for name in former:
+        sentence = f"rollout.{name} is now called {ENVIRONMENT_KEYS[name]}, please rename it in your configuration"
+        warnings.warn(sentence, FutureWarning, stacklevel=4)
+    return data
 
 
 def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ PEERS: Mapping[str, tuple[Row, ...]] = {
         ("grpo.num_generations_per_prompt", "algorithm.group_size", ""),
         ("grpo.max_num_steps", "algorithm.steps", ""),
         ("grpo.max_num_epochs", "algorithm.steps", _EPOCHS),
-        ("grpo.max_rollout_turns", "rollout.max_turns", "with rollout.environment=tool_use"),
+        ("grpo.max_rollout_turns", "environment.options", "max_turns, with environment.kind=tool_use"),
         ("grpo.normalize_rewards", "advantage.kind", "false: dr_grpo"),
         ("grpo.use_leave_one_out_baseline", "advantage.kind", "rloo"),
         ("grpo.overlong_filtering", "algorithm.mask_truncated", ""),

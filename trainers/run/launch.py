@@ -27,8 +27,8 @@ from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
 from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
-from ..observe.trust import distrust
 from .checks.preflight import check_prompts, check_quickly
+from .checks.trust_probe import distrust
 from .processes import launched, needed_processes
 from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog

@@ -15,14 +15,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...actors.process.memory import gpu_sizes
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..cluster.calls import DriverMeter
 from ..cluster.gpu_bundles import Reservation, reserve_places
-from ..cluster.gpu_memory import RolesDecision, decide_roles
+from ..cluster.gpu_memory import RolesDecision, decide_roles, smallest_gpu
 from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import RunActors, StartingActors, start_actors
@@ -39,7 +38,7 @@ from ..observe.trace import Tracer
 from ..pool.tenant.membership import PoolMembership
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
-from ..supervision.report import read_actors, write_actors
+from ..supervision.stuck_run import read_actors, write_actors
 from .under_watchdog import WatchdogProcess
 
 CLOSE_TIMEOUT_S = 120.0
@@ -141,7 +140,7 @@ class _Launch:
         reservation = reserve_places(self._request, self._start_s) if membership is None else membership.places()
         placement = reservation.placement
         route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled)
-        decision = decide_roles(config, placement, min(gpu_sizes(), default=None))
+        decision = decide_roles(config, placement, smallest_gpu())
         config = decision.applied_to(config)
         trainer = with_packing(config.trainer, config.model, gpu=placement.layout != "cpu")
         config = config.model_copy(update={"trainer": trainer})

@@ -11,7 +11,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import open_data_plane
 from headrace.trainers.run.launch import needed_processes
 from headrace.trainers.run.processes import everyone
-from headrace.trainers.supervision.report import write_actors
+from headrace.trainers.supervision.stuck_run import write_actors
 
 
 def test_processes_of_the_data_plane_are_on_its_host_not_on_the_drivers(tmp_path: Path) -> None:

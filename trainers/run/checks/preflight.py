@@ -6,7 +6,7 @@ import importlib.util
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,21 +16,19 @@ from ....actors.environments.factory import check_environment
 from ....actors.process.memory import assumed_machine, total_memory
 from ....actors.rewards.config import RewardConfig
 from ....actors.rewards.rubric import check_rewards
-from ....actors.rollout.config import DataConfig, RolloutConfig, is_generated
+from ....actors.rollout.config import DataConfig, RolloutConfig
 from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
-from ....dataplane.imports import MissingExtra
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
 from ...base_model.prepare import check_model, model_config
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ...config.config import AlgorithmConfig, Config, RunConfig
-from ...config.evaluation import EvaluationConfig
 from ...errors import ConfigError
 from ...losses.config import LossConfig
 from ...observe.run_folder import has_figures
-from ...observe.trackers import wanted_trackers
 from .dry_run import check_host_memory, plan_here
+from .extras import check_evaluation_extras, check_extras
 from .prompts import read_prompts
 
 Check = Callable[[], list[str] | None]
@@ -68,30 +66,31 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
 def check_evaluation(config: Config) -> None:
     """Check what the evaluation of a model without a training run needs. It needs the model, the rewards, and the
     packages for these and for the prompts. Raises ConfigError with one sentence for each mistake."""
-    _expect_installed(_evaluation_packages(config))
+    check_evaluation_extras(config)
+    rubrics = _rubrics(config)
     _check(
         [
             lambda: check_model(config),
-            lambda: _check_rewards(config.reward, config.evaluation),
+            lambda: _check_rewards(rubrics),
             lambda: check_environment(config.environment, config.rollout.endpoint),
         ]
     )
 
 
 def _quick_checks(config: Config, resume: bool) -> list[Check]:
-    resources, rollout = config.resources, config.rollout
+    resources, rollout, rubrics = config.resources, config.rollout, _rubrics(config)
     return [
         lambda: _check_run_dir(config.run, resume=resume),
         lambda: check_model(config),
         lambda: _check_kv_cache(rollout, config.model, config.engine_length),
         lambda: _check_engine_arguments(rollout),
-        lambda: _check_rewards(config.reward, config.evaluation),
+        lambda: _check_rewards(rubrics),
         lambda: check_environment(config.environment, rollout.endpoint),
         lambda: _check_loss(config.loss, config.data, rollout.max_new_tokens),
         lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address),
         lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
-        lambda: _check_gpus(config),
+        lambda: plan_here(config) and None,
         lambda: _check_memory(config),
     ]
 
@@ -146,12 +145,18 @@ def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
 # ---------------------------------------------------------------- the user's code
 
 
-def _check_rewards(reward: RewardConfig, evaluation: Mapping[str, EvaluationConfig]) -> None:
-    check_rewards(reward.functions)
-    for name, one in evaluation.items():
+def _rubrics(config: Config) -> dict[str, RewardConfig]:
+    return {"": config.reward} | {name: one.reward for name, one in config.evaluation.items() if one.reward}
+
+
+def _check_rewards(rubrics: Mapping[str, RewardConfig]) -> None:
+    """Check the functions of every rubric: name of its evaluation set, "" for that of training -> rubric."""
+    for name, rubric in rubrics.items():
         try:
-            check_rewards(one.reward.functions if one.reward else ())
+            check_rewards(rubric.functions)
         except ValueError as error:
+            if not name:
+                raise
             raise ValueError(f"evaluation.{name}: {error}") from error
 
 
@@ -240,12 +245,6 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
         check_trust(plane, plane.store.kind, one_host=True)
 
 
-def _check_gpus(config: Config) -> None:
-    """Raise UserError if engines and train workers cannot be placed on this machine's GPUs. A no-op for a run that
-    joins a Ray cluster."""
-    plan_here(config)
-
-
 def _check_memory(config: Config) -> None:
     """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
     ValueError if the weights, gradients and optimizer state of all train workers and engines need more. With GPUs,
@@ -267,50 +266,3 @@ def _check_memory(config: Config) -> None:
             f"{total / 2**30:.1f} GiB of memory and no GPU; expected at least {needed / 2**30:.1f} GiB, for {world} "
             f"train worker(s) of {worker / 2**30:.1f} GiB and {engines} engine(s) of {engine / 2**30:.1f} GiB"
         )
-
-
-# ---------------------------------------------------------------- optional packages
-
-
-def check_extras(config: Config) -> None:
-    """Raise ConfigError if optional packages are missing, with one sentence for each that names its extra."""
-    _expect_installed([*_run_packages(config), *_evaluation_packages(config)])
-
-
-def _expect_installed(needs: Iterable[tuple[str, str, str]]) -> None:
-    missing = [need for need in needs if importlib.util.find_spec(need[0]) is None]
-    if missing:
-        raise ConfigError([str(MissingExtra(*need)) for need in missing])
-
-
-def _run_packages(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield each optional package that the run uses, as (package, what uses it, extra that installs it).
-
-    Packages of engines and backends are not among them: these check for their packages themselves, within the first
-    seconds of the run.
-    """
-    yield "matplotlib", "report.html, which every run ends with,", "report"
-    for tracker in wanted_trackers(config.logging):
-        if tracker.kind == "tensorboard":
-            yield "tensorboard", "logging.tensorboard=true", "report"
-        else:
-            yield tracker.kind, f"the tracker {tracker.kind}", "trackers"
-    if config.rollout.endpoint.enabled:
-        for package in ("starlette", "uvicorn", "openai"):
-            yield package, "rollout.endpoint.enabled=true", "endpoint"
-    if config.model.renderer != "template":
-        yield "renderers", f"model.renderer={config.model.renderer}", "endpoint"
-    if config.dataplane.store.kind == "simple":
-        yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"
-
-
-def _evaluation_packages(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield each optional package that the prompts and rewards of the configuration use, as `_run_packages` does."""
-    for key, source in config.sources:
-        if source and source.startswith("reasoning-gym:"):
-            yield "reasoning_gym", f"{key}={source}", "reasoning-gym"
-        elif source and not is_generated(source) and not source.endswith(".jsonl"):
-            yield "datasets", f"{key}={source}", "datasets"
-    rewards = [config.reward, *(one.reward for one in config.evaluation.values() if one.reward)]
-    if any(function.kind == "math_verify" for reward in rewards for function in reward.functions):
-        yield "math_verify", "the reward math_verify", "math"

@@ -18,7 +18,7 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.config.trackers import TrackerConfig
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.observe.trackers import TrackedRun, build_tracker
-from headrace.trainers.run.checks.preflight import check_extras
+from headrace.trainers.run.checks.extras import check_extras
 
 EVERYTHING = {
     "data": {"train": "org/math"},
