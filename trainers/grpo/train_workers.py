@@ -155,8 +155,8 @@ class TrainWorkers:
             self.gather_slow([worker.export_model(path) for worker in self.handles], "export", Path(f"{path}.tmp"))
 
     def _traced(self, reports: list[WorkerReport]) -> list[WorkerReport]:
-        """Add the spans of the reports of one pass or several, each in rank order, to the trace; returns the
-        reports."""
+        """Add the spans of reports to the trace, and return the reports. They are those of one pass or several, each
+        in rank order."""
         for number, report in enumerate(reports):
             self.stages.tracer.add(self.handles[number % len(self.handles)].info.name, report.spans.to_spans())
         return reports
