@@ -121,7 +121,7 @@ def _replacement(node: ast.expr | ast.stmt) -> tuple[str, str] | None:
         return f"({ast.unparse(node.left)} {OPERATORS[type(node.op)]} {ast.unparse(node.right)})", "another operator"
     if isinstance(node, ast.Constant) and type(node.value) is bool:
         return repr(not node.value), "the opposite"
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return repr(node.value + 1), "one more"
     if isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Await)):
         call = node.value.value if isinstance(node.value, ast.Await) else node.value

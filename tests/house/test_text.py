@@ -118,7 +118,7 @@ def test_first_sentences_stand_on_the_first_line() -> None:
         f"{path}:{getattr(node, 'lineno', 1)} {line}"
         for path in tree.modules()
         for node in (*tree.nodes(path)[:1], *tree.definitions(path))
-        if isinstance(node, (ast.Module, *tree.Definition.__args__))
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         and (line := (ast.get_docstring(node) or "").partition("\n")[0])
         and not re.search(r"[.?!][\"`)]*(\s|$)", line)
     ]
