@@ -91,7 +91,7 @@ class EarlyTrainActor:
         show_gpus(gpus)  # before an import looks for GPUs
         enter(folder)
         keep_freed_memory()
-        from .train.actor import TrainActor  # imported here, see the docstring of this module
+        from .train.actor import TrainActor  # a late import, for the reason in this module's docstring
 
         self._make: Any = TrainActor
         self._imports = import_ahead(modules)
@@ -119,6 +119,6 @@ class EarlyTrainActor:
 
 
 def _encoded(info: ActorInfo) -> bytes:
-    from ..codecs import messages  # imported here, see the docstring of this module
+    from ..codecs import messages  # a late import, for the reason in this module's docstring
 
     return messages.encode(info)

@@ -205,7 +205,7 @@ class EngineActor(EngineHost):
         """Generate completions with the hosted engine; see `Generator.generate`. Returns None if the caller abandoned
         the request, because the reply is not read in that case."""
         request_id = call.request_id
-        while request_id in self._abandoned:  # its caller sends it again before the first attempt has ended
+        while request_id in self._abandoned:  # the caller resent it before the first attempt had ended
             await asyncio.wait({self._running[request_id]})
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")

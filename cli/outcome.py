@@ -111,7 +111,7 @@ class _Stop:
         try:
             raise error
         finally:
-            del error  # else this frame, which belongs to its traceback, would hold it
+            del error  # otherwise this frame, part of its traceback, would hold it
 
     def _raise_lost(self, signum: int) -> None:
         if not self.over and self._error() is None:

@@ -68,7 +68,7 @@ def encode_header(
 
 def enter_checksums(header: np.ndarray, checksums: Sequence[int], seed: int) -> None:
     """Enter the checksums into a header that `encode_header` has made for as many of them, with the same seed."""
-    end = _PREFIX.size + _PREFIX.unpack_from(header.data)[2]  # they are the last value of the manifest
+    end = _PREFIX.size + _PREFIX.unpack_from(header.data)[2]  # the lengths are the last value of the manifest
     header[end - 8 * len(checksums) : end] = np.array(checksums, dtype="<u8").view(np.uint8)
     struct.pack_into("<Q", header.data, 8, xxhash.xxh3_64_intdigest(header[_HASHED_FROM:].data, seed))
 

@@ -71,8 +71,8 @@ class HostedDirectory:
         self._service = DirectoryService(self._config, self._host)
         self._server = DirectoryServer(self._service, self._host.spec.key)
         address = await self._server.start(name, host)
-        np.unique(np.empty(0))  # it imports numpy.ma when it is first called: 20 ms that no put should wait for
-        gc.freeze()  # what was imported stays: the collector need not look at it again and again
+        np.unique(np.empty(0))  # the first call imports numpy.ma, 20 ms that no put should wait for
+        gc.freeze()  # imported objects stay, so the collector need not look at them
         return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)
 
     async def close(self) -> None:

@@ -43,7 +43,7 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
             try:
                 os.rename(draft, folder)
                 return owner
-            except OSError:  # there is one already
+            except OSError:  # the folder exists already
                 if not _remove_stale(folder) and attempt:
                     time.sleep(_PAUSE_S)  # another process that checks the owner holds the lock for a moment
         raise ValueError(f"run_id {run_id!r}: a living run has the folder {folder}; choose another")

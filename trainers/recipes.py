@@ -148,7 +148,7 @@ def _replace_rows(config: dict[str, Any], key: str, rows: tuple[dict[str, Any], 
         ("subset", "split") if name in ("train", "source") else ("validation_subset", "validation_split")
     ):
         _drop(config, f"{section}.{of_data_set}")
-    if key == "data.train" and "validation_split" in config["data"]:  # it reads the same data set
+    if key == "data.train" and "validation_split" in config["data"]:  # validation reads the same data set
         for of_data_set in ("validation_subset", "validation_split"):
             _drop(config, f"data.{of_data_set}")
         _put(config, "data.validation", str(path))

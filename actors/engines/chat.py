@@ -197,7 +197,7 @@ class RendererFormat:
             return list(
                 self._renderer.render_ids(_plain(messages), tools=_enveloped(tools), add_generation_prompt=True)
             )
-        except Exception as error:  # of the renderer, or of a template below it
+        except Exception as error:  # the renderer failed, or a template in it
             raise ValueError(f"the renderer does not take the messages: {error}") from error
 
     def extend(

@@ -77,7 +77,7 @@ class IncomingWeights(Generic[Ready]):
                 ready = await asyncio.shield(work)
                 if self._dropped:
                     raise WeightTransferError(f"weights: version {update.version} was dropped while it was checked")
-            except BaseException:  # also when cancelled: the lock is kept until the thread has ended
+            except BaseException:  # even a cancelled call keeps the lock until the thread has ended
                 self._inbox.drop(update.version)
                 await asyncio.wait({work})
                 work.exception()

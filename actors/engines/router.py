@@ -93,7 +93,7 @@ class Router:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()  # replaced each time it is set
         self._closed = False
-        self._past = EngineStats()  # of engines that are gone
+        self._past = EngineStats()  # the counters of engines that are gone
 
     # ---------------------------------------------------------------- engines
 
@@ -187,7 +187,7 @@ class Router:
 
     def _leave_out(self, member: _Member, error: Exception) -> None:
         if self._members.get(member.name) is not member:
-            return  # another request has left it out already
+            return  # another request has already left the engine out
         reason = f"{type(error).__name__}: {error}"
         self._retire(member)
         self._left_out[member.name] = reason

@@ -280,7 +280,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
     async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
         """Serve the prepared version. There are no keys and values, which `kv` is about."""
         kept = [request for request in self._requests.values() if request.versions]
-        if not self._serves(version):  # else a commit that began earlier has done it
+        if not self._serves(version):  # otherwise an earlier commit has done it
             async with self._incoming.committing(version) as weights:
                 self.loaded = weights
                 self._put_in_service(version)

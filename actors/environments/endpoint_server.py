@@ -159,7 +159,7 @@ class EndpointServer:
             return _refusal(refused)
         except (_ClientGone, ClientDisconnect):
             return Response(status_code=499)  # the client has gone
-        except Exception as error:  # of the engine; the rollout reports it, too
+        except Exception as error:  # the engine failed; the rollout reports it, too
             _log.warning("endpoint: a call failed: %s: %s", type(error).__name__, error)
             return _refusal(BadRequest(f"the policy cannot answer: {type(error).__name__}", status=503, code="engine"))
 

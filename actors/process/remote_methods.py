@@ -74,7 +74,7 @@ def invoke(target: object, method: str, message: bytes, actors: Sequence[Any] = 
 @functools.cache
 def _types(method: Callable[..., Any]) -> tuple[tuple[Any, ...], Any]:
     """Return the annotated types of a method's parameters, without `self`, and the annotated type of its result."""
-    hints = get_type_hints(method)  # not the signature, to which Ray adds a parameter of its own
+    hints = get_type_hints(method)  # Ray adds a parameter of its own to the signature
     result = hints.pop("return")
     return tuple(hints.values()), result
 

@@ -100,7 +100,7 @@ class RendezvousServer:
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
-            with contextlib.suppress(OSError):  # its thread has just closed it
+            with contextlib.suppress(OSError):  # the thread of the connection has just closed it
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _admit(self, connection: socket.socket) -> None:
@@ -116,7 +116,7 @@ class RendezvousServer:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # no more threads
+        except RuntimeError as error:  # the system has no more threads
             _logger.warning("rendezvous: a member was refused: %s", error)
             self._leave(connection)
 

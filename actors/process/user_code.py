@@ -88,7 +88,7 @@ class UserProcesses:
         process = self._free.pop() if self._free else await self._start()
         try:
             said = await self._ask(process, line, timeout_s)
-        except BaseException as error:  # also when this call is cancelled: the process still works on it
+        except BaseException as error:  # a cancelled call, too, leaves the process at work
             await self._kill(process)
             if isinstance(error, TimeoutError):
                 raise UserFunctionFailed(f"{self._name!r} did not return within {timeout_s:g} s") from None

@@ -32,7 +32,7 @@ def end_with(parent: int) -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had ended before
+    if os.getppid() != parent:  # the parent had ended before
         os._exit(1)
 
 

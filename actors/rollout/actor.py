@@ -144,7 +144,7 @@ class RolloutActor(EngineHost):
             engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))
         else:
             engine = build_engine(setup.engine)
-        self._hosted = engine  # so that `close` ends it when what follows fails
+        self._hosted = engine  # `close` then ends it if the next lines fail
         self._worker = RolloutWorker(
             engine=engine,
             environment=self._host_environment(tokenizer),

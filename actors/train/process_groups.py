@@ -254,7 +254,7 @@ class ProcessGroups:
         names = distributed_c10d._world.pg_names
         replace_groups(holders, {id(self._destroyed[name]): group for group, name in names.items()})
         if self._forget is not None:
-            for over in range(self._oldest, self._generation):  # all ranks have left these behind
+            for over in range(self._oldest, self._generation):  # no rank uses these generations any more
                 self._forget(f"generation {over}/")
             self._oldest = self._generation
         self._destroyed, self._groups = {}, ()
@@ -276,14 +276,14 @@ class ProcessGroups:
         try:
             self.form()
             world = distributed_c10d._world
-            _, store = next(iter(world.pg_map.values()))  # of the default group, the only one so far
+            _, store = next(iter(world.pg_map.values()))  # the store of the default group, the only group so far
             for group in self._groups:
                 self._make(group, store)
-            world.group_count = self._count  # else a group that is made later would get the name of one of these
+            world.group_count = self._count  # otherwise a later group would get one of these names
             probe = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
             dist.all_reduce(probe)  # an NCCL group connects its ranks only now
             probe.item()
-        except Exception as error:  # of any kind: the other ranks have to learn of it
+        except Exception as error:  # the other ranks have to learn of any error
             self.close()  # ranks that wait for this one in a collective of gloo are freed at once
             return f"{self._name}: {type(error).__name__}: {error}"
         return ""

@@ -265,7 +265,7 @@ class Prefetch(Generic[T]):
             while not self._ready:
                 if self._failure is not None:
                     raise self._failure
-                if not self._thread.is_alive():  # and will say nothing: that takes the lock, which is held here
+                if not self._thread.is_alive():  # a dead thread says nothing more: the lock is held here
                     raise RuntimeError(f"{self._thread.name}: ended before item {self._taken} of {self._count}")
                 self._changed.wait(CHECK_S)
             self._taken += 1

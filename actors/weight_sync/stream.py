@@ -248,7 +248,7 @@ class BucketStream:
             if self._draft is None:
                 raise
             self._failure = error
-            self._sender.abort(f"{what}: {type(error).__name__}: {error}")  # so that receivers stop waiting at once
+            self._sender.abort(f"{what}: {type(error).__name__}: {error}")  # receivers then stop waiting at once
             return None
         finally:
             self._send_s += time.perf_counter() - start

@@ -87,7 +87,7 @@ class BucketViews:
     def _kept(self, bucket: int, buffer: torch.Tensor) -> Views:
         """Return the views that are cached for this bucket in this buffer, or an empty dict to fill. Views of buffers
         on a CPU are not cached."""
-        if not buffer.is_cuda:  # they are cheap to make, and must not keep a mapping of host memory alive
+        if not buffer.is_cuda:  # host views are cheap, and would keep a mapping alive
             return {}
         key = (bucket, buffer.data_ptr(), len(buffer))
         if key not in self._made and self._plan is not None and len(self._made) > 4 * len(self._plan.sizes):

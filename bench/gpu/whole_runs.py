@@ -116,7 +116,7 @@ def run_gpu(options: GpuOptions, report: GpuReport) -> None:
             run_train(task, bounds, sampler, report.tell, report.outcomes.append)
             report.tell.finish(task.folder.name)
             report.judge()
-            report.write()  # what was measured stays if this process is killed
+            report.write()  # a kill of this process loses no measurement
         for name in trl_runs[1:]:
             _run_trl(options, model, report, name)
 

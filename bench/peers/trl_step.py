@@ -69,7 +69,7 @@ class Clock(TrainerCallback):
         peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         beside = self._path.with_suffix(".part")
         beside.write_text(json.dumps({"seconds": self.seconds, "peak_gib": peak_gib, "logs": self.logs}))
-        beside.replace(self._path)  # whole at all times, as it is read meanwhile
+        beside.replace(self._path)  # readers always find a whole file
 
 
 def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:

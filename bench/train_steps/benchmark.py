@@ -101,7 +101,7 @@ def _parts(task: TrainTask) -> list[str]:
 def _judge(report: WorkReport, task: TrainTask, world: int) -> None:
     """Fill in the figures of the report from what all ranks have written, and complain of what is wrong."""
     ranks = [figures for rank in range(world) if (figures := read_figures(task.folder, rank)) is not None]
-    if len(ranks) < world:  # one of them has not even begun
+    if len(ranks) < world:  # one rank has not even begun
         return
     first = ranks[0]
     done = [CHECK, *map(step_name, range(min(len(one.steps_s) for one in ranks)))]

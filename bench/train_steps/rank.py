@@ -197,7 +197,7 @@ def _write(figures: TrainFigures, folder: str, rank: int) -> None:
     path = _path(folder, rank)
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(asdict(figures)))
-    beside.replace(path)  # whole at all times, as this process may be ended
+    beside.replace(path)  # the file is whole even if this process is ended
 
 
 @dataclass(frozen=True, slots=True)

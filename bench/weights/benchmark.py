@@ -219,7 +219,7 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
             took, commit_s = _update(trainer, engines, version)
             peaks.append(trainer.call("peak")[0] - before)
             if version == 1:
-                _verify(case, trainer, engines)  # not timed, because memory is reserved and groups are made here
+                _verify(case, trainer, engines)  # untimed, since it reserves memory and makes groups
                 continue
             seconds.append(took)
             commits.append(commit_s)

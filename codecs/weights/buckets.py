@@ -148,7 +148,7 @@ def write_piece(
         )
     gap = min(-end % ALIGN, len(out) - end)
     if gap:
-        out[end : end + gap] = 0  # what was there must not change the checksum
+        out[end : end + gap] = 0  # old bytes must not change the checksum
     if entry.nbytes:
         flat = flat_bytes(tensor.contiguous())
         copy_bytes(flat[entry.begin : entry.begin + entry.nbytes], out[entry.offset : end], digest)

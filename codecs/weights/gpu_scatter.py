@@ -48,7 +48,7 @@ def device_digest(payload: torch.Tensor) -> torch.Tensor:
 def _digest_by_torch(payload: torch.Tensor) -> torch.Tensor:
     length = len(payload)
     if (payload.data_ptr() if payload.is_cuda else payload.storage_offset()) % WORD:
-        payload = payload.clone()  # words must start where words can
+        payload = payload.clone()  # an address of words is a multiple of a word's size
     num_words = length // WORD
     words = payload[: num_words * WORD].view(torch.int64)
     found = torch.full((), length_part(length), dtype=torch.int64, device=payload.device)
@@ -182,7 +182,7 @@ def scatter_kernel(device: torch.device) -> Any:
         if check(kernel, device):
             return kernel
         reason = "its results are wrong"
-    except Exception as error:  # no Triton, no compiler, a driver it does not know
+    except Exception as error:  # Triton or a compiler is missing, or the driver is unknown
         reason = f"{type(error).__name__}: {error}"
     _log.warning("weights: buckets on %s are read twice, there is no Triton kernel: %s", device, reason)
     return None

@@ -309,7 +309,7 @@ class AsyncDataPlaneClient:
                     )
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if call.cancel():  # it has not begun
+            if call.cancel():  # the call has not begun
                 raise
             while not future.done():
                 try:

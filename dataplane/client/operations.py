@@ -198,7 +198,7 @@ class Operations:
                 return Moved(empty_receipt(partition, schema, put.fields, self._plane_id), 0)
             written = yield from self._place(put, blocks, deadline)
         except SchemaMismatch:
-            self._schemas.pop(partition, None)  # it may have been registered again
+            self._schemas.pop(partition, None)  # the partition may have been registered again
             raise
         return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
 

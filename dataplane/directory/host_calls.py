@@ -109,7 +109,7 @@ class HostCalls:
             return None
 
         async def later() -> None:
-            if self._closed:  # they went with the store
+            if self._closed:  # the blocks went with the store
                 return
             await self._in_thread(call)
             self._space_freed()
@@ -135,7 +135,7 @@ class HostCalls:
             elif reservation.location is None:
                 others.insert(0, first)
             for block_id in others:
-                self._host.allocate(block_id, 0)  # it may have been written, or be on its way
+                self._host.allocate(block_id, 0)  # the block may have been written, or be on its way
             blocks += [(block_id, b"") for block_id in sorted({first, *others})]
         self._free(blocks)
 

@@ -38,7 +38,7 @@ class Pulse:
             try:
                 await future
             finally:
-                self._waiters.pop(future, None)  # it is still there if the wait was cancelled
+                self._waiters.pop(future, None)  # a cancelled wait has left its entry
 
     def fire(self) -> None:
         self.count += 1
@@ -192,7 +192,7 @@ class PutSpace:
         look_again: whether to return after LOOK_AGAIN_S at the latest, because memory held by a stopped process, a
         dying writer or another program becomes free without any call.
         """
-        if not self._closed:  # else the event does not come any more
+        if not self._closed:  # a closed service sends no more events
             async with asyncio.timeout_at(deadline):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_AGAIN_S if look_again else None):

@@ -206,7 +206,7 @@ class DirectoryService:
     async def _withdraw(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Withdraw)
         reservation = self._directory.abort(request.space_id)
-        if reservation is not None:  # it was not committed
+        if reservation is not None:  # the reservation was not committed
             await self._space.take_back([reservation])
             return b""
         keys = unpack_keys(request.keys)
@@ -373,7 +373,7 @@ class DirectoryService:
 
     def _dropped(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
         """Free the blocks of a partition that was unregistered or replaced, and return `body` once they are gone."""
-        reply = self._cleared(partition, body, freed)  # claims that wait notice that it is gone
+        reply = self._cleared(partition, body, freed)  # waiting claims notice that the partition is gone
         self._ready.pop(partition)
         return reply
 
@@ -430,7 +430,7 @@ class DirectoryService:
         return self._ready.setdefault(partition, Pulse())
 
     async def _wait(self, pulse: Pulse, seen: int) -> None:
-        if not self._closed:  # else no pulse comes any more
+        if not self._closed:  # a closed service sends no more pulses
             await pulse.wait(seen)
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")

@@ -188,7 +188,7 @@ class TaskCursor:
         """Return the task's progress, counting rows as ready if all of `fields` are written."""
         ready = self.column[: self._rows.capacity] == 0
         for name in fields:
-            ready &= self._rows.slots[name] != UNWRITTEN  # so it is for row numbers without a row
+            ready &= self._rows.slots[name] != UNWRITTEN  # row numbers without a row are unwritten, too
         num_rows, num_ready = len(self._rows), int(ready.sum())
         not_ready = num_rows - num_ready - self.num_leased - self.num_done
         first, ahead = (None, 0) if self.progress is None else (self.progress.first, len(self.progress.ahead))

@@ -48,7 +48,7 @@ class ChildProcess:
         try:
             self.pid = self._process.pid
             assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has died, which its answer will show
+            with contextlib.suppress(BrokenPipeError):  # the child has died, which its missing answer will show
                 self._process.stdin.write(json.dumps(setup).encode() + b"\n")
                 self._process.stdin.flush()
             self.answer: Any = self._answered(started, timeout_s)
@@ -128,7 +128,7 @@ def serve_parent(start: Callable[[dict[str, Any]], tuple[Any, Callable[[], None]
     """
     setup = json.loads(sys.stdin.buffer.readline() or b"{}")
     said = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed from now on is no answer
+    os.dup2(2, 1)  # later prints are no answer
     try:
         answer, close = start(setup)
     except (ValueError, DataPlaneError) as error:

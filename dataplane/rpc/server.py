@@ -75,7 +75,7 @@ class DirectoryServer:
         while self._sessions and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(SETTLE_S)
         for session in list(self._sessions):
-            session.abort()  # its client does not read
+            session.abort()  # the client does not read
         await asyncio.sleep(SETTLE_S)
 
     def _session(self) -> _Session:
@@ -119,7 +119,7 @@ class _Session(asyncio.Protocol):
                 return
         try:
             frames = self._reader.feed(data)
-        except ValueError as error:  # not a frame of ours, or one of a size that is never sent
+        except ValueError as error:  # the frame is not ours, or has a size that is never sent
             _logger.warning("a connection is closed: %s", error)
             self._transport.abort()
             return

@@ -165,7 +165,9 @@ def connect_authenticated(host: str, port: int, key: bytes, service: str, timeou
     while True:
         connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 1e-3))
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what follows the proof is sent at once
+            connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )  # the bytes after the proof are sent at once
             prove_to_server(connection, key, service, deadline)
             return connection
         except HandshakeError:
@@ -225,7 +227,7 @@ class AuthenticatedListener:
         Idempotent; a no-op in a process that was forked from the listener's."""
         if os.getpid() != self._pid:
             return
-        with contextlib.suppress(OSError):  # it is closed already
+        with contextlib.suppress(OSError):  # the connection is closed already
             self._stop.send(b"x")
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._stop.close()

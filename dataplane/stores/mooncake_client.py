@@ -110,7 +110,7 @@ _WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "
 
 # Forced in every process that joins: a shell's value must not make a run read by another path than it says.
 _FORCED = {
-    "MC_STORE_MEMCPY": "0",  # else bytes for the own process go by memcpy, whatever the protocol
+    "MC_STORE_MEMCPY": "0",  # otherwise memcpy moves this process's bytes, whatever the protocol
     "MC_STORE_CLIENT_METRIC": "0",
     # `setup` holds Python's lock: with 30 s and 20 attempts (the defaults) a master that is stopped just then would
     # freeze the process for ten minutes. Attempts are for ports that are taken.
@@ -184,7 +184,7 @@ class MooncakeClient:
             raise
         self._config = library.ReplicateConfig()
         self._config.replica_num = 1
-        self._config.with_hard_pin = True  # else the master evicts what it takes for cold
+        self._config.with_hard_pin = True  # otherwise the master evicts objects that it takes for cold
         self.staging = StagingPool(self._register, self._unregister)
         name = self._store.get_hostname()
         _logger.info("mooncake client %s: %s, %d bytes lent to %s", name, protocol, segment_bytes, master.peer)

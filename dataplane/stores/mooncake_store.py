@@ -149,7 +149,7 @@ class MooncakeHost:
             timeout_s = RETRY_TIMEOUT_S if self._silent else FREE_TIMEOUT_S
             codes = self._client.remove([_key(self._run_id, block_id) for block_id in asked], timeout_s)
         except StoreLost as error:
-            if self._client.ended.is_set():  # its connection broke: the blocks went with the master
+            if self._client.ended.is_set():  # the connection broke: the blocks went with the master
                 self._lost = True
                 self._unfinished.clear()
                 _logger.warning("%s", error)

@@ -158,7 +158,7 @@ class UnitLink:
                 return self._connect(self.units[unit])
             if pair[1].poll(0) == 0:
                 return pair
-            _close_all([[pair]])  # its connection broke while it was idle
+            _close_all([[pair]])  # the connection broke while idle
 
     def _connect(self, unit: Unit) -> tuple[zmq.Socket, zmq.Socket]:
         identity = f"{_IDENTITY}_{os.getpid()}_{uuid.uuid4().hex[:12]}".encode()

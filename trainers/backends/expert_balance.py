@@ -194,7 +194,7 @@ class ExpertBalance:
             self._rows = None
             self._losses.clear()
 
-    @uncompiled  # what it does depends on the pass
+    @uncompiled  # the effect depends on the pass
     def balance(self, layer: int, logits: torch.Tensor, used: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Count the choice of a router and return its `gates`, to which the auxiliary loss is attached.
 

@@ -118,7 +118,7 @@ class HfSource:
         experts, rows, columns = ranges
         heights = [self._shape(part)[0] for part in self._expert(match, experts.start)]  # alike for all experts
         for expert in range(experts.start, experts.stop):
-            start = 0  # of the rows of the matrix in the stacked tensor
+            start = 0  # first row of the matrix in the stacked tensor
             for part, height in zip(self._expert(match, expert), heights, strict=True):
                 end = start + height
                 first, last = max(rows.start, start), min(rows.stop, end)

@@ -50,7 +50,7 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     model: a HF config, or an object with the content of a config.json as attributes. A size that `model` lacks is not
     checked.
     """
-    if trainer.backend == "scripted":  # it has no model
+    if trainer.backend == "scripted":  # the scripted backend has no model
         return
     kind = getattr(model, "model_type", None)
     if trainer.backend == "megatron" and kind not in (None, *MODEL_TYPES):

@@ -173,7 +173,7 @@ class Residence:
 
     def _empty_allocator(self) -> None:
         if self._device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # they stay allocated otherwise; the next product makes them again
+            torch._C._cuda_clearCublasWorkspaces()  # otherwise they stay allocated; the next product makes them again
             torch.cuda.empty_cache()
 
 

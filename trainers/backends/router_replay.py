@@ -145,7 +145,7 @@ class RouterReplay:
         every = self._config.native_agreement_every
         self._measures = every > 0 and number % every == 0
         self._measured = False
-        self.native.reset()  # an aborted step may have left counts
+        self.native.reset()  # an aborted step can have left counts
         self._begun += 1
 
     def take_measurement(self) -> bool:
@@ -213,7 +213,7 @@ class RouterReplay:
         finally:
             self._routes, self._observed = None, False
 
-    @uncompiled  # what it returns depends on the pass
+    @uncompiled  # the result depends on the pass
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts that layer number `layer` of `spec.layers` must use for each token, int64 `[T, k]`.
 

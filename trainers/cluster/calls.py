@@ -332,7 +332,7 @@ def gather_moving(
         if left_s <= 0.0:
             break
         results.update(ended(pending, stage, min(look_s, left_s)))
-        moved, _ = watch.look([call.actor for call in pending if call not in results])  # their calls tell what failed
+        moved, _ = watch.look([call.actor for call in pending if call not in results])  # their calls report the failure
         if moved:
             moved_s = time.monotonic()
     late = f"{stage}: no answer and no progress within {timeout_s:g} s from"

@@ -190,7 +190,7 @@ def _own_signal_handlers() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # else it was not installed from Python
+            if handler is not None:  # otherwise it was not installed from Python
                 signal.signal(number, handler)
 
 

@@ -383,7 +383,9 @@ def _identify(
 def _build(
     generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float, times: StartTimes
 ) -> None:
-    builds: list[Call[None]] = [handle.build() for handle in generators]  # they continue while rank 0 opens its server
+    builds: list[Call[None]] = [
+        handle.build() for handle in generators
+    ]  # generators build while rank 0 opens its server
     meeting_point = None
     if workers and workers[0].setup.has_groups:
         [meeting_point] = _started([workers[0].open_rendezvous()], "start", timeout_s)
@@ -422,6 +424,6 @@ def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s
         except ActorFailed as error:
             if error.cause is None:
                 raise
-            engines.leave_out(engine, str(error.cause))  # it died again before a router could reach it
+            engines.leave_out(engine, str(error.cause))  # the engine died again before a router could reach it
 
     engines.on_change.append(tell)

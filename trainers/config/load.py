@@ -178,7 +178,7 @@ def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
     others = {key: value for key, value in advantage.items() if key != "normalize_std"}
     if not advantage["normalize_std"]:
         if others.get("kind", "grpo") not in ("grpo", "dr_grpo"):
-            return data  # it had no effect, and is refused as an unknown key
+            return data  # the key had no effect, and is refused as unknown
         others["kind"] = "dr_grpo"
         warnings.warn(
             "advantage.normalize_std=false is now advantage.kind=dr_grpo, please say it so in your configuration",

@@ -135,7 +135,7 @@ class Steps:
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
             after_step(state, {**metrics, "policy/version": float(state.version)})
-        run.observers.meter.take()  # what was said before the first step is not part of its bytes per row
+        run.observers.meter.take()  # earlier messages are not part of the first step's bytes per row
 
     @property
     def go_on(self) -> bool:
@@ -283,7 +283,7 @@ def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
             tally.rows.append(rows)
             tally.passes += train_on_step(run, state, rows)
         if run.config.run.deterministic:
-            feed.drain()  # so that no row has tokens of two versions, and timing decides nothing
+            feed.drain()  # no row then has tokens of two versions, and timing decides nothing
         steps.end(tally, feed)
 
 

@@ -118,7 +118,7 @@ class Evaluation:
             if not outcome.died:
                 raise outcome
             pool.replace(rollout, call.pid, outcome, version)
-            if rollout not in pool.active:  # its new engine waits for the next sync
+            if rollout not in pool.active:  # the new engine waits for the next sync
                 rollout = pool.active[0]
             by_call[call.again(rollout)] = rollout
         self._calls = [(rollout, call) for call, rollout in by_call.items()]
@@ -304,7 +304,7 @@ class Evaluations:
         """Start the evaluations of the policy of `state` that are due. Returns the metrics of evaluations that have
         ended since the last step. In the last step all are due, and the run waits for them."""
         metrics: dict[str, float] = {}
-        served = not self._rollouts.ahead_of(state.version)  # else it was evaluated before the workers went back
+        served = not self._rollouts.ahead_of(state.version)  # otherwise it was evaluated before the workers went back
         for evaluation in self._all:
             plan = evaluation.plan
             if evaluation.running:
@@ -323,7 +323,7 @@ class Evaluations:
                 if earlier:
                     _log.warning("%s: that of an earlier step ended with the last one: %s", plan.name, earlier)
                 metrics |= evaluation.finish(state.version)
-        if self.reached:  # no step follows
+        if self.reached:  # the run ends here
             for evaluation in self._all:
                 metrics |= evaluation.finish(state.version)
         return metrics

@@ -430,7 +430,7 @@ class Feed:
                     "stuck: no token, no group and no answer within %g s from %s: it is killed",
                     self._timeout_s, issue.actor.info,
                 )  # fmt: skip
-                if issue.actor.info.pid == issue.call.pid:  # else another process has taken its place
+                if issue.actor.info.pid == issue.call.pid:  # otherwise another process has taken its place
                     issue.actor.kill()
         if got_on:
             self._stages.report_progress()

@@ -356,7 +356,7 @@ class TakeTurns(_OwnGpus):
             if isinstance(outcome, ActorFailed):
                 self._end(engine, str(outcome))
             else:
-                engine.broken = True  # it has dropped its weights
+                engine.broken = True  # the engine has dropped its weights
                 asleep[engine.handle] = engine
         held, wrong = fallen(
             list(asleep), lambda handle, held: self._limit(asleep[handle], held), FALL_S, self._timeout_s, KEY

@@ -97,7 +97,7 @@ class RolloutPool:
         for engine in self._separate:
             failure = failed.get(engine.handle)
             if engine.asleep:
-                engine.dead |= failure is not None and failure.died  # it is replaced when it is to wake
+                engine.dead |= failure is not None and failure.died  # a dead engine is replaced when it is to wake
                 continue
             if failure is not None and failure.died:
                 gone[engine.name] = str(failure)

@@ -41,7 +41,7 @@ as stuck. A shared file system that hangs may need as long to recover."""
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """What decides how the rows of a step are dealt to ranks and microbatches, and what is told of them."""
+    """Rules by which the rows of a step are dealt to ranks and microbatches, and the metrics of the result."""
 
     topology: Topology
     fetch: FetchPolicy

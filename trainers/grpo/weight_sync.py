@@ -264,7 +264,7 @@ class WeightSync:
         reports = [outcome for outcome in sent if isinstance(outcome, SendReport)]
         self._whole |= bool(reports)
         if sends and (self._config.delta or (self._config.cache and not self._lasting)):
-            self._in_cache = version  # whole there even if an engine has lost it on the way
+            self._in_cache = version  # the cache has it whole even if an engine lost it on the way
         tally.sends += reports
         tally.blamed = _blamed(sent)
 

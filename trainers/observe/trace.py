@@ -106,7 +106,7 @@ class Tracer:
             return
         now = time.time()
         if self.step <= step < self.step + self.num_steps:
-            if not self._begun or self._end_s < now:  # or the run went back to an earlier checkpoint
+            if not self._begun or self._end_s < now:  # the run may have gone back to an earlier checkpoint
                 self._begun, self._end_s, self._reports = [], math.inf, {DRIVER: []}
             self._begun.append((step, now))
         elif self._begun and self._end_s > now:

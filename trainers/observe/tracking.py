@@ -104,7 +104,7 @@ class _Line:
         try:
             self._calls.put_nowait(None)
         except queue.Full:
-            self._given_up.set()  # it hangs, or is far behind
+            self._given_up.set()  # the tracker hangs, or is far behind
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end, and report what the tracker has not got."""

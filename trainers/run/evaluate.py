@@ -58,7 +58,7 @@ def evaluate_model(
     """
     sets = {name: one.model_copy(update={"every": 1}) for name, one in config.evaluation.items()}
     path = config.model.model_copy(update={} if model is None else {"path": model})
-    config = config.model_copy(update={"model": path, "evaluation": sets})  # so that the engine has room for all sets
+    config = config.model_copy(update={"model": path, "evaluation": sets})  # the engine then has room for all sets
     if config.model.builtin:
         raise UserError(
             f"--model: got {config.model.path!r}, expected a model folder or hub id, because each run makes the "

@@ -156,12 +156,12 @@ class _Training:
     def _check_prompts(self) -> None:
         """Raise ConfigError if tokenizer or prompts cannot be used. A no-op once the run has begun."""
         if not self._begun:
-            self._watch.heartbeat.enter("checking the prompts", math.inf)  # they may be on a slow disk
+            self._watch.heartbeat.enter("checking the prompts", math.inf)  # the prompts may be on a slow disk
             check_prompts(self._config)
 
     def _prepare(self) -> str:
         """Return the model to start from, a local folder or hub id, after making it if need be."""
-        self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be warmed up for long
+        self._watch.heartbeat.enter("preparing the model", math.inf)  # the warm-up can take long
         model = prepare_model(self._config, self._folder, self._progress)
         self._progress.phase("building the actors")
         return model
@@ -292,7 +292,7 @@ class _Training:
         draft = folder / "model.new"
         shutil.rmtree(draft, ignore_errors=True)
         run.workers.export_model(str(draft))
-        shutil.rmtree(folder / "model", ignore_errors=True)  # of the run that this one resumed
+        shutil.rmtree(folder / "model", ignore_errors=True)  # the model of the run that this one resumed
         draft.rename(folder / "model")
         if self._config.run.keep_best and not (folder / BEST).exists():
             judged = self._config.judged_figure

@@ -172,7 +172,7 @@ class _Launch:
         """Prepare the model, and build all actors with it."""
         model = prepare()
         self._times.mark("model")
-        self.heartbeat.enter("starting the actors", 4 * self._start_s)  # it makes four bounded waits, one after another
+        self.heartbeat.enter("starting the actors", 4 * self._start_s)  # four bounded waits, one after another
         actors = starting.build(model, plane.plane, self._times, places.membership)
 
         def tell() -> None:

@@ -79,7 +79,7 @@ def replay_rollouts(
     version, or if `model` and `version` do not belong together.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of keys without effect in that run, which is over
+        warnings.simplefilter("ignore", FutureWarning)  # they are about keys without effect in a run that is over
         config = load_config(run_dir / "config.yaml", of_old_run=True)
     model, version = _policy(config, run_dir, model, version)
     recorded = _recorded(config, run_dir, version)
@@ -120,7 +120,7 @@ def _recorded(config: Config, run_dir: Path, version: int) -> dict[int, Journale
         raise UserError(f"{run_dir} has no journal, expected a run with run.record=true") from error
     journal.refresh()
     found, there = dict[int, JournaledGroup](), set[int]()
-    for position in journal.positions:  # one by one: those of other versions are not kept in memory
+    for position in journal.positions:  # one by one, so that other versions' groups are not kept in memory
         group = journal.find(position)
         if group is not None:
             made_by = _versions(group)

@@ -131,7 +131,7 @@ class WatchdogProcess:
             self._process.stdin.write(json.dumps(said).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has died: `mend` replaces it at the end of the step, and tells the new one
+            pass  # the watchdog has died; `mend` replaces it at the step's end
 
 
 @contextmanager

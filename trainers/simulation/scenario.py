@@ -274,7 +274,7 @@ def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) 
     call_s = statistics.median(record["time/data_wait_s"] for record in records)
     around = [record["time/rollout_s"] - float(longest[int(record["step"]) - 1]) for record in records]
     trained = statistics.median(record["time/train_s"] - record["time/data_wait_s"] for record in records)
-    overhead = max(0.0, trained - train_s) / 2  # of each of two calls: one per chunk, one per step
+    overhead = max(0.0, trained - train_s) / 2  # the overhead of each of two calls: one per chunk, one per step
     return {
         "call_s": call_s,
         "request_s": max(0.0, statistics.median(around) - 2 * call_s),  # the time includes a put and a claim

@@ -127,7 +127,7 @@ def kill_process(process: psutil.Process) -> None:
         if process.is_running():
             process.kill()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        pass  # it has ended, or it belongs to another user, and Ray has to end it
+        pass  # it has ended, or belongs to another user, and Ray has to end it
 
 
 def _wait_until_gone(processes: list[psutil.Process]) -> None:

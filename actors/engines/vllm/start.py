@@ -50,7 +50,7 @@ _WORKER_DIED = "died unexpectedly"
 """Phrase of the line in which the engine process says that a worker was killed."""
 _FORCED = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the host has threads (Ray, torch): a forked worker would hang
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it ignores the seeds of single requests
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer ignores the seeds of single requests
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
@@ -235,7 +235,7 @@ class EngineStandby:
                 for output in OUTPUTS:
                     reduction.send_handle(self._orders, output, self._process.pid)
                 self._orders.send(dict(os.environ))
-                self._orders.send_bytes(order)  # what `send` does
+                self._orders.send_bytes(order)  # the same as `send`
             except (RuntimeError, EOFError, OSError):  # RuntimeError: a lock or a queue
                 return None
         self._process.name = name

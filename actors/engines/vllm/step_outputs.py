@@ -44,7 +44,10 @@ def joining_scheduler(**settings: Any) -> Any:
 
     class JoiningScheduler(base):
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            found, model_runner_output.routed_experts = model_runner_output.routed_experts, None  # so vLLM cuts none
+            found, model_runner_output.routed_experts = (
+                model_runner_output.routed_experts,
+                None,
+            )  # vLLM then cuts no routes
             if found is None:
                 return super().update_from_output(scheduler_output, model_runner_output)
             manager, tokens = self.routed_experts_mgr, scheduler_output.num_scheduled_tokens
@@ -63,7 +66,7 @@ def joining_scheduler(**settings: Any) -> Any:
             return outputs
 
         def _update_after_schedule(self, scheduler_output: Any) -> None:
-            self.enable_return_routed_experts = False  # else vLLM lists the blocks of all requests
+            self.enable_return_routed_experts = False  # otherwise vLLM lists the blocks of all requests
             try:
                 super()._update_after_schedule(scheduler_output)
             finally:

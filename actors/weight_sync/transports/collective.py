@@ -267,7 +267,7 @@ class CollectiveReceiver(Receiver):
             link.close()
             raise deadline.error(f"the sender at {host}:{port} is lost: {error}") from error
         except WeightTransferError:
-            with contextlib.suppress(OSError):  # else the sender would take this receiver for a lost one
+            with contextlib.suppress(OSError):  # otherwise the sender would take this receiver for lost
                 link.send(Note("gave up"))
             link.close()
             self.leave()
@@ -372,7 +372,7 @@ class CollectiveStream(Stream):
                 break
             frame, payload, running = self._under_way.popleft()
             self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
-            self._begin_next(_RING - 1, wait=False)  # one more arrives in the other buffer while this one is used
+            self._begin_next(_RING - 1, wait=False)  # the next payload arrives in the other buffer meanwhile
             yield frame, payload
             self._tell(Note("through", number=frame.bucket))
 

@@ -301,7 +301,9 @@ class CudaIpcStream(IpcStreamBase):
         super()._confirm()
 
     def _close(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self._copies)  # else the memory could be reused too early
+        torch.cuda.current_stream(self.device).wait_stream(
+            self._copies
+        )  # otherwise the memory could be reused too early
         super()._close()
 
 

@@ -179,7 +179,7 @@ class Sender(ABC):
         update = self._update
         if update is None:
             raise ValueError("weights: no update is open, call begin first")
-        self._deadline(update).moved()  # what the trainer did since the last call was no wait
+        self._deadline(update).moved()  # the trainer's own work since the last call was no wait
         self._check_ended(update)
         return update
 
@@ -218,7 +218,7 @@ class BackgroundSender(Sender):
         location = self._thread.submit(self._open, update).result()
         if not self._ring or len(self._ring[0]) < nbytes:
             self._ring = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_RING)]
-        update.deadline = None  # it runs from the first bucket on
+        update.deadline = None  # the deadline runs from the first bucket on
         return location
 
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
@@ -332,7 +332,7 @@ class Stream(ABC):
                 found[frame.bucket] = device_digest(payload) if self.take is None else self.take(frame, payload)
             expected += 1
             yield frame, payload
-            self.deadline.moved()  # what was done with the bucket was no wait
+            self.deadline.moved()  # work on the bucket was no wait
         if expected != len(self.plan.sizes):
             raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
         if found and (damage := self._damage(found)):

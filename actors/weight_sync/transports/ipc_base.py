@@ -277,7 +277,7 @@ class IpcStreamBase(Stream):
             if self._status.frame(bucket) is not None:
                 return True
             if self._status.state == WHOLE:
-                if self._status.frame(bucket) is not None:  # it came between the two checks
+                if self._status.frame(bucket) is not None:  # the bucket came between the two checks
                     return True
                 raise self.deadline.error(f"{of} never came, though the sender finished")
             return False

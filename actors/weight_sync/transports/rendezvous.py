@@ -124,7 +124,7 @@ class Broadcast:
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # it may have ended well just after the timeout
+            self._work.wait()  # the work may have ended well just after the timeout
             return True
 
 
@@ -147,7 +147,7 @@ def bounded(
             if not deadline.left_s:
                 raise deadline.error(f"{what}: not all members came")
     except BaseException:
-        if not ended.cancel() and ended.exception() is None:  # it has just ended
+        if not ended.cancel() and ended.exception() is None:  # the wait has just ended
             drop(ended.result())
         raise
     failed = ended.exception()
@@ -164,7 +164,7 @@ def _run(call: Callable[[], T], ended: Future[T], drop: Callable[[T], None]) -> 
     try:
         result = call()
     except Exception as error:
-        with contextlib.suppress(InvalidStateError):  # it is not waited for
+        with contextlib.suppress(InvalidStateError):  # no caller waits for the result
             ended.set_exception(error)
         return
     try:

@@ -126,7 +126,7 @@ class TcpStore:
             self._ask_directory(deadline)
         alive = [number for number in range(len(self._units)) if number not in self._dead]
         if not alive:
-            self._ask_directory(deadline)  # one may have joined
+            self._ask_directory(deadline)  # a unit may have joined
             alive = [number for number in range(len(self._units)) if number not in self._dead]
         near = [number for number in alive if number in self._near]
         far = [number for number in alive if number not in self._near]
@@ -290,7 +290,7 @@ class TcpStore:
                         spec = StoreSpec("shm", "", {"folder": address.folder})
                         self._near[len(self._units)] = SharedMemoryStore(spec)
                     except StoreLost:
-                        pass  # it has died; a request for one of its blocks reports that
+                        pass  # the unit has died; a request for one of its blocks reports that
                 self._units.append(UnitLink(address, self._key))
 
 

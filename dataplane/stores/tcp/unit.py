@@ -120,7 +120,7 @@ class StorageUnit:
         before = threading.stack_size(THREAD_STACK_BYTES)
         try:
             threading.Thread(target=self._host, args=(connection,), name="storage-unit", daemon=True).start()
-        except RuntimeError as error:  # no thread could be started
+        except RuntimeError as error:  # the system has no more threads
             _logger.warning("a connection is refused: %s", error)
             connection.close()
         finally:
@@ -153,7 +153,7 @@ class StorageUnit:
                 if handler is None:
                     raise ValueError(f"op {op!r}")
                 handler(connection, head, raw_bytes)
-            except ValueError as error:  # not a message of ours; what follows cannot be understood, either
+            except ValueError as error:  # the message is not ours, so the rest cannot be read, either
                 _logger.warning("a connection is closed: %s", error)
                 _try_reply(connection, REFUSED, str(error))
                 return
@@ -183,7 +183,7 @@ class StorageUnit:
                 connection.receive_into([room(0, raw_bytes).data], deadline)
                 received = True
             found = self._blocks(request.first_block_id, request.sizes)
-        except RowsCleared as error:  # its reservation has ended meanwhile
+        except RowsCleared as error:  # the reservation has ended meanwhile
             connection.skip(0 if received else raw_bytes, deadline)
             _reply(connection, FREED, error.message.encode())
             return
@@ -346,7 +346,7 @@ def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         )
     except OSError as error:
         raise ValueError(f"storage unit {setup['name']}: cannot listen on {setup['host']}: {error.strerror}") from None
-    gc.freeze()  # what was imported stays: the collector need not look at it again and again
+    gc.freeze()  # imported objects stay, so the collector need not look at them
     return dataclasses.asdict(unit.address), unit.close
 
 

@@ -190,7 +190,7 @@ class FsdpBackend:
         try:
             columns = [self._logprobs(model, replay, micro.batch, temperature) for micro in given]
         finally:
-            give_back(model)  # what is kept for a backward pass, because none follows
+            give_back(model)  # no backward pass follows
         return columns if self._rank == self._config.topology.writer(self._place.dp) else []
 
     @torch.no_grad()
@@ -308,7 +308,7 @@ class FsdpBackend:
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
         self._packed = packing == "packed"
         if self._packed and self._half and self._device.type == "cuda":
-            from .causal_lm import use_varlen_attention  # its kernels need a GPU and half precision
+            from .causal_lm import use_varlen_attention  # the kernels need a GPU and half precision
 
             use_varlen_attention(model)
         if self._device.type == "cpu" and not self._config.trainer.compile:

@@ -100,5 +100,5 @@ def _logprobs(module: CausalLM, device: torch.device, rows: int) -> torch.Tensor
     column = Jagged(row.repeat(rows), np.full(rows, TOKENS, np.int64))
     batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), rows, {"input_ids": column})
     values, _ = module(lay_out(batch, device, packed=True), 1.0)
-    give_back(module)  # what is kept for a backward pass, because none follows
+    give_back(module)  # no backward pass follows
     return values

@@ -182,7 +182,7 @@ def open_source(model: str) -> WeightSource:
     try:
         source = HfSource(model)
         why = _why_whole(source)
-    except ValueError as error:  # it has other files, or there is no model, which the next line tells
+    except ValueError as error:  # other files, or no model, which the next line reports
         whole, why = WholeModel(model), str(error)
     else:
         if not why:
@@ -260,7 +260,7 @@ def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> 
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
     for param in model.parameters():
-        param._is_hf_initialized = True  # so that only buffers are computed
+        param._is_hf_initialized = True  # only buffers are then computed
     model.initialize_weights()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

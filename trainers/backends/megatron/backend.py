@@ -114,7 +114,7 @@ class MegatronBackend:
         layers = list(self._policy.decoder.layers)
         if config.trainer.compile:
             for layer in layers:
-                if isinstance(layer.mlp, MoELayer):  # its dispatcher names CUDA streams, which cannot be traced
+                if isinstance(layer.mlp, MoELayer):  # the dispatcher names CUDA streams, which cannot be traced
                     layer.mlp.forward = uncompiled(layer.mlp.forward)
             compile_layers(layers)
         if config.trainer.recompute == "selective":  # Megatron itself does `full`

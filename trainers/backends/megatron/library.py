@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns about a dozen missing optional packages
+    warnings.simplefilter("ignore")  # Megatron warns about a dozen missing optional packages
     try:
         from megatron.core import __version__ as MEGATRON_VERSION
         from megatron.core import parallel_state

@@ -164,7 +164,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scal
     return _attend_by_span(q, k, v, reach, scale)
 
 
-@uncompiled  # it looks at the size of each span, for which a compiled layer would be compiled again
+@uncompiled  # span sizes differ, and each would be compiled again
 def _attend_by_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
     """Compute what `attend` does with one call of SDPA if all spans have the same size, else with one for each span."""
     if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:

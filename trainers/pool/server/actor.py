@@ -91,7 +91,7 @@ class PoolActor:
         """What is left of the processes of suspect tenants: name -> sentence."""
         self._switches: dict[str, tuple[int, float]] = {}
         self._orders = {"done": 0, "failed": 0, "void": 0}
-        for name in list(self._pool.tenants):  # they could not show that they live while this process was not there
+        for name in list(self._pool.tenants):  # tenants could not report while this process was down
             self._apply(Alive(name))
         self._looking: asyncio.Task[None] | None = None
         """The task that lets time pass; begun by the first call, when the event loop runs."""
@@ -218,7 +218,7 @@ class PoolActor:
 
     def _remove_dead(self, name: str) -> None:
         self._left.pop(name)
-        if name in self._pool.tenants:  # else it has left by itself
+        if name in self._pool.tenants:  # otherwise the tenant has left by itself
             self._apply(Unregister(name, dead=True))
 
     def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:

@@ -226,7 +226,7 @@ class PoolSimulation:
     def _arrive(self, tenant: _Tenant) -> None:
         tenant.settled_s = self._now
         self._apply(Register(tenant.spec.map))
-        self._apply(StepFinished(tenant.name))  # it is built already, so the next one need not wait for its first step
+        self._apply(StepFinished(tenant.name))  # the engine is built, so the next need not wait for a step
         self._begin(tenant)
         self._apply(Ask(tenant.name, "rollout", Priority.GENERATION, tenant.section.groups))
         self._report(tenant)

@@ -297,7 +297,7 @@ class Shards:
         _log.warning("%s is ended: %s", info, reason)
         family = Family(info.pid) if info.host == socket.gethostname() else None
         if family is not None:
-            family.look()  # its children hold the memory, and end after it
+            family.look()  # the engine's children hold the memory, and end after it
         engine.handle.kill()
         engine.dead = engine.asleep = engine.broken = True
         self._asleep_since.setdefault(engine.name, time.monotonic())
