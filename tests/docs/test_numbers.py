@@ -35,6 +35,10 @@ from headrace.dataplane.security.handshake import HELLO_BYTES, KEY_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_BYTES
 from headrace.dataplane.stores.shared_memory import SPARE_PART as SHM_SPARE_PART
 from headrace.dataplane.traffic import MIN_CALLS, MIN_ERRORS, MIN_SPREAD, STEPS_PER_OCTAVE
+from headrace.tests.drills.chaos.drill import WHOLE_MINUTES
+from headrace.tests.drills.chaos.faults import LASTS_S
+from headrace.tests.drills.chaos.memory import MOST_GROWTH, SETTLED_S, SLACK_BYTES
+from headrace.tests.drills.chaos.surgeon import RECOVERY_S, SLOW_S
 from headrace.trainers.cluster.gpu_bundles import GPU_SHARE as ACTOR_GPU_SHARE
 from headrace.trainers.cluster.weight_route import POOL_BUCKET_MIB
 from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
@@ -126,6 +130,14 @@ QUOTES: dict[str, list[str]] = {
         f"checkpoint_minutes: {RUN.checkpoint_minutes:g} #",
         f"checkpoint_every: 50 # steps; {RUN.checkpoint_every}, the default",
         f"keep_checkpoints: {RUN.keep_checkpoints} #",
+    ],
+    "reliability/what-a-run-survives.md": [
+        f"or when in {WHOLE_MINUTES:g} minutes fewer than",
+        f"SIGCONT after {LASTS_S[0]:g} to {LASTS_S[1]:g} s",
+        f"takes {SLOW_S:g} s longer",
+        f"finishes no step for {RECOVERY_S:g} s",
+        f"at most {MOST_GROWTH:g} times the first third's, or {SLACK_BYTES >> 20} MiB more",
+        f"processes older than {SETTLED_S:g} s",
     ],
     "observe/evaluate.md": [f"up to {WORDS[NUM_PROCESSES]} processes"],
     "observe/watch-a-run.md": [f"every {RELOAD_S} seconds", f"at most {MAX_ERRORS})"],

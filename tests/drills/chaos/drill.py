@@ -215,9 +215,9 @@ def lines(report: ChaosReport) -> list[str]:
     """Return sentences about the outcomes of faults, recovery times, the growth of memory, and each stop's reason."""
     figures = summarise(report)
     said = [
-        f"{len(report.faults)} faults struck: the run went on after {figures.get('outcome/goes on', 0):.0f}, went back "
-        f"to a checkpoint by itself after {figures.get('outcome/restarts', 0):.0f}, and stopped and was resumed after "
-        f"{figures.get('outcome/stops', 0):.0f}"
+        f"{len(report.faults)} faults struck: the run continued after {figures.get('outcome/goes on', 0):.0f}, went "
+        f"back to a checkpoint by itself after {figures.get('outcome/restarts', 0):.0f}, and stopped and was "
+        f"resumed after {figures.get('outcome/stops', 0):.0f}"
     ]
     if "recovery_median_s" in figures:
         said.append(
@@ -259,9 +259,9 @@ def promises() -> list[str]:
 
 
 _MEANING: dict[Outcome, str] = {
-    "goes on": "goes on; what was killed is replaced",
-    "restarts": "goes back to its last checkpoint by itself",
-    "stops": "may stop with a sentence; `--resume` goes on",
+    "goes on": "continues; what was killed is replaced",
+    "restarts": "returns to its last checkpoint by itself",
+    "stops": "can stop with a sentence; `--resume` continues",
 }
 
 
