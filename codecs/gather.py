@@ -202,9 +202,8 @@ def locate_ragged(
     start = np.empty(len(row), dtype=np.int64)
     counts = np.empty(len(row), dtype=np.int64)
     for number, positions in by_source(block):
-        of_block = (
-            index[number].view("<i8").reshape(-1, field.ndim).copy()
-        )  # a store can overwrite the bytes that it lent
+        # A copy, because a store can overwrite the bytes that it lent.
+        of_block = index[number].view("<i8").reshape(-1, field.ndim).copy()
         of_row = _elements(field, of_block, sizes[number])
         rows = row[positions]
         shapes[positions] = of_block[rows]

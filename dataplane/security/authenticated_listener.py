@@ -165,9 +165,8 @@ def connect_authenticated(host: str, port: int, key: bytes, service: str, timeou
     while True:
         connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 1e-3))
         try:
-            connection.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-            )  # the bytes after the proof are sent at once
+            # The bytes after the proof are sent at once.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             prove_to_server(connection, key, service, deadline)
             return connection
         except HandshakeError:

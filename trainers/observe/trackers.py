@@ -97,9 +97,8 @@ class MlflowTracker:
         # migrations, which take 9 s.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault(
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"
-        )  # otherwise a server that is down is tried for minutes
+        # By default a server that is down is tried for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         try:
             from mlflow import MlflowClient  # pyright: ignore[reportMissingImports] - the extra `trackers`
             from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]

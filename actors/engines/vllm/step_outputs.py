@@ -44,10 +44,8 @@ def joining_scheduler(**settings: Any) -> Any:
 
     class JoiningScheduler(base):
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            found, model_runner_output.routed_experts = (
-                model_runner_output.routed_experts,
-                None,
-            )  # vLLM then cuts no routes
+            found = model_runner_output.routed_experts
+            model_runner_output.routed_experts = None  # vLLM then cuts no routes
             if found is None:
                 return super().update_from_output(scheduler_output, model_runner_output)
             manager, tokens = self.routed_experts_mgr, scheduler_output.num_scheduled_tokens

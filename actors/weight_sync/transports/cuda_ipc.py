@@ -301,9 +301,8 @@ class CudaIpcStream(IpcStreamBase):
         super()._confirm()
 
     def _close(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(
-            self._copies
-        )  # otherwise the memory could be reused too early
+        # Without this wait, the memory could be reused too early.
+        torch.cuda.current_stream(self.device).wait_stream(self._copies)
         super()._close()
 
 
