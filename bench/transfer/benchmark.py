@@ -323,12 +323,12 @@ def _ray(in_process: bool) -> Iterator[None]:
     if in_process:
         yield
         return
-    from ...trainers.cluster.ray_cluster import Cluster, Demand
+    from ...trainers.cluster.ray_cluster import Cluster, CpuDemand
 
     cluster = Cluster(
         address=None,
         num_cpus=RAY_CPUS,
-        demand=Demand(0, 0, 0),
+        demand=CpuDemand(0, 0, 0),
         namespace="headrace-bench",
         object_store_mib=OBJECT_STORE_MIB,
     )

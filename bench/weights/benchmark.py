@@ -31,7 +31,7 @@ from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import open_data_plane
 from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.security.handshake import new_key
-from ...trainers.cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
+from ...trainers.cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, CpuDemand
 from ..models import WEIGHT_SHAPES, num_bytes
 from ..records import conditions, table, write_records, write_summary
 from .peers import Engine, Peer, PeerTask, Trainer, call_all
@@ -282,7 +282,7 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
             cluster = Cluster(
                 address=None,
                 num_cpus=1,
-                demand=Demand(0, 0, 0),
+                demand=CpuDemand(0, 0, 0),
                 namespace=run_id,
                 object_store_mib=MIN_OBJECT_STORE_MIB,
             )

@@ -82,7 +82,7 @@ def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path
         runs.step(run, state)
         first, second = run.engines.engines
         old = runs.trainer_model(run, tmp_path / "old")
-        run.engines.leave_out(second, "set aside by the test")
+        run.engines.exclude(second, "set aside by the test")
         state.version += 1
         report = run.weights.sync(state.version, [first])
         assert (report.engines, report.left_out) == (1, 1)

@@ -26,7 +26,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory.calls import ClaimRows, Grouping, PutRows, schema_id
 from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.factory import connect, open_data_plane
-from headrace.trainers.cluster.ray_cluster import Cluster, Demand
+from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand
 from headrace.trainers.errors import UserError
 
 NUM_FIELDS = 10
@@ -263,7 +263,7 @@ def _ray(in_process: bool) -> Iterator[Any]:
         yield None
         return
     cluster = Cluster(
-        address=None, num_cpus=1, demand=Demand(0, 0, 0), namespace="headrace-bench", object_store_mib=128
+        address=None, num_cpus=1, demand=CpuDemand(0, 0, 0), namespace="headrace-bench", object_store_mib=128
     )
     try:
         yield ray

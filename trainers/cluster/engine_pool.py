@@ -103,8 +103,8 @@ class EnginePool:
         """Return the engine called `name`. Raises KeyError when there is none."""
         return {engine.name: engine for engine in self.engines}[name]
 
-    def leave_out(self, engine: Engine, reason: str) -> None:
-        """Send no more requests to `engine` until `take_back`. reason: stored in `engine.left_out`. A no-op if the
+    def exclude(self, engine: Engine, reason: str) -> None:
+        """Send no more requests to `engine` until `readmit`. reason: stored in `engine.left_out`. A no-op if the
         engine is left out already; the first reason then stays."""
         if engine.left_out:
             return
@@ -112,7 +112,7 @@ class EnginePool:
         _log.warning("engine left out: %s: %s", engine.handle.info, reason)
         self._changed(engine)
 
-    def take_back(self, engine: Engine) -> None:
+    def readmit(self, engine: Engine) -> None:
         """Send requests to `engine` again. Idempotent."""
         if engine.left_out:
             engine.left_out = ""

@@ -29,7 +29,7 @@ MIN_OBJECT_STORE_MIB = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class CpuDemand:
     """The logical CPUs that a run's actors request from Ray: one for each actor, or for each process of an engine."""
 
     rollout_actors: int
@@ -63,7 +63,7 @@ def open_cluster(resources: ResourcesConfig, request: PlacementRequest, store: S
     return Cluster(
         address=resources.ray_address,
         num_cpus=resources.num_cpus,
-        demand=Demand(request.num_actors or 0, request.num_engines * request.tp, request.topology.world),
+        demand=CpuDemand(request.num_actors or 0, request.num_engines * request.tp, request.topology.world),
         pooled=request.pooled,
         namespace=f"headrace-{uuid.uuid4().hex[:8]}",
         object_store_mib=object_store_mib(store),
@@ -79,7 +79,7 @@ class Cluster:
         *,
         address: str | None,
         num_cpus: int | None,
-        demand: Demand,
+        demand: CpuDemand,
         namespace: str,
         object_store_mib: int,
         pooled: bool = False,
@@ -112,11 +112,11 @@ class Cluster:
             with _own_signal_handlers():
                 ray.init(address=address, **quiet)
             on_gpus = pooled and ray.cluster_resources().get("GPU", 0.0) > 0
-            self._check(Demand(demand.rollout_actors, 0, 0) if on_gpus else demand)
+            self._check(CpuDemand(demand.rollout_actors, 0, 0) if on_gpus else demand)
         self._started = set(psutil.Process().children()) - before if self.owned else set()
         self.num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
 
-    def _check(self, demand: Demand) -> None:
+    def _check(self, demand: CpuDemand) -> None:
         free = ray.available_resources().get("CPU", 0.0)
         if free < demand.cpus:
             with _own_signal_handlers():

@@ -108,7 +108,7 @@ class Rollouts(Protocol):
         """Return for how many seconds `actor` has made no progress, at most those since the last `begin_watch`."""
         ...
 
-    def leave_out(self, engine: str, reason: str, called_s: float) -> None:
+    def exclude(self, engine: str, reason: str, called_s: float) -> None:
         """Send no more requests to the engine named `engine`, unless its process was replaced after `called_s`.
 
         reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which the rollout call
@@ -439,7 +439,7 @@ class Feed:
     def _report(self, issue: _Issue, report: RolloutReport) -> None:
         self._stages.tracer.add(issue.actor.info.name, report.spans.to_spans())
         for left in report.left_out:
-            self._rollouts.leave_out(left.name, left.reason, issue.call.started)
+            self._rollouts.exclude(left.name, left.reason, issue.call.started)
         self._tally.reports.append(report)
         self._tally.generated.append(issue.busy_until(issue.call.started + report.generate_s))
         self._expect_few_errors()

@@ -44,7 +44,7 @@ LOOK_S = 0.05
 H = TypeVar("H", bound=EngineHandle | TrainHandle)
 
 
-def fallen(
+def wait_until_freed(
     handles: Sequence[H], limit: Callable[[H, ProcessMemory], int | None], fall_s: float, timeout_s: float, key: str
 ) -> tuple[list[ProcessMemory], dict[H, str]]:
     """Measure actors until each is within its limit, for `fall_s` seconds at most. Returns what was measured last, and
@@ -118,7 +118,9 @@ class TrainerMemory:
         Raises ActorFailed, naming the worker, if it does not fall within `fall_s` seconds."""
         workers = self._actors.workers
         reports = gather([worker.offload() for worker in workers], "offload", self._timeout_s)
-        held, wrong = fallen(workers, lambda worker, held: self._most_bytes, fall_s, self._timeout_s, self._key)
+        held, wrong = wait_until_freed(
+            workers, lambda worker, held: self._most_bytes, fall_s, self._timeout_s, self._key
+        )
         for worker, why in wrong.items():
             raise ActorFailed(f"offload: {worker.info} {why}")
         self._note("offload", reports, held)
@@ -174,7 +176,7 @@ class Roles(Protocol):
         ActorFailed if a worker fails."""
         ...
 
-    def make_room(self) -> None:
+    def end_generation(self) -> None:
         """End all rollouts and put the engines to sleep, at any moment of a run. The train workers can then be used, or
         new ones started."""
         ...
@@ -184,7 +186,7 @@ class Roles(Protocol):
         `WeightSync.sync` does; engines that failed are left out."""
         ...
 
-    def bring(self, engine: Engine, version: int) -> bool:
+    def sync_engine(self, engine: Engine, version: int) -> bool:
         """Bring `engine`, whose process is new, to `version` while other engines may generate. Returns False if it has
         to wait for the next `sync`. Raises as `WeightSync.sync` does."""
         ...
@@ -240,13 +242,13 @@ class BothResident(_OwnGpus):
     def to_training(self) -> None:
         """Do nothing: the train workers are always ready."""
 
-    def make_room(self) -> None:
+    def end_generation(self) -> None:
         """Do nothing: the train workers are always ready."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         return self._weights.sync(version, engines)
 
-    def bring(self, engine: Engine, version: int) -> bool:
+    def sync_engine(self, engine: Engine, version: int) -> bool:
         if version:
             self._weights.sync(version, [engine])
         return True
@@ -298,7 +300,7 @@ class TakeTurns(_OwnGpus):
             self._note("trainer_gib_onloaded", self._trainer.onload())
         self._turn = "training"
 
-    def make_room(self) -> None:
+    def end_generation(self) -> None:
         gather_each([rollout.end_rollouts() for rollout in self._actors.rollouts], "surplus", HEALTH_S)
         self._turn = None
         with self._timed("sleep"):
@@ -323,7 +325,7 @@ class TakeTurns(_OwnGpus):
             raise none_left
         return report
 
-    def bring(self, engine: Engine, version: int) -> bool:
+    def sync_engine(self, engine: Engine, version: int) -> bool:
         if not version:
             return True  # it has loaded that from the model's folder
         if self._weights.kept == version:
@@ -358,7 +360,7 @@ class TakeTurns(_OwnGpus):
             else:
                 engine.broken = True  # the engine has dropped its weights
                 asleep[engine.handle] = engine
-        held, wrong = fallen(
+        held, wrong = wait_until_freed(
             list(asleep), lambda handle, held: self._limit(asleep[handle], held), FALL_S, self._timeout_s, KEY
         )
         for handle, why in wrong.items():
@@ -394,7 +396,7 @@ class TakeTurns(_OwnGpus):
         `RolloutPool.replace_dead`."""
         engine.handle.kill()
         engine.dead = True
-        self._actors.engines.leave_out(engine, reason)
+        self._actors.engines.exclude(engine, reason)
 
     # ------------------------------------------------------------ memory
 

@@ -108,7 +108,7 @@ class RolloutPool:
             with self.roles.engines_kept():
                 for engine in [one for one in self._separate if one.name in gone and not one.asleep]:
                     engine.dead = True
-                    self._actors.engines.leave_out(engine, gone[engine.name])
+                    self._actors.engines.exclude(engine, gone[engine.name])
                 if self.replace_dead(version):
                     return True
         assert self._actors.engines.active
@@ -129,7 +129,7 @@ class RolloutPool:
         """The engines that run in actors of their own; none when each engine is embedded in a rollout actor."""
         return [] if self._actors.engines.embedded else self._actors.engines.engines
 
-    def leave_out(self, engine: str, reason: str, called_s: float) -> None:
+    def exclude(self, engine: str, reason: str, called_s: float) -> None:
         """Send no more requests to the engine named `engine`, which a rollout call found dead or failing.
 
         reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
@@ -138,7 +138,7 @@ class RolloutPool:
         with self.roles.engines_kept():
             found = self._actors.engines.named(engine)
             if found.renewed_s < called_s and not found.asleep:
-                self._actors.engines.leave_out(found, reason)
+                self._actors.engines.exclude(found, reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """Replace a rollout actor or engine whose process `pid` died, and wait until the new one has started. It serves
@@ -155,15 +155,15 @@ class RolloutPool:
         ):
             engine = next((engine for engine in engines.engines if engine.handle is actor), None)
             if engine is not None:
-                engines.leave_out(engine, str(failure))
+                engines.exclude(engine, str(failure))
             self._actors.replace(actor, failure)
             if engine is not None:
                 engine.renew()
-                if self.roles.bring(engine, version):
-                    engines.take_back(engine)
+                if self.roles.sync_engine(engine, version):
+                    engines.readmit(engine)
         self.begin_watch()  # the progress of the others was not watched meanwhile
 
-    def mend(self, version: int) -> None:
+    def sync_broken(self, version: int) -> None:
         """Sync the weights of the train workers to the engines that a failed sync left without complete ones. The
         weights are of `version`.
 

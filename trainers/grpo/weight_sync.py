@@ -134,7 +134,7 @@ class WeightSync:
                 engine.dead |= _died(failure)
                 if engine.version != version or engine.broken:
                     if tries[engine.name] >= ATTEMPTS or engine.dead or engine not in alive:
-                        self._engines.leave_out(engine, str(failure))
+                        self._engines.exclude(engine, str(failure))
             waiting = [
                 engine for engine in waiting if (engine.version != version or engine.broken) and not engine.left_out
             ]
@@ -288,7 +288,7 @@ class WeightSync:
         for engine, answer in zip(engines, answers, strict=True):
             if answer == version:
                 engine.version = version
-                self._engines.take_back(engine)
+                self._engines.readmit(engine)
 
     def _announce(
         self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool
@@ -337,7 +337,7 @@ class WeightSync:
             pause = Span("pause", wall, report.pause_s)
             tally.spans.append((engine.name, (pause, Span("load weights", wall + report.pause_s, report.load_s))))
             engine.version = version
-            self._engines.take_back(engine)
+            self._engines.readmit(engine)
         return _failures(engines, outcomes)
 
     def _stop(self, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:

@@ -30,7 +30,7 @@ from ..observe.trace import Tracer
 from .checks.preflight import check_prompts, check_quickly
 from .checks.trust_probe import distrust
 from .processes import launched, needed_processes
-from .restarts import blamed, lost_only_workers, lost_process
+from .restarts import lost_only_workers, lost_process, root_cause
 from .under_watchdog import WatchdogProcess, under_watchdog
 
 
@@ -190,7 +190,7 @@ class _Training:
                     self._train(run, state)
                 except Exception as error:  # judged while the other processes are still there
                     self._replaced = run.actors.replaced
-                    cause = blamed(error, run.actors, needed_processes(self._folder.path))
+                    cause = root_cause(error, run.actors, needed_processes(self._folder.path))
                     lost = lost_process(cause)
                     if cause is error:
                         raise
@@ -246,7 +246,7 @@ class _Training:
                 self._save_interrupted(run, state, checkpoints)
                 raise
             except Exception as error:
-                cause = blamed(error, run.actors, needed_processes(folder.path))
+                cause = root_cause(error, run.actors, needed_processes(folder.path))
                 if not isinstance(cause, ActorFailed) or not self._may_restart_workers(run, cause):
                     if cause is error:
                         raise
@@ -261,7 +261,7 @@ class _Training:
             metrics["run/restarts"] = float(self._restarts)
             if state.step == first:
                 self._tell_distrust(state, metrics)
-            self._watch.mend()
+            self._watch.replace_if_dead()
             self._folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)
@@ -314,7 +314,7 @@ class _Training:
         )
         try:
             run.workers.gather([worker.abort() for worker in run.workers.handles], "interrupt")
-            run.roles.make_room()
+            run.roles.end_generation()
             run.roles.to_training()
             checkpoints.finish(run.workers, run.rollouts, state)
         except (ActorFailed, DataPlaneError) as error:
@@ -344,14 +344,14 @@ class _Training:
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
-        run.roles.make_room()
+        run.roles.end_generation()
         # It makes three bounded waits, one after another.
         with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):
             run.actors.restart_workers()
         run.weights.forget()
         checkpoints.load(run.workers, run.rollouts, earlier)
         state.go_back(earlier)
-        run.rollouts.mend(state.version)
+        run.rollouts.sync_broken(state.version)
         feed.give_up()
         self._folder.resumed(state.step, died=self._died)
         return open_feed(run, state, f"{PARTITION}-{self._restarts}")

@@ -27,7 +27,7 @@ _BROKEN = ("connection", "broken pipe", "reset by peer", "closed by peer", "sock
 """Words in lower case that mark an error message as coming from a broken connection to another process."""
 
 
-def blamed(error: Exception, actors: RunActors, processes: Mapping[str, int]) -> Exception:
+def root_cause(error: Exception, actors: RunActors, processes: Mapping[str, int]) -> Exception:
     """Find out whether the death of a process caused `error`. If so, returns an ActorFailed that names the dead
     processes and then `error`. Returns `error` itself if nothing has died or if it already reports a death.
 
@@ -53,7 +53,7 @@ def lost_process(error: Exception) -> str | None:
     """Return a sentence about the lost process that caused `error`. Returns None if the cause is the code of an actor
     or of the driver, because the error would then happen again after a restart.
 
-    error: result of `blamed`, if the actors had been started.
+    error: result of `root_cause`, if the actors had been started.
     """
     cause = error.cause if isinstance(error, ActorFailed) and not error.died else None
     if isinstance(error, ActorFailed) and cause is None:  # the actor died, or does not answer

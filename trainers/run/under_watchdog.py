@@ -74,11 +74,11 @@ class WatchdogProcess:
         address = handle.address
         assert address is not None, "a run's directory is an actor"
         opened = Opened(handle.run_id, address.local, address.host, address.port, handle.store.key.hex(), handle.peer)
-        self.mend()
+        self.replace_if_dead()
         self._said.append(dataclasses.asdict(opened))
         self._tell(self._said[-1])
 
-    def mend(self) -> None:
+    def replace_if_dead(self) -> None:
         """Start a new watchdog process if the present one has died, so that the run is watched again."""
         process = self._process
         if process is None or process.poll() is None or self.reason() is not None:
@@ -131,7 +131,7 @@ class WatchdogProcess:
             self._process.stdin.write(json.dumps(said).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the watchdog has died; `mend` replaces it at the step's end
+            pass  # it has died: `replace_if_dead` replaces it at the end of the step, and tells the new one
 
 
 @contextmanager

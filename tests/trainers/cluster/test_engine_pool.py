@@ -18,11 +18,11 @@ def test_the_first_reason_stays_and_listeners_hear_each_change_once() -> None:
     found, heard = engines(), []
     found.on_change.append(lambda engine: heard.append((engine.name, engine.left_out)))
     first, second = found.active
-    found.leave_out(first, "too slow")
-    found.leave_out(first, "dead")
+    found.exclude(first, "too slow")
+    found.exclude(first, "dead")
     assert found.active == [second] and found.named("engine 0").left_out == "too slow"
-    found.take_back(first)
-    found.take_back(first)
+    found.readmit(first)
+    found.readmit(first)
     assert found.active == [first, second]
     assert heard == [("engine 0", "too slow"), ("engine 0", "")]
 
@@ -30,6 +30,6 @@ def test_the_first_reason_stays_and_listeners_hear_each_change_once() -> None:
 def test_with_none_left_the_error_says_what_became_of_each() -> None:
     found = engines()
     for engine, reason in zip(found.engines, ("too slow", "died"), strict=True):
-        found.leave_out(engine, reason)
+        found.exclude(engine, reason)
     with pytest.raises(NoEngineLeft, match="no engine is left of 2: engine 0: too slow; engine 1: died"):
         _ = found.active

@@ -12,7 +12,7 @@ import ray
 from ray._private import ray_constants, services
 
 from headrace.tests.process_pool import start_ray
-from headrace.trainers.cluster.ray_cluster import Cluster, Demand
+from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand
 
 
 @pytest.mark.processes
@@ -41,7 +41,7 @@ def test_signals_are_handled_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for address in (None, "127.0.0.1:1"):
             cluster = Cluster(
-                address=address, num_cpus=1, demand=Demand(0, 1, 0), namespace="signals", object_store_mib=128
+                address=address, num_cpus=1, demand=CpuDemand(0, 1, 0), namespace="signals", object_store_mib=128
             )
             os.kill(os.getpid(), signal.SIGTERM)
             cluster.close()
@@ -56,9 +56,9 @@ def test_signals_are_handled_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sigterm_while_ray_runs_and_after_it() -> None:
     code = (
         "import os, signal\n"
-        "from headrace.trainers.cluster.ray_cluster import Cluster, Demand\n"
+        "from headrace.trainers.cluster.ray_cluster import Cluster, CpuDemand\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True))\n"
-        "cluster = Cluster(address=None, num_cpus=1, demand=Demand(0, 1, 0), namespace='n', object_store_mib=128)\n"
+        "cluster = Cluster(address=None, num_cpus=1, demand=CpuDemand(0, 1, 0), namespace='n', object_store_mib=128)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "cluster.close()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"

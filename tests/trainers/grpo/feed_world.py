@@ -219,7 +219,7 @@ class World:
         """Return seconds without progress as if no actor were stuck but the `hung`."""
         return 3600.0 * self.looks if actor in self.hung else 0.0
 
-    def leave_out(self, engine: str, reason: str, called_s: float) -> None:
+    def exclude(self, engine: str, reason: str, called_s: float) -> None:
         raise AssertionError("no report of this world names an engine")
 
     def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:

@@ -140,7 +140,7 @@ def test_a_trainer_that_dies_offloaded_is_found_before_it_is_needed(monkeypatch:
         with pytest.raises(ActorFailed, match="onload: train worker 0") as failure:
             it.roles.to_training()
         assert failure.value.died and isinstance(failure.value.__cause__, RayActorError)
-        it.roles.make_room()  # as before a restart of the workers
+        it.roles.end_generation()  # as before a restart of the workers
         it.it.restart_trainer()
         it.roles.sync(0)
         it.it.expect(0, 1.0)
@@ -150,7 +150,7 @@ def test_a_new_engine_gets_the_kept_version_without_the_trainer(monkeypatch: pyt
     with turns(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
         it.step(1)
         engine, gathers = _renewed(it, 0), it.it.trainer.gathers
-        assert it.roles.bring(engine, 1)
+        assert it.roles.sync_engine(engine, 1)
         it.it.expect(1, 1.0)
         assert it.it.trainer.gathers == gathers and it.it.trainer.offloaded
 
@@ -160,9 +160,9 @@ def test_a_new_engine_waits_for_the_next_sync_or_has_the_memory_passed_on(monkey
         it.step(1)
         it.it.sync.forget()  # as by a transport that keeps nothing
         engine = _renewed(it, 0)
-        assert not it.roles.bring(engine, 1), "the other one generates"
-        it.it.pool.leave_out(it.it.pool.engines[1], "set aside by the test")
-        assert it.roles.bring(engine, 1), "no engine generates"
+        assert not it.roles.sync_engine(engine, 1), "the other one generates"
+        it.it.pool.exclude(it.it.pool.engines[1], "set aside by the test")
+        assert it.roles.sync_engine(engine, 1), "no engine generates"
         it.it.expect(1, 1.0)
         assert it.it.trainer.offloaded
 
@@ -204,7 +204,7 @@ def _renewed(it: Turns, number: int) -> Any:
     """Put a new engine with version 0 in the place of one, as after its replacement."""
     engine, hosted = it.it.pool.engines[number], it.it.hosted[number]
     hosted._version, hosted.loaded = 0, {}
-    it.it.pool.leave_out(engine, "it died")
+    it.it.pool.exclude(engine, "it died")
     engine.renew()
     return engine
 

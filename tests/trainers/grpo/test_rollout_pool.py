@@ -86,11 +86,11 @@ def test_late_news_of_a_dead_engine_does_not_touch_the_one_that_replaced_it(monk
     run.gone[0] = RayTaskError("progress", "a traceback", EngineDied("its process died"))
     run.look(3)
     [first, second] = run.actors.engines.engines
-    run.pool.leave_out(first.name, "its process died", called_s)
+    run.pool.exclude(first.name, "its process died", called_s)
     assert not first.left_out
     run.look(1)
-    run.pool.leave_out(first.name, "it died again", run.now)
-    run.pool.leave_out(second.name, "its process died", called_s)
+    run.pool.exclude(first.name, "it died again", run.now)
+    run.pool.exclude(second.name, "its process died", called_s)
     assert (first.left_out, second.left_out) == ("it died again", "its process died")
 
 

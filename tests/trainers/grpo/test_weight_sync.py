@@ -176,7 +176,7 @@ def test_a_trainer_that_dies_in_a_direct_update_leaves_engines_whose_requests_wa
             _Stages(),  # pyright: ignore[reportArgumentType]
             5.0,
         )
-        pool.mend(1)
+        pool.sync_broken(1)
         it.expect(1, 3.0)
         for answer in (running, late):
             [completion] = answer.result(10)
@@ -240,11 +240,11 @@ def test_an_engine_whose_requests_stand_still_is_given_up(monkeypatch: pytest.Mo
 def test_an_engine_that_died_within_a_living_actor_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     with world(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
         it.hosted[0].died = "its process is gone"
-        it.pool.leave_out(it.pool.engines[0], "a router found it dead")
+        it.pool.exclude(it.pool.engines[0], "a router found it dead")
         assert it.sync.sync(1).engines == 1
         assert it.pool.engines[0].dead and not it.pool.engines[1].dead
         it.hosted[1].died = "its process is gone, too"
         with pytest.raises(NoEngineLeft):
-            it.pool.leave_out(it.pool.engines[1], "died")
+            it.pool.exclude(it.pool.engines[1], "died")
             it.sync.sync(2)
         assert it.pool.engines[1].dead

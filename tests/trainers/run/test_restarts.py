@@ -1,4 +1,4 @@
-"""Which failures send a run back to its last checkpoint, which end it, and who is blamed for them."""
+"""Which failures send a run back to its last checkpoint, which end it, and who is root_cause for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.errors import UserError
 from headrace.trainers.run import restarts
-from headrace.trainers.run.restarts import blamed, lost_process
+from headrace.trainers.run.restarts import lost_process, root_cause
 
 ALIVE = {"directory": os.getpid()}
 RESET = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40123")
@@ -58,7 +58,7 @@ def test_an_error_of_its_own_is_none(
 ) -> None:
     for bound in ("DEATH_S", "NEWS_S"):
         monkeypatch.setattr(restarts, bound, 0.05)  # no process dies here
-    assert blamed(error, actors(0, 0), ALIVE) is error
+    assert root_cause(error, actors(0, 0), ALIVE) is error
     assert lost_process(error) is None
 
 
@@ -87,7 +87,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunActors]:
 def test_who_died_is_blamed_and_not_who_noticed(stage: str, actors: Callable[..., RunActors]) -> None:
     """Ray tells of a death on another host later than the broken connection does."""
     error = ActorFailed(f"{stage}: train worker 0 failed after 1.0 s: {RESET}", RESET)
-    cause = blamed(error, actors(None, 3), {})
+    cause = root_cause(error, actors(None, 3), {})
     assert isinstance(cause, ActorFailed) and cause.died
     assert str(cause).startswith("train worker 1 (") and f" died: {error}" in str(cause)
     assert lost_process(cause) == str(cause)
@@ -95,7 +95,7 @@ def test_who_died_is_blamed_and_not_who_noticed(stage: str, actors: Callable[...
 
 def test_a_death_is_its_own_cause(actors: Callable[..., RunActors]) -> None:
     error = ActorFailed("train: train worker 1 died", died=True)
-    assert blamed(error, actors(1, None), {}) is error
+    assert root_cause(error, actors(1, None), {}) is error
 
 
 @pytest.mark.processes
@@ -103,5 +103,5 @@ def test_an_error_beside_a_dead_process_of_this_host_is_of_its_death(actors: Cal
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     error = ActorFailed("train worker 0 failed: connection closed by peer", RESET)
-    cause = blamed(error, actors(None, None), {**ALIVE, "train worker 1": dead.pid})
+    cause = root_cause(error, actors(None, None), {**ALIVE, "train worker 1": dead.pid})
     assert lost_process(cause) == f"train worker 1 (pid {dead.pid}) died: {error}"

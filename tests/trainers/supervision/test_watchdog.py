@@ -291,12 +291,12 @@ def test_a_watchdog_that_died_is_replaced_and_told_what_the_first_one_knew(tmp_p
     with under_watchdog(config, tmp_path) as under:
         under.opened(handle)
         [first] = set(psutil.Process().children()) - before
-        under.mend()
+        under.replace_if_dead()
         assert set(psutil.Process().children()) - before == {first}, "it lives"
         first.kill()
         deadline = time.monotonic() + 60
         while set(psutil.Process().children()) - before <= {first}:
-            under.mend()
+            under.replace_if_dead()
             assert time.monotonic() < deadline
             time.sleep(0.01)
         [second] = set(psutil.Process().children()) - before - {first}

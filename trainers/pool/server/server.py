@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
+from ...cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, CpuDemand
 from ...errors import UserError
 from ...observe.prometheus import STATUS_TIMEOUT_S, PrometheusEndpoint, labelled
 from ..state.pool import PoolBounds
@@ -128,7 +128,7 @@ def _cluster(address: str | None, num_cpus: int | None) -> Cluster:
     return Cluster(
         address=address,
         num_cpus=num_cpus,
-        demand=Demand(0, 0, 0),
+        demand=CpuDemand(0, 0, 0),
         namespace=NAMESPACE,
         object_store_mib=MIN_OBJECT_STORE_MIB,
     )

@@ -83,7 +83,7 @@ class BorrowsGpus:
             self._tenant.note([self._shards.timed("onload", "train", gpus, began)])
         self._training = True
 
-    def make_room(self) -> None:
+    def end_generation(self) -> None:
         gather_each([rollout.end_rollouts() for rollout in self._actors.rollouts], "surplus", HEALTH_S)
         self._training = False
         self._take_gpus()
@@ -105,7 +105,7 @@ class BorrowsGpus:
         self._finished = version
         return report
 
-    def bring(self, engine: Engine, version: int) -> bool:
+    def sync_engine(self, engine: Engine, version: int) -> bool:
         if not version:
             return True  # it has loaded that from the model's folder
         if self._weights.kept is None:

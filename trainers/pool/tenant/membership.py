@@ -19,7 +19,7 @@ from ...cluster.handles import EngineHandle, TrainHandle
 from ...cluster.placement import PlacementRequest, plan_placement
 from ...cluster.run_actors import RunActors
 from ...config.config import Config
-from ...grpo.roles import TrainerMemory, fallen, residual_limit
+from ...grpo.roles import TrainerMemory, residual_limit, wait_until_freed
 from ...grpo.stages import Stages
 from ...grpo.weight_sync import WeightSync
 from ...supervision.cleanup import wait_until_ended
@@ -85,7 +85,7 @@ class PoolMembership:
             return residual_limit(held, residual_bytes, processes)
 
         timeout_s, key = config.resources.start_timeout_s, "resources.residual_mib"
-        for handle, why in fallen(handles, limit, FALL_S, timeout_s, key)[1].items():
+        for handle, why in wait_until_freed(handles, limit, FALL_S, timeout_s, key)[1].items():
             raise ActorFailed(f"start: {handle.info} {why}")
 
     def _wait(self) -> None:

@@ -26,7 +26,7 @@ from ....actors.engines.router import Suspension
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
-from ...grpo.roles import fallen, residual_limit
+from ...grpo.roles import residual_limit, wait_until_freed
 from ...grpo.weight_sync import HEALTH_S, WeightSync
 from ...supervision.cleanup import Family
 from ..state.commands import Order, Outcome
@@ -164,7 +164,7 @@ class Shards:
             self._each("sleep", awake, failed, lambda engine: engine.handle.sleep(self._level))
         with self._stage("memory", awake):
             sleeping = {engine.handle: engine for engine in awake if engine.name not in failed}
-            held, wrong = fallen(
+            held, wrong = wait_until_freed(
                 list(sleeping),
                 lambda handle, held: residual_limit(held, self._residual_bytes, sleeping[handle].num_workers),
                 FALL_S, self._timeout_s, "resources.residual_mib",
