@@ -185,6 +185,11 @@ class DataConfig(Section):
         """True if the training prompts are generated, so that there are others to validate with."""
         return all(map(is_generated, self.trained))
 
+    @property
+    def has_held_out(self) -> bool:
+        """True if there are prompts to validate with."""
+        return bool(self.validation or self.validation_split or self.generated)
+
 
 class RolloutConfig(EngineKeys):
     """Kind and number of engines, the sampling of the policy's tokens, and the endpoint for agents."""

@@ -38,7 +38,7 @@ def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
     )  # fmt: skip
     state = grpo.State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
-        first, second, third = run.engines.engines
+        first, second, third = run.actors.engines.engines
         assert runs.step(run, state).engines == 3
 
         send(second, signal.SIGSTOP)  # slow beyond any bound
@@ -93,7 +93,7 @@ def test_an_engine_core_that_is_killed_in_a_direct_broadcast_costs_the_other_eng
     )  # fmt: skip
     state = grpo.State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
-        first, second = run.engines.engines
+        first, second = run.actors.engines.engines
         assert runs.step(run, state).engines == 2 and first.joins and second.joins
 
         children = psutil.Process(second.handle.info.pid).children(recursive=True)

@@ -62,10 +62,10 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
         before = runs.trainer_model(run, tmp_path / "export")
         for number in range(1, steps + 1):
             report = runs.step(run, state)
-            assert (report.version, report.engines, report.left_out) == (number, len(run.engines.engines), 0)
+            assert (report.version, report.engines, report.left_out) == (number, len(run.actors.engines.engines), 0)
             assert report.gathers == 1, "one gather serves all engines"
             model = runs.trainer_model(run, tmp_path / "export")
-            for engine in run.engines.engines:
+            for engine in run.actors.engines.engines:
                 answers = runs.engine_logprobs(engine, f"{number}")
                 assert all(set(versions) == {number} for _, _, versions in answers)
                 assert runs.difference(model, answers) < 1e-3
@@ -80,9 +80,9 @@ def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path
     state = grpo.State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
         runs.step(run, state)
-        first, second = run.engines.engines
+        first, second = run.actors.engines.engines
         old = runs.trainer_model(run, tmp_path / "old")
-        run.engines.exclude(second, "set aside by the test")
+        run.actors.engines.exclude(second, "set aside by the test")
         state.version += 1
         report = run.weights.sync(state.version, [first])
         assert (report.engines, report.left_out) == (1, 1)

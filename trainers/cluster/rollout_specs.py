@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -202,20 +202,6 @@ class EvaluationPlan:
         return self.setup.name
 
 
-def evaluation_plans(config: Config) -> tuple[EvaluationPlan, ...]:
-    """Return the evaluations that a run makes. Validation comes first, if `validation.every` is above 0, and then the
-    named sets with `every` above 0."""
-    return tuple(plan for plan in _plans(config) if plan.every)
-
-
-def all_plans(config: Config) -> tuple[EvaluationPlan, ...]:
-    """Return every evaluation that the configuration describes, including sets that a run does not evaluate. Validation
-    is among them if the data has held-out prompts."""
-    data = config.data
-    validates = data.validation or data.validation_split or data.generated
-    return tuple(_plans(config))[0 if validates else 1 :]
-
-
 @dataclass(frozen=True, slots=True)
 class _Training:
     """What an evaluation takes over from training, where it has no setting of its own."""
@@ -226,12 +212,15 @@ class _Training:
     seed: int
 
 
-def _plans(config: Config) -> Iterator[EvaluationPlan]:
-    """Yield validation, and then the named sets."""
+def evaluation_plans(config: Config, *, only_named: bool = False, idle: bool = False) -> tuple[EvaluationPlan, ...]:
+    """Return the evaluations that a run makes. Validation comes first, and then the named sets.
+
+    only_named: leave validation out. idle: also those that the run makes none of, because their `every` is 0.
+    """
     training = _Training(config.rollout, config.data, config.reward, config.run.seed)
-    yield _validation(config.validation, training)
-    for name, one in config.evaluation.items():
-        yield _named(name, one, training)
+    plans = [] if only_named else [_validation(config.validation, training)]
+    plans += [_named(name, one, training) for name, one in config.evaluation.items()]
+    return tuple(plan for plan in plans if plan.every or idle)
 
 
 def _validation(validation: ValidationConfig, training: _Training) -> EvaluationPlan:

@@ -176,7 +176,7 @@ def meaning_problems(config: Config) -> list[str]:
             f"algorithm.prev_logprobs: got 'rollout' with rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}"
             ", expected 'recompute', because the engine's log-probs then belong to a truncated distribution"
         )
-    if config.validation.every and not (data.validation or data.validation_split or data.generated):
+    if config.validation.every and not data.has_held_out:
         problems.append(
             "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "
             f"because data.train={data.train!r} has no held-out part of its own"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...actors.rollout.config import JSONL_SUFFIXES, MIXTURE, is_generated
-from .config import Config
+from .config import AlgorithmConfig, Config, RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ def _sources(config: Config) -> tuple[str, ...]:
     return tuple(source for source in (*config.data.trained, config.data.validation, *sets) if source)
 
 
-def _overtakes(config: Config) -> bool:
-    sampler = config.algorithm.sampler
-    return sampler != "in_order" and not (sampler == "auto" or config.run.deterministic)
+def _overtakes(algorithm: AlgorithmConfig, run: RunConfig) -> bool:
+    sampler = algorithm.sampler
+    return sampler != "in_order" and not (sampler == "auto" or run.deterministic)
 
 
 AHEAD = _is("algorithm.mode", "async", "async_streaming")
@@ -108,7 +108,9 @@ SLEEPS = Need(
     lambda config: config.resources.switch_roles != "never" or config.pool.address is not None,
 )
 OVERTAKING = Need(
-    "algorithm.sampler", "a sampler that may change the order of groups, unlike auto and in_order", _overtakes
+    "algorithm.sampler",
+    "a sampler that may change the order of groups, unlike auto and in_order",
+    lambda config: _overtakes(config.algorithm, config.run),
 )
 OWN_OPTIONS = Need(
     "algorithm.sampler",

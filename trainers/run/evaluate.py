@@ -17,7 +17,7 @@ from ...actors.rollout.evaluation import FigureSums
 from ...actors.rollout.results import EvaluationReport
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import open_data_plane
-from ..cluster.rollout_specs import EvaluationPlan, all_plans, rollout_setup
+from ..cluster.rollout_specs import EvaluationPlan, evaluation_plans, rollout_setup
 from ..config.config import Config
 from ..errors import UserError
 from .checks.preflight import check_evaluation
@@ -64,13 +64,13 @@ def evaluate_model(
             f"--model: got {config.model.path!r}, expected a model folder or hub id, because each run makes the "
             "built-in model again; its folder has it as base_model, best and model"
         )
-    plans = _chosen(config, names)
+    plans = _chosen(evaluation_plans(config, only_named=not config.data.has_held_out, idle=True), names)
     check_evaluation(config)
     return asyncio.run(_evaluate(config, plans, tell))
 
 
-def _chosen(config: Config, names: Sequence[str]) -> list[EvaluationPlan]:
-    known = {short_name(plan): plan for plan in all_plans(config)}
+def _chosen(plans: Sequence[EvaluationPlan], names: Sequence[str]) -> list[EvaluationPlan]:
+    known = {short_name(plan): plan for plan in plans}
     if not known:
         raise UserError("evaluation: got {}, expected at least one set, or held-out prompts in section data")
     for name in names:
@@ -101,7 +101,7 @@ async def _evaluate(config: Config, plans: Sequence[EvaluationPlan], tell: Calla
                 tell(f"evaluating {short_name(plan)}")
                 started = time.perf_counter()
                 report = await actor.worker.evaluate(plan.name, 0, 1, plan.sampling, 0)
-                results.append(_result(config, plan, report, time.perf_counter() - started))
+                results.append(_result(config.model.path, plan, report, time.perf_counter() - started))
         except ValueError as error:  # a model or prompts that cannot be used
             raise UserError(str(error)) from error
         finally:
@@ -109,13 +109,13 @@ async def _evaluate(config: Config, plans: Sequence[EvaluationPlan], tell: Calla
     return results
 
 
-def _result(config: Config, plan: EvaluationPlan, report: EvaluationReport, seconds: float) -> SetResult:
+def _result(model: str, plan: EvaluationPlan, report: EvaluationReport, seconds: float) -> SetResult:
     sums = FigureSums()
     for key, total in report.sums.items():
         sums.add(key, total, report.counts[key])
     source = plan.setup.data.source(validation=True)
     return SetResult(
-        short_name(plan), config.model.path, source, report.rows, report.failed, report.first_error,
+        short_name(plan), model, source, report.rows, report.failed, report.first_error,
         asdict(plan.sampling), sums.means(), seconds,
     )  # fmt: skip
 

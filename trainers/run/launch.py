@@ -31,7 +31,7 @@ from .checks.preflight import check_prompts, check_quickly
 from .checks.trust_probe import distrust
 from .processes import launched, needed_processes
 from .restarts import lost_only_workers, lost_process, root_cause
-from .under_watchdog import WatchdogProcess, under_watchdog
+from .under_watchdog import StepSize, WatchdogProcess, under_watchdog
 
 
 def run_training(config: Config, *, resume: bool = False) -> Path:
@@ -56,7 +56,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
     check_quickly(config, resume=resume)
     times.mark("checks")
     with RunFolder(config, resume=resume) as folder, RunEndpoint(config, folder.path) as endpoint:
-        steps = config.algorithm.steps
+        steps, size = config.algorithm.steps, StepSize(config.algorithm.prompts_per_step, config.rows_per_group)
         if resume and (done := _steps_done(folder)) >= steps:
             print(
                 f"nothing to do: the run in {folder.path} has {done} steps and its model; set algorithm.steps above "
@@ -65,7 +65,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
             return folder.path
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
-            under_watchdog(config, folder.path, cluster.processes() if cluster else ()) as watch,
+            under_watchdog(config.resources, folder.path, size, cluster.processes() if cluster else ()) as watch,
         ):
             for line in cautions(config):
                 progress.message(f"note: {line}")

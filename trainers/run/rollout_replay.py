@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...actors.engines.config import ModelConfig
 from ...actors.protocols import row_schema
 from ...actors.rollout.actor import RolloutActor
 from ...actors.rollout.journal import GroupJournal, JournalConfig, JournaledGroup
@@ -81,18 +82,18 @@ def replay_rollouts(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # they are about keys without effect in a run that is over
         config = load_config(run_dir / "config.yaml", of_old_run=True)
-    model, version = _policy(config, run_dir, model, version)
+    model, version = _policy(config.model, run_dir, model, version)
     recorded = _recorded(config, run_dir, version)
     return asyncio.run(_replay(config, model, version, recorded, tell))
 
 
-def _policy(config: Config, run_dir: Path, model: str | None, version: int | None) -> tuple[str, int]:
+def _policy(first: ModelConfig, run_dir: Path, model: str | None, version: int | None) -> tuple[str, int]:
     """Return the path or hub id of the model and its policy version. Raises UserError if `model` and `version` do not
     belong together."""
     if model is None:
         if version:
             raise UserError(f"--version: got {version} without --model, expected the folder of that version's weights")
-        return (str(run_dir / "base_model") if config.model.builtin else config.model.path), 0
+        return (str(run_dir / "base_model") if first.builtin else first.path), 0
     if model == BEST:
         figures = run_dir / f"{BEST}.json"
         if not figures.exists() or not (run_dir / BEST).is_dir():

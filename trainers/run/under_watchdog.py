@@ -21,7 +21,7 @@ import psutil
 
 from ...dataplane.handle import DataPlaneHandle
 from ..cluster.run_actors import RunActors
-from ..config.config import Config
+from ..config.config import ResourcesConfig
 from ..supervision import watchdog
 from ..supervision.heartbeat import Heartbeat, shared_memory
 from ..supervision.stuck_run import Opened, answer_with_stacks, remove_stacks, stop_answering
@@ -36,13 +36,23 @@ class RunStuck(RuntimeError):
     """The watchdog has stopped the run. The message says at which stage, after how long, and where the report is."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepSize:
+    """How much a step trains on, which the watchdog's report compares with what is there."""
+
+    groups: int
+    rows_per_group: int
+
+
 class WatchdogProcess:
     """The driver's side of a run's watchdog process, with the heartbeat that the watchdog reads."""
 
-    def __init__(self, config: Config, folder: Path, own: Collection[psutil.Process] = ()) -> None:
+    def __init__(
+        self, resources: ResourcesConfig, folder: Path, size: StepSize, own: Collection[psutil.Process] = ()
+    ) -> None:
         """Start the watchdog process, unless `resources.watchdog` is off. own: processes of the run that this process
         has started before."""
-        bound_s = config.resources.stage_timeout_s
+        bound_s = resources.stage_timeout_s
         self.heartbeat = Heartbeat(bound_s=bound_s)
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,12 +65,12 @@ class WatchdogProcess:
         self._reason = b""
         self._before: Any = None
         """Earlier handler of the signal `watchdog.STOP`, which `close` restores."""
-        if not config.resources.watchdog:
+        if not resources.watchdog:
             return
         self._descriptor = shared_memory()
         try:
             self.heartbeat = Heartbeat(self._descriptor, bound_s=bound_s)
-            self._command = _command(config, folder, self._descriptor, own)
+            self._command = _command(folder, self._descriptor, size, own)
             self._process = _start(self._command, self._descriptor)
         except BaseException:
             os.close(self._descriptor)
@@ -135,10 +145,12 @@ class WatchdogProcess:
 
 
 @contextmanager
-def under_watchdog(config: Config, folder: Path, own: Collection[psutil.Process] = ()) -> Iterator[WatchdogProcess]:
+def under_watchdog(
+    resources: ResourcesConfig, folder: Path, size: StepSize, own: Collection[psutil.Process] = ()
+) -> Iterator[WatchdogProcess]:
     """Context manager that runs a watchdog for the run in `folder`. If the watchdog stops the run, raises RunStuck in
     place of the run's own error. own: processes of the run that this process has started before."""
-    under = WatchdogProcess(config, folder, own)
+    under = WatchdogProcess(resources, folder, size, own)
     try:
         yield under
     except BaseException as error:
@@ -150,14 +162,14 @@ def under_watchdog(config: Config, folder: Path, own: Collection[psutil.Process]
         under.close()
 
 
-def _command(config: Config, folder: Path, descriptor: int, own: Collection[psutil.Process]) -> list[str]:
+def _command(folder: Path, descriptor: int, size: StepSize, own: Collection[psutil.Process]) -> list[str]:
     strangers = [child for child in psutil.Process().children(recursive=True) if child not in own]
     options = {
         "strangers": ",".join(str(stranger.pid) for stranger in strangers),
         "margin-s": watchdog.MARGIN_S,
         "grace-s": watchdog.GRACE_S,
-        "groups": config.algorithm.prompts_per_step,
-        "group-size": config.rows_per_group,
+        "groups": size.groups,
+        "group-size": size.rows_per_group,
     }
     what = ("headrace.trainers.supervision.watchdog", str(descriptor), str(os.getpid()), str(folder))
     return [sys.executable, "-m", *what, *(f"--{name}={value}" for name, value in options.items())]

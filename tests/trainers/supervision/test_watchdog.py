@@ -23,7 +23,7 @@ from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.owned_folder import process_start
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.trainers.config.load import build_config
-from headrace.trainers.run.under_watchdog import under_watchdog
+from headrace.trainers.run.under_watchdog import StepSize, under_watchdog
 from headrace.trainers.supervision import heartbeat
 from headrace.trainers.supervision.cleanup import Family, is_running, kill_process
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
@@ -272,7 +272,10 @@ def _gone() -> int:
 def test_a_run_has_a_watchdog_where_its_configuration_says_so(tmp_path: Path, on: bool) -> None:
     before, started = set(psutil.Process().children()), set()
     config = build_config({"run": {"dir": str(tmp_path)}, "resources": {"watchdog": on}})
-    with pytest.raises(RuntimeError, match="its own"), under_watchdog(config, tmp_path) as under:
+    with (
+        pytest.raises(RuntimeError, match="its own"),
+        under_watchdog(config.resources, tmp_path, StepSize(32, 8)) as under,
+    ):
         under.heartbeat.enter("train")
         started = set(psutil.Process().children()) - before
         assert len(started) == on and under.reason() is None
@@ -288,7 +291,7 @@ def test_a_watchdog_that_died_is_replaced_and_told_what_the_first_one_knew(tmp_p
     handle = DataPlaneHandle(
         "nobody", config.dataplane, StoreSpec("shm", "nobody", {}, key=b"\0"), "directory", address, "peer"
     )
-    with under_watchdog(config, tmp_path) as under:
+    with under_watchdog(config.resources, tmp_path, StepSize(32, 8)) as under:
         under.opened(handle)
         [first] = set(psutil.Process().children()) - before
         under.replace_if_dead()

@@ -18,11 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ....actors.engines.config import RouterReplayConfig, engine_dtype
+from ....actors.engines.config import ModelConfig, RouterReplayConfig, engine_dtype
 from ....actors.engines.factory import EngineConfig, build_engine
 from ....actors.engines.protocol import Completion
 from ....actors.engines.tokenizer import encode_prompts, load_tokenizer
 from ....actors.protocols import MicroBatch, row_schema
+from ....actors.rollout.config import RolloutConfig
 from ....codecs.jagged import pack
 from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
 from ...backends.config import BackendConfig
@@ -129,7 +130,7 @@ def probe_trust(config: Config, tell: Callable[[str], None] = lambda _: None) ->
     try:
         spec = route_spec(config.model.path)
         tell(f"sampling {TOKENS} tokens with the engine {config.rollout.engine}")
-        rows = asyncio.run(_sample(config, spec))
+        rows = asyncio.run(_sample(config.rollout, config.model, config.run.seed, spec))
         tell(f"computing their log-probs with the backend {config.trainer.backend}")
         return compare_rows(config, spec, rows)
     except ValueError as error:
@@ -152,16 +153,16 @@ Rows = list[tuple[np.ndarray, Completion]]
 """Token ids of each prompt, int64 `[P]`, and the completion that the engine sampled."""
 
 
-async def _sample(config: Config, spec: RouteSpec | None) -> Rows:
-    tokenizer = load_tokenizer(config.model.path)
+async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: RouteSpec | None) -> Rows:
+    tokenizer = load_tokenizer(model.path)
     prompts = encode_prompts(tokenizer, PROMPTS)
-    params = replace(sampling(config.rollout, n=1, seed=config.run.seed), max_new_tokens=TOKENS // len(PROMPTS))
+    params = replace(sampling(rollout, n=1, seed=seed), max_new_tokens=TOKENS // len(PROMPTS))
     setup = EngineConfig(
-        config.rollout,
-        config.model,
+        rollout,
+        model,
         device="cuda:0" if torch.cuda.is_available() else "cpu",
         max_model_len=max(map(len, prompts)) + params.max_new_tokens,
-        seed=config.run.seed,
+        seed=seed,
         routes=spec,
     )
     engine = await asyncio.to_thread(build_engine, setup)
