@@ -117,9 +117,9 @@ def _compare(packages: Path, recordings: Sequence[Path], new: Path, names: Seque
     runs, found = Runs(packages, recordings[0] / MAKES_MODEL / "base_model"), 0
     for name in [name for name in REFERENCES if name in names]:
         done = runs.make(name, new / name)
-        for one in REFERENCES[name].folders:
-            known = [recording / name / one for recording in recordings]
-            found += _differences(f"{name} {one}".strip(), known, new / name / one, done)
+        known = {one: [each / name / one for each in recordings] for one in REFERENCES[name].folders}
+        for one, folders in known.items():
+            found += _differences(f"{name} {one}".strip(), folders, new / name / one, done, alike=[*known.values()])
     for name, whole in RESUMED.items():
         if name in names:
             done = runs.resume(name, recordings[0] / name, new / f"resumed-{name}")
@@ -216,24 +216,27 @@ def _lines(folder: Path, since: int = -1) -> dict[tuple[str, int], dict[str, Any
 
 
 def _differences(
-    name: str, known: Sequence[Path], new: Path, done: subprocess.CompletedProcess[str], since: int = -1
+    name: str,
+    known: Sequence[Path],
+    new: Path,
+    done: subprocess.CompletedProcess[str],
+    since: int = -1,
+    alike: Sequence[Sequence[Path]] = (),
 ) -> int:
-    """Print how a run differs from those known, and what is left out; returns the number of differences."""
+    """Print how a run differs from those known, and what is left out; returns the number of differences.
+
+    `alike` has the recordings of runs of the same kind, such as the other tenant: what varies there can vary here.
+    """
     if done.returncode:
         print(f"{name}: FAILED\n{done.stdout}")
         return 1
     before, after = [_lines(folder, since) for folder in known], _lines(new, since)
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    unlike = {
-        metric
-        for at in {at for lines in before for at in lines}
-        for metric in {metric for lines in before for metric in lines[at]}
-        if not _close([lines[at].get(metric, "absent") for lines in before])
-    }
+    rounded, unlike = _spread([before, *([_lines(folder, since) for folder in group] for group in alike)])
     for at in sorted({*after, *(at for lines in before for at in lines)}):
         for metric in sorted({*after[at], *(metric for lines in before for metric in lines[at])}):
             values, value = [lines[at].get(metric, "absent") for lines in before], after[at].get(metric, "absent")
-            verdict = _verdict(metric, values, value, metric in unlike)
+            verdict = _verdict(metric, values, value, metric in rounded, metric in unlike)
             found[verdict][metric] += 1
             if verdict == "differ":
                 print(f"{name}, {at[0] or 'step'} {at[1]}: {metric} is {value}, before {' or '.join(map(str, values))}")
@@ -244,8 +247,20 @@ def _differences(
     return found["differ"].total()
 
 
-def _verdict(metric: str, before: Sequence[Any], now: Any, unlike: bool) -> str:
-    """Return what a value is, given those of the recordings, which are not all alike at every step if `unlike`."""
+def _spread(groups: Sequence[Sequence[dict[tuple[str, int], dict[str, Any]]]]) -> tuple[set[str], set[str]]:
+    """Return the metrics that recordings have only but for rounding at some step, and those that differ by more."""
+    rounded, unlike = set[str](), set[str]()
+    for recordings in groups:
+        for at in {at for lines in recordings for at in lines}:
+            for metric in {metric for lines in recordings for metric in lines[at]}:
+                values = [lines[at].get(metric, "absent") for lines in recordings]
+                if any(value != values[0] for value in values):
+                    (rounded if _close(values) else unlike).add(metric)
+    return rounded, unlike
+
+
+def _verdict(metric: str, before: Sequence[Any], now: Any, rounded: bool, unlike: bool) -> str:
+    """Return what a value is, given those of the recordings, and whether the metric varies among recordings."""
     if (now == "absent") != ("absent" in before) and len({value == "absent" for value in before}) == 1:
         return "differ"
     if metric.endswith(TIMES):
@@ -254,9 +269,9 @@ def _verdict(metric: str, before: Sequence[Any], now: Any, unlike: bool) -> str:
         return "left out as decided by timing"
     if unlike:
         return "left out as they differ between recordings"
-    if len(set(map(str, before))) == 1:
-        return "are equal" if now == before[0] else "differ"
-    return "are equal but for rounding, as the recordings are" if _close([*before, now]) else "differ"
+    if rounded:
+        return "are equal but for rounding, as in the recordings" if _close([*before, now]) else "differ"
+    return "are equal" if now == before[0] else "differ"
 
 
 def _close(values: Sequence[Any]) -> bool:

@@ -52,6 +52,21 @@ def test_what_counts_as_a_difference(
     assert same_as_before._differences("run", known, write(tmp_path / "other", [one], b"others"), DONE) == 1
 
 
+def test_what_varies_in_a_run_of_the_same_kind_can_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import same_as_before  # pyright: ignore[reportMissingImports]
+
+    line = {"step": 1, "sync/engines": 1.0, "reward/mean": 0.5, "train/loss": 0.3}
+    known = [write(tmp_path / name, [line]) for name in ("1", "2")]
+    varied = {**line, "sync/engines": 0.0, "reward/mean": 0.5 + 1e-15}
+    other = [write(tmp_path / "1b", [line]), write(tmp_path / "2b", [varied])]
+    new = write(tmp_path / "new", [varied])
+    assert same_as_before._differences("a", known, new, DONE) == 2
+    assert same_as_before._differences("a", known, new, DONE, alike=[other]) == 0
+    wrong = write(tmp_path / "wrong", [{**varied, "train/loss": 0.4}])
+    assert same_as_before._differences("a", known, wrong, DONE, alike=[other]) == 1
+
+
 def test_a_resume_is_compared_from_its_checkpoint_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tools")
     import same_as_before  # pyright: ignore[reportMissingImports]
