@@ -38,8 +38,8 @@ from ..actors.train.shard_plans import Budget, plan_shards
 from ..actors.train.step_rows import TrainShard
 from ..actors.train.topology import Topology
 from ..codecs.batch import Batch, Jagged
-from ..codecs.gather import as_bytes
 from ..codecs.jagged import from_padded, to_padded
+from ..codecs.memory import as_bytes
 from ..codecs.schema import Kind
 from ..dataplane.client.client import DataPlaneClient
 from ..dataplane.config import DataPlaneConfig, StoreConfig

@@ -1,4 +1,4 @@
-"""Encodes rows of a batch as a block, which is a few contiguous byte arrays (parts), and reads rows back from blocks.
+"""Encodes rows of a batch as a block, which is a few contiguous byte arrays (parts); `gather.py` reads them back.
 
 The parts of a block, in order:
   part 0                the header (see `block_header.py`): schema of the fields, number of rows, checksums, int32
@@ -20,29 +20,23 @@ import numpy as np
 
 from . import objects
 from .batch import Batch, Column, Jagged, Ragged
-from .block_header import decode_header, encode_header, enter_checksums
-from .checksums import (
+from .block_header import (
     CHECKSUM_ROWS,
     COPY_BYTES,
     ChecksumMismatch,
     FieldSums,
     RunningSums,
+    decode_header,
+    encode_header,
+    enter_checksums,
     mismatch,
     row_block_ends,
     xxh3,
 )
-from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_objects, gather_ragged
-from .integers import ALIGN, ceil_div, distinct, round_up
+from .integers import ALIGN, ceil_div, exclusive_cumsum, round_up
+from .memory import as_bytes
 from .schema import Field, Kind, Schema
-from .shared_rows import (
-    SharedRows,
-    find_shared,
-    gather_shared,
-    kept_ranges,
-    shared_fields,
-    stored_ends,
-    stored_pieces,
-)
+from .shared_rows import SharedRows, find_shared, kept_ranges, shared_fields, stored_ends
 
 _INDEXED = (Kind.RAGGED, Kind.OBJECT)
 """Kinds of field that have an index part beside the values part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
@@ -337,109 +331,7 @@ def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
     return bounds
 
 
-def _row_ends(field: Field, index: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return the byte offset in the values part at which each row ends, int64 `[N]`, for a field with an index part."""
-    if field.kind is Kind.OBJECT:
-        return index.view("<i8")
-    shapes = index.view("<i8").reshape(num_rows, field.ndim)
-    return np.cumsum(shapes.prod(axis=1), dtype=np.int64) * field.item_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RowSource:
-    """Locations of the requested rows in blocks, for one set of fields that were written together."""
-
-    fields: tuple[str, ...]
-    block: np.ndarray
-    """Position of each row's block in the list of blocks given to `assemble`, int32 `[N]`."""
-    row: np.ndarray
-    """Position of each row within its block, int32 `[N]`."""
-    start: np.ndarray
-    """Position within the block of each row's first token, int64 `[N]`; 0 when none of `fields` is PER_TOKEN."""
-
-
-BlockViews = Sequence[dict[int, np.ndarray]]
-"""For each block, a dict from part number to a uint8 view of the whole part."""
-
-
-def assemble(
-    schema: Schema,
-    lengths: np.ndarray,
-    sources: Sequence[RowSource],
-    layouts: Sequence[BlockLayout],
-    views: BlockViews,
-    *,
-    seed: int | None = None,
-) -> Batch:
-    """Copy the requested rows out of the blocks into a new Batch with memory of its own, in the order requested.
-
-    schema: the wanted fields only; each must be in exactly one source. lengths: number of tokens of each row, int64
-    `[N]`. layouts, views: layout and parts of each block. Rows that are adjacent both in a block and in the request are
-    copied in one piece. seed: None, or the number given to `encode_blocks`, to check the checksums of all that is
-    copied; the views must then include the headers.
-
-    Raises ValueError if a block lacks a requested field or its bytes, or if an object cannot be decoded. Raises
-    ValueError or IndexError if a block has no row of a requested number. With `seed`, it raises the errors of `verify`.
-    """
-    lengths = np.ascontiguousarray(lengths, dtype=np.int64)
-    columns: dict[str, Column] = {}
-    for source in sources:
-        wanted = [schema[name] for name in source.fields if name in schema]
-        if not wanted:
-            continue
-        block, row = source.block, source.row
-        runs = find_runs(block, row)
-        used = distinct(block).tolist()
-        checks = None
-        if seed is not None:
-            checks = {number: _BlockSums(number, layouts[number], views[number], seed) for number in used}
-        for field in wanted:
-            parts = {number: layouts[number].field_parts(field) for number in used}
-            values = {number: views[number][parts[number][0]] for number in used}
-            sums = None if checks is None else {number: checks[number].of(field, parts[number]) for number in used}
-            shared = {number: layouts[number].shared_of(field) for number in used}
-            if any(shared.values()):
-                pieces = stored_pieces(block, row, source.start, lengths, shared)
-                columns[field.name] = gather_shared(field, lengths, pieces, values, sums)
-            elif field.kind is Kind.PER_TOKEN:
-                columns[field.name] = gather_jagged(field, lengths, source.start, runs, values, sums)
-            elif field.kind is Kind.PER_SAMPLE:
-                columns[field.name] = gather_dense(field, block, row, runs, values, sums)
-            else:
-                index = {number: views[number][parts[number][1]] for number in used}
-                columns[field.name] = (
-                    gather_ragged(field, block, row, runs, values, index, sums)
-                    if field.kind is Kind.RAGGED
-                    else gather_objects(block, row, values, index, sums)
-                )
-    return Batch(schema, len(lengths), columns)
-
-
-def verify(
-    schema: Schema,
-    source: RowSource,
-    block: int,
-    layout: BlockLayout,
-    views: Mapping[int, np.ndarray],
-    *,
-    seed: int = 0,
-) -> None:
-    """Check the xxh3 checksums of the rows that `source` reads from block number `block`, without copying them.
-
-    Each checksum covers CHECKSUM_ROWS rows of a field. schema: the wanted fields of the block; others are not checked.
-    views: parts of the block, which must include the header (part 0). seed: the number given to `encode_blocks`. Raises
-    ChecksumMismatch when bytes differ, and ValueError when the block was written without checksums.
-    """
-    sums = _BlockSums(block, layout, views, seed)
-    rows = source.row[source.block == block]
-    if layout.shared is not None:  # a row's common tokens may stand with a row of an earlier row block
-        rows = np.concatenate([rows, np.array(layout.shared.first, rows.dtype)])
-    for name in layout.fields:
-        if name in schema:
-            sums.of(schema[name], layout.field_parts(schema[name])).check_rows(rows)
-
-
-class _BlockSums:
+class BlockSums:
     """Checksums of one block that is being read, as its header has them."""
 
     def __init__(self, block: int, layout: BlockLayout, views: Mapping[int, np.ndarray], seed: int) -> None:
@@ -499,6 +391,14 @@ class _BlockSums:
         if self._token_ends is None:
             self._token_ends = row_block_ends(np.cumsum(lengths, dtype=np.int64))
         return [end * size for end in self._token_ends]
+
+
+def _row_ends(field: Field, index: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return the byte offset in the values part at which each row ends, int64 `[N]`, for a field with an index part."""
+    if field.kind is Kind.OBJECT:
+        return index.view("<i8")
+    shapes = index.view("<i8").reshape(num_rows, field.ndim)
+    return np.cumsum(shapes.prod(axis=1), dtype=np.int64) * field.item_bytes
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:

@@ -1,4 +1,4 @@
-"""Provides integer arithmetic for sizes, and the distinct values of arrays that are mostly sorted already.
+"""Provides integer arithmetic for sizes, and sums and distinct values of integer arrays.
 
 Arrays of row numbers, group numbers and block ids are mostly sorted.
 """
@@ -23,6 +23,12 @@ def ceil_div(number: Number, divisor: int) -> Number:
 def round_up(number: Number, multiple: int) -> Number:
     """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
+
+
+def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
+    """Return, for each entry of `counts`, the sum of all entries before it, int64 `[N]`."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    return ends - counts
 
 
 def distinct(values: np.ndarray) -> np.ndarray:

@@ -12,11 +12,11 @@ import torch
 from .batch import Batch, Column, Jagged, Ragged
 from .columns import num_rows as rows_of
 from .columns import tensordict_types, to_column
-from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_ragged
-from .integers import round_up
-from .memory import fresh
+from .gather import find_runs, gather_dense, gather_pieces, locate_ragged
+from .integers import exclusive_cumsum, round_up
+from .memory import as_bytes, fresh
 from .schema import Kind, Schema
-from .tokens.padding import PaddedRows
+from .tokens.packed_rows import PaddedRows
 
 if TYPE_CHECKING:  # see `tensordict_types`
     from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -187,11 +187,12 @@ def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
         field = batch.schema[name]
         if isinstance(column, Jagged):
             assert lengths is not None
-            start = exclusive_cumsum(column.lengths)[row]
-            columns[name] = gather_jagged(field, lengths, start, runs, {0: as_bytes(column.values)})
+            pieces = runs.pieces(exclusive_cumsum(column.lengths)[row], lengths)
+            columns[name] = Jagged(gather_pieces(field, pieces, {0: as_bytes(column.values)}), lengths)
         elif isinstance(column, Ragged):
-            index = np.ascontiguousarray(column.shapes).reshape(-1).view(np.uint8)
-            columns[name] = gather_ragged(field, block, row, runs, {0: as_bytes(column.values)}, {0: index})
+            values, index = as_bytes(column.values), np.ascontiguousarray(column.shapes).reshape(-1).view(np.uint8)
+            shapes, pieces = locate_ragged(field, block, row, runs, {0: values.nbytes}, {0: index})
+            columns[name] = Ragged(gather_pieces(field, pieces, {0: values}), shapes)
         elif isinstance(column, torch.Tensor):
             columns[name] = gather_dense(field, block, row, runs, {0: as_bytes(column)})
         else:

@@ -1,7 +1,8 @@
-"""Recycles host memory for the columns that readers receive: memory is used again once its last tensor is gone.
+"""Allocates host memory for the columns that readers receive, and views tensors as bytes.
 
-New memory from the system costs a page fault for every 4 KiB, which takes several times as long as the copy into it. A
-reader of many batches of about the same size pays that cost only once.
+Memory is used again once its last tensor is gone: new memory from the system costs a page fault for every 4 KiB, which
+takes several times as long as the copy into it. A reader of many batches of about the same size pays that cost only
+once.
 """
 
 from __future__ import annotations
@@ -79,6 +80,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().view(-1)
     # A tensor of at most one element is contiguous whatever its stride is, but torch views bytes only at stride 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def as_bytes(values: torch.Tensor) -> np.ndarray:
+    """Return the memory of a contiguous CPU tensor as a uint8 1-D view. Raises RuntimeError if the tensor is not
+    contiguous."""
+    return flat_bytes(values).numpy()
 
 
 def fresh(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from .objects import is_text, pack_texts, unpack_texts
 from .schema import Schema
-from .texts import is_text, pack_texts, unpack_texts
 
 T = TypeVar("T")
 

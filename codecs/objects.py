@@ -1,7 +1,8 @@
-"""Encodes strings, numbers, lists and dicts as msgpack, so that decoding gives back exactly the same objects.
+"""Encodes columns of Python values as msgpack: strings, numbers, lists and dicts, and compactly columns of texts.
 
-Pickle is not used, so that decoding never runs code. Types that msgpack would quietly turn into another one (tuples
-into lists, numpy scalars into numbers, enums into their values) are refused.
+Decoding gives back exactly the same objects. Pickle is not used, so that decoding never runs code. Types that msgpack
+would quietly turn into another one (tuples into lists, numpy scalars into numbers, enums into their values) are
+refused.
 """
 
 from __future__ import annotations
@@ -84,3 +85,30 @@ def _check(obj: Any, path: str, depth: int) -> None:
 
 def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+_WIDTHS = (1, 2, 4)
+_PACKED = msgspec.msgpack.Decoder(tuple[list[str], int, bytes])
+
+
+def is_text(column: np.ndarray) -> bool:
+    """Return whether `column` is an array `[N]` of dtype object that holds only str."""
+    return column.dtype.kind == "O" and column.ndim == 1 and set(map(type, column.tolist())) <= {str}
+
+
+def pack_texts(column: np.ndarray) -> bytes:
+    """Encode an array `[N]` of dtype object that holds only str, which `unpack_texts` decodes. If strings repeat, a row
+    takes 1 to 4 bytes beside the distinct strings."""
+    numbers: dict[str, int] = {}
+    rows = [numbers.setdefault(text, len(numbers)) for text in column.tolist()]
+    width = next(width for width in _WIDTHS if len(numbers) <= 1 << (8 * width))
+    repeats = len(numbers) < len(rows)
+    return msgspec.msgpack.encode((list(numbers), width, np.array(rows, f"<u{width}").tobytes() if repeats else b""))
+
+
+def unpack_texts(data: bytes | memoryview) -> np.ndarray:
+    """Decode what `pack_texts` encoded, as an array `[N]` of dtype object. Raises ValueError, TypeError or IndexError
+    for other bytes."""
+    texts, width, rows = _PACKED.decode(data)
+    column = np.array(texts, dtype=object)
+    return column[np.frombuffer(rows, f"<u{width}")] if rows else column

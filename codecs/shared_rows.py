@@ -1,4 +1,4 @@
-"""Finds leading tokens that successive rows of a group have in common, and reads rows whose common part is stored once.
+"""Finds leading tokens that rows of a group have in common, and locates rows whose common part is stored once.
 
 All rows of a prompt begin with the same tokens, and with the same routes for them. A block stores that part with the
 first row of the group alone:
@@ -17,11 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .batch import Batch, Jagged
-from .checksums import Sums
-from .gather import Parts, as_bytes, copy_runs
-from .memory import fresh
-from .schema import Field, Kind
+from .batch import Batch
+from .memory import as_bytes
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -187,22 +184,3 @@ def _joined(block: np.ndarray, begin: np.ndarray, count: np.ndarray) -> tuple[np
     breaks[1:] = (block[1:] != block[:-1]) | (begin[1:] != begin[:-1] + count[:-1])
     heads = np.flatnonzero(breaks)
     return block[heads], begin[heads], np.add.reduceat(count, heads)
-
-
-def gather_shared(
-    field: Field,
-    lengths: np.ndarray,
-    pieces: tuple[np.ndarray, np.ndarray, np.ndarray],
-    values: Parts,
-    sums: Sums | None = None,
-) -> Jagged:
-    """Gather the wanted rows of a PER_TOKEN field out of values parts that store common tokens once. lengths: number of
-    tokens of each wanted row, int64 `[N]`. pieces: what `stored_pieces` returned for them. sums: as in `gather.py`.
-    Raises ValueError when a piece reaches beyond its part."""
-    assert field.dtype is not None and field.kind is Kind.PER_TOKEN
-    block, begin, count = pieces
-    if (begin < 0).any() or (count < 0).any():
-        raise ValueError(f"field {field.name!r}: the block's layout describes rows before its first byte")
-    out = fresh(field.dtype, (int(lengths.sum()), *field.trailing))
-    copy_runs(as_bytes(out), values, block, begin * field.item_bytes, count * field.item_bytes, sums)
-    return Jagged(out, lengths)

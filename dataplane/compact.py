@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..codecs.blocks import RowSource
-from ..codecs.texts import pack_texts, unpack_texts
+from ..codecs.gather import RowSource
+from ..codecs.objects import pack_texts, unpack_texts
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4

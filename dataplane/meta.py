@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ..codecs.blocks import BlockLayout, RowSource
+from ..codecs.blocks import BlockLayout
+from ..codecs.gather import RowSource
 from ..codecs.integers import distinct
 from ..codecs.schema import Field, Kind, Schema
 from ..codecs.shared_rows import SharedRows

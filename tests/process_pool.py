@@ -24,7 +24,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     "headrace.actors.train.reader",
     "headrace.actors.weight_sync.inbox",
-    "headrace.codecs.weights.bucket_delta",
+    "headrace.codecs.weights.buckets",
 ]
 if not Path("/dev/nvidiactl").exists():  # importing Megatron touches a GPU, and no forked process could use it then
     _PRELOADED += [

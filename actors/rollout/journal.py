@@ -40,8 +40,9 @@ import xxhash
 
 from ...codecs import messages
 from ...codecs.batch import Batch
-from ...codecs.blocks import BlockLayout, RowSource, assemble, encode_block, read_header
-from ...codecs.gather import exclusive_cumsum
+from ...codecs.blocks import BlockLayout, encode_block, read_header
+from ...codecs.gather import RowSource, assemble
+from ...codecs.integers import exclusive_cumsum
 from ...dataplane.meta import POSITION
 from ...dataplane.owned_folder import try_lock
 from .results import GroupFigures

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...codecs.batch import Batch, Column, Jagged, Ragged
-from ...codecs.gather import exclusive_cumsum
+from ...codecs.integers import exclusive_cumsum
 from ...codecs.jagged import concat, slice_rows
 from ...codecs.tokens.routes import ROUTES, RouteSpec
 from ..columns import ColumnConfig

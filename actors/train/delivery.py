@@ -21,7 +21,7 @@ import torch
 from ...codecs.batch import Batch
 from ...codecs.jagged import concat
 from ...codecs.schema import Schema
-from ...codecs.tokens.context_slices import piece_lengths, slice_batch
+from ...codecs.tokens.packed_rows import piece_lengths, slice_batch
 from ...codecs.tokens.routes import RouteSpec
 from ..protocols import MicroBatch, Span
 from .links import Part, ReplicaLinks

@@ -18,8 +18,8 @@ import torch
 
 from ...codecs import messages
 from ...codecs.batch import Batch, Column, Jagged, Ragged
-from ...codecs.gather import as_bytes
 from ...codecs.integers import round_up
+from ...codecs.memory import as_bytes
 from ...codecs.schema import Kind, Schema
 from ...dataplane.compact import pack_ints, unpack_ints
 from ...dataplane.directory import requests

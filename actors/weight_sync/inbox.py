@@ -14,8 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from ...codecs.weights.bucket_delta import apply_sparse
-from ...codecs.weights.buckets import BucketPlan, checksum, expect_all, read_bucket
+from ...codecs.weights.buckets import BucketPlan, apply_sparse, checksum, expect_all, read_bucket
 from ...codecs.weights.gpu_scatter import scatter_kernel
 from .config import Staging
 from .transports.ends import Receiver, Stream, bucket_offsets

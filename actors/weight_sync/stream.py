@@ -20,8 +20,15 @@ import torch
 import xxhash
 
 from ...codecs.schema import DTYPES
-from ...codecs.weights.bucket_delta import encode_sparse
-from ...codecs.weights.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes, queue_whole, write_piece
+from ...codecs.weights.buckets import (
+    BucketEntry,
+    BucketPlan,
+    check_planned,
+    copy_bytes,
+    encode_sparse,
+    queue_whole,
+    write_piece,
+)
 from ...codecs.weights.gpu_scatter import device_digest
 from .cache import CachedVersion
 from .transports.protocol import BucketFrame, Encoding, WeightSender, WeightTransferError, WeightUpdate

@@ -25,7 +25,7 @@ import xxhash
 from tensordict import TensorDict
 
 from ...codecs.batch import Jagged, Ragged
-from ...codecs.gather import as_bytes
+from ...codecs.memory import as_bytes
 from .contenders import BYTE_OPS, BYTES, Digests, Endpoint, Op, Share
 from .workloads import Load, LoadSpec
 

@@ -20,7 +20,7 @@ import xxhash
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from ...codecs.batch import Jagged, Ragged
-from ...codecs.gather import as_bytes
+from ...codecs.memory import as_bytes
 from .workloads import Load, LoadSpec
 
 Digests = dict[str, np.ndarray]

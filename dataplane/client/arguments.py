@@ -10,7 +10,7 @@ import numpy as np
 
 from ...codecs.batch import Batch
 from ...codecs.block_header import MAX_TOKENS
-from ...codecs.blocks import RowSource
+from ...codecs.gather import RowSource
 from ...codecs.jagged import pack
 from ...codecs.schema import Schema
 from ..directory.samplers import TaskConfig

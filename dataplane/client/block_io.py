@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
 from ...codecs.batch import Batch, Column, Jagged, Ragged
-from ...codecs.blocks import EncodedBlock, RowSource, assemble
-from ...codecs.integers import distinct
-from ...codecs.schema import Schema
+from ...codecs.block_header import ChecksumMismatch
+from ...codecs.blocks import EncodedBlock
+from ...codecs.gather import ReadPlan
 from ..block_store import BlockStore, PutsMany, ReadsRanges, Want
 from ..config import MAX_BLOCK_ROWS
 from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
 from ..meta import KVBatchMeta, narrow_sources
 from .ranged_read import RangedReader
-from .verification import damage_named, keys_in
 
 BLOCK_ROWS = 256
 """Default number of rows in a block. With half as many, a put to the store `simple` takes a third longer. Smaller
@@ -116,49 +115,42 @@ def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, ch
     Raises RowsCleared naming the keys of the rows that are gone, StoreLost when the store does not answer, and
     IntegrityError naming the keys whose bytes have changed.
     """
-    schema = meta.schema.subset(fields)
-    sources = narrow_sources(meta.sources, fields)
-    wants = _wants(meta, sources, check)
+    sources, layouts = narrow_sources(meta.sources, fields), [ref.layout for ref in meta.blocks]
+    plan = ReadPlan(meta.schema.subset(fields), meta.lengths, sources, layouts)
+    wants = {number: Want(meta.blocks[number], parts) for number, parts in plan.parts(header=check).items()}
     started = time.monotonic()
     try:
         try:
-            batch = _read(store, meta, schema, sources, wants, check, timeout_s)
+            batch = _read(store, meta, plan, wants, check, timeout_s)
         except Exception as error:
             if isinstance(error, DataPlaneError) and not isinstance(error, IntegrityError):
                 raise  # the store itself says what happened
             # Bytes that do not fit: a block freed and used again while it was read (settle says so), or damage.
-            store.settle([want for _, want in wants])
+            store.settle(list(wants.values()))
             if isinstance(error, ValueError | IndexError):
-                raise IntegrityError(str(error)) from error
+                damaged = {error.block} if isinstance(error, ChecksumMismatch) else ()
+                raise IntegrityError(str(error), keys=_keys_in(meta, plan, damaged)) from error
             raise
-        store.settle([want for _, want in wants])
+        store.settle(list(wants.values()))
         return batch
     except RowsCleared as error:
-        keys = _cleared_keys(store, meta, sources, wants)
+        keys = _cleared_keys(store, meta, plan, wants)
         raise _named(error, meta, keys, started) from None
     except DataPlaneError as error:
         raise _named(error, meta, error.keys or meta.keys, started) from error.__cause__
 
 
 def _read(
-    store: BlockStore,
-    meta: KVBatchMeta,
-    schema: Schema,
-    sources: Sequence[RowSource],
-    wants: Sequence[tuple[int, Want]],
-    check: bool,
-    timeout_s: float,
+    store: BlockStore, meta: KVBatchMeta, plan: ReadPlan, wants: Mapping[int, Want], check: bool, timeout_s: float
 ) -> Batch:
     """Read the rows once from the store's memory. The result is valid only if `settle` succeeds afterwards."""
-    if isinstance(store, ReadsRanges) and not store.lends([want.block for _, want in wants]):
-        return RangedReader(store, meta, schema, sources, check=check).read(timeout_s)
-    got = store.get([want for _, want in wants], timeout_s)
+    seed = meta.plane_id if check else None
+    if isinstance(store, ReadsRanges) and not store.lends([want.block for want in wants.values()]):
+        return RangedReader(store, meta.blocks, plan, seed=seed).read(timeout_s)
     views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
-    for (number, _), parts in zip(wants, got, strict=True):
+    for number, parts in zip(wants, store.get(list(wants.values()), timeout_s), strict=True):
         views[number] = parts
-    layouts = [ref.layout for ref in meta.blocks]
-    with damage_named(meta, sources):
-        return assemble(schema, meta.lengths, sources, layouts, views, seed=meta.plane_id if check else None)
+    return plan.assemble(views, seed=seed)
 
 
 def column_bytes(column: Column) -> int:
@@ -168,23 +160,10 @@ def column_bytes(column: Column) -> int:
     return 0 if isinstance(column, list) else column.nbytes
 
 
-def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> list[tuple[int, Want]]:
-    """Return (position of the block in the receipt, request for its parts) for each block that holds rows of `sources`.
-    The parts requested are those of the sources' fields. header: whether to request the header of each block, too."""
-    parts: dict[int, set[int]] = {}
-    for source in sources:
-        for number in distinct(source.block).tolist():
-            found = meta.blocks[number].layout.parts_of(meta.schema, source.fields)
-            parts.setdefault(number, {0} if header else set()).update(found)
-    return [(number, Want(meta.blocks[number], tuple(sorted(parts[number])))) for number in sorted(parts)]
-
-
-def _cleared_keys(
-    store: BlockStore, meta: KVBatchMeta, sources: Sequence[RowSource], wants: Sequence[tuple[int, Want]]
-) -> list[str]:
+def _cleared_keys(store: BlockStore, meta: KVBatchMeta, plan: ReadPlan, wants: Mapping[int, Want]) -> Sequence[str]:
     """Return the keys of the rows whose blocks the store has lost, or all keys when the store cannot be asked."""
     gone = set()
-    for number, want in wants:
+    for number, want in wants.items():
         try:
             store.get([want], PROBE_S)
             store.settle([want])
@@ -192,7 +171,15 @@ def _cleared_keys(
             gone.add(number)
         except DataPlaneError:
             return list(meta.keys)
-    return keys_in(meta, sources, gone) or list(meta.keys)
+    return _keys_in(meta, plan, gone) or list(meta.keys)
+
+
+def _keys_in(meta: KVBatchMeta, plan: ReadPlan, numbers: Collection[int]) -> list[str]:
+    """Return the keys of the rows that are read from the blocks at these positions in the receipt."""
+    hit = np.zeros(len(meta), dtype=bool)
+    for rows in plan.sources:
+        hit |= np.isin(rows.source.block, list(numbers))
+    return [meta.keys[i] for i in np.flatnonzero(hit)]
 
 
 def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:

@@ -25,7 +25,8 @@ import xxhash
 
 from ...codecs import messages
 from ...codecs.batch import Batch
-from ...codecs.blocks import BlockLayout, RowSource, assemble, encode_block, read_header
+from ...codecs.blocks import BlockLayout, encode_block, read_header
+from ...codecs.gather import RowSource, assemble
 from ..directory import requests
 from ..directory.partition import PartitionState
 from ..errors import DataPlaneError

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ...codecs import messages
-from ...codecs.blocks import BlockLayout, RowSource
+from ...codecs.blocks import BlockLayout
+from ...codecs.gather import RowSource
 from ...codecs.schema import Schema
 from ..errors import DuplicateKeys
 from ..meta import BlockRef, KVBatchMeta

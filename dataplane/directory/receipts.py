@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...codecs.blocks import BlockLayout, RowSource
+from ...codecs.blocks import BlockLayout
+from ...codecs.gather import RowSource
 from ...codecs.integers import distinct
 from ...codecs.schema import Kind
 from ..meta import KVBatchMeta

@@ -7,17 +7,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codecs import blocks, checksums
-from headrace.codecs.block_header import decode_header
-from headrace.codecs.blocks import (
-    BlockLayout,
-    RowSource,
-    assemble,
-    encode_block,
-    read_header,
-    verify,
-)
-from headrace.codecs.checksums import CHECKSUM_ROWS, ChecksumMismatch
+from headrace.codecs import block_header as checksums
+from headrace.codecs import blocks
+from headrace.codecs.block_header import CHECKSUM_ROWS, ChecksumMismatch, decode_header
+from headrace.codecs.blocks import BlockLayout, encode_block, read_header
+from headrace.codecs.gather import RowSource, assemble, verify
 from headrace.codecs.jagged import pack, select_rows, to_padded, unpack
 from headrace.codecs.schema import Field, Kind, Schema
 

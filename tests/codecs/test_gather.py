@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.codecs.blocks import RowSource, assemble, encode_block
+from headrace.codecs.blocks import encode_block
+from headrace.codecs.gather import RowSource, assemble
 from headrace.codecs.jagged import pack
 from headrace.codecs.schema import Field, Kind, Schema
 

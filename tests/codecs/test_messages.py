@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from headrace.codecs.blocks import BlockLayout, RowSource
+from headrace.codecs.blocks import BlockLayout
+from headrace.codecs.gather import RowSource
 from headrace.codecs.messages import decode, encode
 from headrace.codecs.schema import Field, Kind, Schema
 

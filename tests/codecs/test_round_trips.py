@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch, Jagged
-from headrace.codecs.blocks import RowSource, assemble, encode_block, read_header, verify
+from headrace.codecs.blocks import encode_block, read_header
+from headrace.codecs.gather import RowSource, assemble, verify
 from headrace.codecs.jagged import concat, from_padded, pack, select_rows, slice_rows, to_padded, to_tensordict, unpack
 from headrace.codecs.objects import encode
 from headrace.codecs.schema import DTYPES, Field, Kind, Schema

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch, Jagged
-from headrace.codecs.blocks import BlockPieces, EncodedBlock, RowSource, assemble, encode_block, encode_blocks, verify
-from headrace.codecs.checksums import ChecksumMismatch
+from headrace.codecs.block_header import ChecksumMismatch
+from headrace.codecs.blocks import BlockPieces, EncodedBlock, encode_block, encode_blocks
+from headrace.codecs.gather import RowSource, assemble, verify
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.block_io import write_blocks
 from headrace.tests.example_counts import examples

@@ -13,7 +13,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.codecs.blocks import BlockLayout, RowSource
+from headrace.codecs.blocks import BlockLayout
+from headrace.codecs.gather import RowSource
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.compact import check_keys, pack_ints, pack_keys, unpack_ints, unpack_keys
 from headrace.dataplane.meta import BlockRef, KVBatchMeta

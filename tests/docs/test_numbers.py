@@ -22,7 +22,7 @@ from headrace.actors.rollout.prompts import BLOCK
 from headrace.actors.rollout.results import MAX_ERRORS
 from headrace.actors.train.step_rows import GROWTH, MOST_AT_ONCE
 from headrace.actors.weight_sync.cache import NUM_VERSIONS
-from headrace.codecs.checksums import CHECKSUM_ROWS
+from headrace.codecs.block_header import CHECKSUM_ROWS
 from headrace.codecs.tokens.routes import MOST_BYTE_EXPERTS
 from headrace.codecs.weights.parameter_digests import NUM_SAMPLED
 from headrace.dataplane.client.block_io import BLOCK_ROWS, LEAST_BYTES, MOST_BYTES

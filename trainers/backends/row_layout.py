@@ -14,7 +14,7 @@ import torch
 from ...actors.columns import ColumnConfig
 from ...actors.protocols import MicroBatch
 from ...codecs.batch import Batch
-from ...codecs.gather import exclusive_cumsum
+from ...codecs.integers import exclusive_cumsum
 from ..losses.terms import LossInputs
 from .config import BackendConfig
 

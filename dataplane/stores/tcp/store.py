@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from ....codecs.blocks import BlockLayout, BlockPieces, part_bytes
-from ....codecs.gather import as_bytes
 from ....codecs.integers import ALIGN, distinct, round_up
-from ....codecs.memory import fresh
+from ....codecs.memory import as_bytes, fresh
 from ...block_store import ByteRanges, StoreSpec, Want
 from ...directory.requests import body_of
 from ...errors import CapacityExceeded, RowsCleared, StoreLost

@@ -15,7 +15,7 @@ from headrace.actors.train.reader import FetchPolicy, holds_receipt, shares_read
 from headrace.actors.train.step_rows import TrainShard, stage_fields
 from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Jagged
-from headrace.codecs.tokens.context_slices import pieces
+from headrace.codecs.tokens.packed_rows import pieces
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.meta import KVBatchMeta

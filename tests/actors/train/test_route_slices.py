@@ -18,7 +18,7 @@ from headrace.actors.train.reader import ReplicaReader, build_links
 from headrace.actors.train.step_rows import stage_batch, stage_fields, stage_layers, stage_schema
 from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Batch, Jagged
-from headrace.codecs.tokens.context_slices import pieces
+from headrace.codecs.tokens.packed_rows import pieces
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec
 from headrace.dataplane.factory import connect
 from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, row_columns, run_on, ship

@@ -13,8 +13,7 @@ from headrace.actors.weight_sync.transports.protocol import (
     WeightTransferError,
     WeightUpdate,
 )
-from headrace.codecs.weights.bucket_delta import apply_sparse
-from headrace.codecs.weights.buckets import BucketPlan, checksum, expect_all, read_bucket
+from headrace.codecs.weights.buckets import BucketPlan, apply_sparse, checksum, expect_all, read_bucket
 from headrace.codecs.weights.gpu_scatter import device_digest
 
 

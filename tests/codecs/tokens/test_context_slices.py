@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.codecs.tokens.context_slices import chunks, piece_lengths, pieces, slice_batch
+from headrace.codecs.tokens.packed_rows import chunks, piece_lengths, pieces, slice_batch
 
 SCHEMA = Schema(
     [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.codecs.gather import copy_runs
 from headrace.codecs.jagged import from_padded, pack, to_padded
 from headrace.codecs.schema import DTYPES, Field, Kind, Schema
-from headrace.codecs.tokens import padding
+from headrace.codecs.tokens import packed_rows as padding
 from headrace.tests.codecs.random_bits import random_bits
 from headrace.tests.example_counts import examples
 

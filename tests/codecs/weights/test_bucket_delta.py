@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.codecs.weights.bucket_delta import apply_sparse, encode_sparse
+from headrace.codecs.weights.buckets import apply_sparse, encode_sparse
 
 WIDTHS = [1, 2, 4, 8]
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ....codecs.gather import exclusive_cumsum
+from ....codecs.integers import exclusive_cumsum
 from ..flash_attention import attend_rows
 from ..layers import uncompiled
 from ..row_layout import to_device

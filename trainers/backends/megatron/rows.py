@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from ....actors.protocols import MicroBatch
 from ....actors.train.topology import Place, Topology
-from ....codecs.gather import exclusive_cumsum
-from ....codecs.integers import round_up
-from ....codecs.tokens.context_slices import chunks
+from ....codecs.integers import exclusive_cumsum, round_up
+from ....codecs.tokens.packed_rows import chunks
 from ..row_layout import to_device
 from .modules import AttentionPlan, plan_attention, runs
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 
 from headrace.actors.weight_sync.transports.protocol import BucketFrame, WeightSender
-from headrace.codecs.weights.bucket_delta import encode_sparse
-from headrace.codecs.weights.buckets import BucketPlan, checksum, plan_buckets, write_piece
+from headrace.codecs.weights.buckets import BucketPlan, checksum, encode_sparse, plan_buckets, write_piece
 
 Named = dict[str, torch.Tensor]
 

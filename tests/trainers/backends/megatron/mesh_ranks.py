@@ -17,7 +17,7 @@ from headrace.actors.protocols import MicroBatch
 from headrace.actors.train.step_rows import stage_fields
 from headrace.actors.train.topology import Place, Topology
 from headrace.codecs.batch import Batch
-from headrace.codecs.tokens.context_slices import slice_batch
+from headrace.codecs.tokens.packed_rows import slice_batch
 from headrace.tests.trainers.backends.backend_ranks import (
     MEASURED,
     TINY,

@@ -15,7 +15,7 @@ from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.protocols import MicroBatch
 from headrace.actors.train.step_rows import stage_batch, stage_fields
 from headrace.actors.train.topology import Place, Topology
-from headrace.codecs.tokens.context_slices import slice_batch
+from headrace.codecs.tokens.packed_rows import slice_batch
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec
 from headrace.tests.trainers.backends.backend_ranks import Row, backend_config, random_rows, run_on_ranks, weights_of
 from headrace.tests.trainers.backends.router_replay.routed_rows import TEMPERATURE, random_routes, routed, spec_of
