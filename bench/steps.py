@@ -118,6 +118,16 @@ class ModeResult:
     def trainer_idle_share(self) -> float:
         return min(1.0, max(0.0, 1.0 - self.trainer_busy_s / sum(self.seconds)))
 
+    def figures(self) -> dict[str, float]:
+        """Return the figures that the summary and the records have, by name."""
+        return {
+            "seconds": self.step_s,
+            "median_seconds": float(np.median(self.seconds)),
+            "trainer_idle_share": self.trainer_idle_share,
+            "staleness_mean": self.staleness_mean,
+            "staleness_max": self.staleness_max,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -144,7 +154,7 @@ def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
     for case, config in configs.items():
         tell(f"{case.name}: {options.steps} steps")
         run_training(config, resume=False)
-        measured.append(measured_steps(config, case, options))
+        measured.append(measured_steps(options.out / case.name, case, options))
     overheads = measure_run(options.out / CASES[0].name, configs[CASES[0]], SimulationConfig())
     tell("simulating the same")
     simulated = [simulated_steps(config, case, options, overheads) for case, config in configs.items()]
@@ -210,10 +220,9 @@ def median_latency(options: StepOptions) -> float:
     return options.train_s / float(slowest[options.warm : -LAST].mean())
 
 
-def measured_steps(config: Config, case: Case, options: StepOptions) -> ModeResult:
+def measured_steps(folder: Path, case: Case, options: StepOptions) -> ModeResult:
     """Read a finished run's metrics.jsonl and return the figures of its counted steps."""
-    assert config.run.dir is not None
-    records = read_metrics(Path(config.run.dir) / "metrics.jsonl")[0]
+    records = read_metrics(folder / "metrics.jsonl")[0]
     by_step = {int(record["step"]): record for record in records if record.get("time/step_s")}
     ends = [by_step[step]["time/elapsed_s"] for step in range(options.warm, options.warm + options.counted + 1)]
     kept = [by_step[step] for step in range(options.warm + 1, options.warm + options.counted + 1)]
@@ -256,13 +265,7 @@ def summarise(measured: Sequence[ModeResult], simulated: Sequence[ModeResult]) -
         step_s = {result.case: result.step_s for result in results}
         for result in results:
             name = f"{prefix}step.{result.case}"
-            summary |= {
-                f"{name}.seconds": result.step_s,
-                f"{name}.median_seconds": float(np.median(result.seconds)),
-                f"{name}.trainer_idle_share": result.trainer_idle_share,
-                f"{name}.staleness_mean": result.staleness_mean,
-                f"{name}.staleness_max": result.staleness_max,
-            }
+            summary |= {f"{name}.{figure}": value for figure, value in result.figures().items()}
             if result.case in compared:
                 summary[f"{name}_vs_sync"] = step_s["sync"] / result.step_s
         summary[f"{prefix}step.async_streaming_vs_async"] = step_s["async_in_order"] / step_s["async_streaming"]
@@ -278,11 +281,7 @@ def _record(kind: str, result: ModeResult) -> dict[str, Any]:
         "kind": kind,
         "case": result.case,
         "runs": len(result.seconds),
-        "seconds": result.step_s,
-        "median_seconds": float(np.median(result.seconds)),
-        "trainer_idle_share": result.trainer_idle_share,
-        "staleness_mean": result.staleness_mean,
-        "staleness_max": result.staleness_max,
+        **result.figures(),
         "groups_dropped": result.groups_dropped,
         "times_s": [round(seconds, 4) for seconds in result.seconds],
     }

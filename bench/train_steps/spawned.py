@@ -17,7 +17,7 @@ _END_S = 10.0
 def run_ranks(run: Callable[..., None], task: Any, world: int, notes: Path, tell: Callable[[str], None]) -> None:
     """Call `run(rank, task)` in `world` processes and wait for them. Raises an exception of torch if one fails.
 
-    notes: file to which rank 0 appends lines of JSON (`transfer.results.note`) meanwhile. Each that has a `phase` is
+    notes: file to which rank 0 appends lines of JSON (`records.note`) meanwhile. Each that has a `phase` is
     reported.
     """
     offset = notes.stat().st_size if notes.exists() else 0

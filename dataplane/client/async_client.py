@@ -53,6 +53,11 @@ class AsyncDataPlaneClient:
         self._closed = False
 
     @property
+    def plane_id(self) -> int:
+        """Id of the data plane, which every receipt of it carries."""
+        return self._operations.handle.store.plane_id
+
+    @property
     def stats(self) -> ClientStats:
         """Counters of the calls of this client and of the bytes that they moved, since the client was created."""
         return self._operations.stats

@@ -23,6 +23,9 @@ _MODULES = {
 }
 """Module in this folder for each kind of store. Each module defines its StoreEntry as `STORE`."""
 
+WRAPPERS: dict[str, Callable[[StoreEntry], StoreEntry]] = {}
+"""Functions that replace the entry of a kind of store in this process. Tests put one here to make a store fail."""
+
 
 def _nothing() -> None:
     """No-op: the processes and bytes of the store end with the process that opened it, so there are no leftovers."""
@@ -62,4 +65,4 @@ def store_entry(kind: str) -> StoreEntry:
         raise ValueError(f"dataplane.store.kind: got {kind!r}, expected auto or one of {', '.join(_MODULES)}")
     entry = importlib.import_module(f".{_MODULES[kind]}", __package__).STORE
     assert isinstance(entry, StoreEntry), kind
-    return entry
+    return WRAPPERS[kind](entry) if kind in WRAPPERS else entry

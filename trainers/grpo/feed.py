@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -167,9 +167,23 @@ class _Issue:
         return Busy(self.actor.info.name, self.call.started, end_s)
 
 
+class FeedObserver(Protocol):
+    """Learns which groups the feeds of this process have trained on, for tests that count rows."""
+
+    def opened(self, plane_id: int, partition: str, step: int) -> None:
+        """Called when a feed opens `partition` of a data plane, to continue after `step`."""
+        ...
+
+    def committed(self, plane_id: int, partition: str, step: int, positions: Sequence[int]) -> None:
+        """Called when `step` has been trained on. positions: of its groups in the prompt stream, ascending."""
+        ...
+
+
 class Feed:
     """The driver's side of a run's rollouts: issues prompts, claims groups, and replaces dead or stuck actors. Updates
     `state.position` and `state.outstanding`."""
+
+    observers: ClassVar[list[FeedObserver]] = []
 
     def __init__(
         self,
@@ -214,6 +228,8 @@ class Feed:
         self._components = config.reward.signal_terms
         self._timeout_s = config.resources.stage_timeout_s
         self._tally = FeedTally()
+        for observer in self.observers:
+            observer.opened(client.plane_id, partition, state.step)
 
     # ---------------------------------------------------------------- out
 
@@ -245,6 +261,8 @@ class Feed:
     def commit(self) -> None:
         """Record in `state` that the current step has been trained on. A resumed run then does not issue its prompts
         again."""
+        for observer in self.observers if self._claimed else ():
+            observer.committed(self._client.plane_id, self._partition, self._state.step, sorted(self._claimed))
         self._claimed.clear()
         self._state.position = self._next
         self._state.outstanding = sorted([*self._in_flight, *(position for position, _ in self._again)])

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import records
-from headrace.bench.gpu import trl as baseline
-from headrace.bench.gpu import whole_runs
+from headrace.bench.gpu import trl, whole_runs
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.train_run import TrainOutcome, TrainTask, read_outcome, run_train
 from headrace.bench.gpu.trl import TrlOutcome, TrlTask, best, run_trl
@@ -41,8 +40,8 @@ def test_the_summary_has_the_names_that_others_rely_on(tmp_path: Path) -> None:
     at = [time.time() - 15 + number for number in (5.0, 11.0, 13.0, 30.0)]
     samples = GpuSamples(["a", "b"], at, [[0.0, 0.0], [1.0, 0.0], [0.5, 0.0], [0.0, 0.0]], [[1.0, 2.0]] * 4)
     first, other = outcome(tmp_path, LONE, 2.0, samples), outcome(tmp_path, PAIR, 3.0)
-    trl = [TrlOutcome((9.0, 4.0, 4.4, 4.0), (0.4,) * 4, 30.0, ""), TrlOutcome((), (), 0.0, "trl: failed")]
-    summary = summarise("grpo-0.6b", [first, other, outcome(tmp_path, LONE, 2.2)], trl)
+    runs_of_trl = [TrlOutcome((9.0, 4.0, 4.4, 4.0), (0.4,) * 4, 30.0, ""), TrlOutcome((), (), 0.0, "trl: failed")]
+    summary = summarise("grpo-0.6b", [first, other, outcome(tmp_path, LONE, 2.2)], runs_of_trl)
     assert summary["gpu.grpo-0.6b.colocated-1.step_s"] == pytest.approx(2.1)
     assert summary["gpu.grpo-0.6b.separate-2.step_s"] == pytest.approx(3.0)
     assert summary["gpu.grpo-0.6b.colocated-1.rollout_tokens_per_s"] == 2500, "the first step is not counted"
@@ -232,6 +231,6 @@ def test_trl_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_trl_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "find_spec", lambda _: None)
+    monkeypatch.setattr(trl, "find_spec", lambda _: None)
     with pytest.raises(UserError, match="--baseline: got 'trl', which is not installed: pip install trl"):
-        baseline.check_trl()
+        trl.check_trl()

@@ -2,11 +2,13 @@
 
 Python imports the module `sitecustomize` at its start. The drill puts one on the module path that calls `install`.
 If the environment names a control folder, the patched modules write a note whenever rows are put, read or trained, and
-ordered faults affect their calls; otherwise nothing is patched. The library itself contains no code for this.
+ordered faults affect their calls; otherwise nothing is patched. Of the library, only public names are used.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import functools
 import importlib.abc
 import importlib.machinery
@@ -34,7 +36,7 @@ def _patch_async_client(module: ModuleType, faults: Faults) -> None:
     async def noted_put(self: Any, partition: str, keys: Sequence[str], fields: Any, **named: Any) -> Any:
         from headrace.tests.drills.chaos.digests import row_digests
 
-        place = {"plane": self._operations.handle.store.plane_id, "partition": partition, "keys": list(keys)}
+        place = {"plane": self.plane_id, "partition": partition, "keys": list(keys)}
         # Before and after: a process may be killed between the commit and the note of it.
         faults.control.note(putting=row_digests(fields), **place)
         receipt = await put(self, partition, keys, fields, **named)
@@ -53,116 +55,107 @@ def _patch_client(module: ModuleType, faults: Faults) -> None:
         from headrace.tests.drills.chaos.digests import row_digests
 
         batch = get(self, meta, *arguments, **named)
-        place = {"plane": meta.plane_id, "partition": meta.partition, "keys": list(meta.keys)}
-        faults.control.note(read=row_digests(batch), **place)
+        faults.control.note(read=row_digests(batch), **_place(meta))
         return batch
 
     client.get = noted_get
 
 
+def _place(meta: Any) -> dict[str, Any]:
+    """Return where the rows of a receipt are, as notes say it."""
+    return {"plane": meta.plane_id, "partition": meta.partition, "keys": list(meta.keys)}
+
+
 def _patch_train_worker(module: ModuleType, faults: Faults) -> None:
     worker: Any = module.TrainWorker
     begin, finish = worker.begin, worker.finish
+    begun: list[tuple[int, dict[str, Any]]] = []
+    """Shards that this process has begun and not finished, as (step, place). A process has one train worker."""
 
     @functools.wraps(begin)
     def noted_begin(self: Any, shard: Any) -> Any:
+        from headrace.dataplane.meta import KVBatchMeta
+
         result = begin(self, shard)
-        meta = self._work.meta
-        step, shards = getattr(self, "_chaos", (0, []))
-        shards = shards if step == shard.step else []
-        if meta is not None:
-            shards.append({"plane": meta.plane_id, "partition": meta.partition, "keys": list(meta.keys)})
-        self._chaos = (shard.step, shards)
+        begun[:] = [one for one in begun if one[0] == shard.step]
+        if shard.meta is not None:
+            begun.append((shard.step, _place(KVBatchMeta.from_bytes(shard.meta))))
         return result
 
     @functools.wraps(finish)
     def noted_finish(self: Any) -> Any:
         report = finish(self)
-        step, shards = self._chaos
-        for shard in shards:
-            faults.control.note(trained=step, **shard)
-        self._chaos = (step, [])
+        for step, place in begun:
+            faults.control.note(trained=step, **place)
+        begun.clear()
         return report
 
     worker.begin, worker.finish = noted_begin, noted_finish
 
 
-def _patch_feed(module: ModuleType, faults: Faults) -> None:
+class _Observer:
+    """Notes which groups the driver has counted as trained on."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def opened(self, plane_id: int, partition: str, step: int) -> None:
+        self._control.note(begins=step, plane=plane_id, partition=partition)
+
+    def committed(self, plane_id: int, partition: str, step: int, positions: Sequence[int]) -> None:
+        self._control.note(committed=step, positions=list(positions), plane=plane_id, partition=partition)
+
+
+def _observe_feed(module: ModuleType, faults: Faults) -> None:
     feed: Any = module.Feed
-    init, commit = feed.__init__, feed.commit
-
-    @functools.wraps(init)
-    def noted_init(self: Any, config: Any, state: Any, **named: Any) -> None:
-        init(self, config, state, **named)
-        self._chaos = {"plane": self._client._operations.handle.store.plane_id, "partition": self._partition}
-        faults.control.note(begins=state.step, **self._chaos)
-
-    @functools.wraps(commit)
-    def noted_commit(self: Any) -> None:
-        if self._claimed:
-            faults.control.note(committed=self._state.step, positions=sorted(self._claimed), **self._chaos)
-        commit(self)
-
-    feed.__init__, feed.commit = noted_init, noted_commit
+    feed.observers.append(_Observer(faults.control))
 
 
-def _patch_shared_memory(module: ModuleType, faults: Faults) -> None:
-    store: Any = module.SharedMemoryStore
-    store.put, store.get = slowed(faults, store.put), slowed(faults, store.get)
-    host: Any = module.SharedMemoryHost
-    place, has_ready = host._place, host.has_ready
-
-    @functools.wraps(place)
-    def full_place(self: Any, block_id: int, size: int) -> bytes | None:
-        faults.delay("slow_store")
-        return None if faults.strikes("shm") else place(self, block_id, size)
-
-    @functools.wraps(has_ready)
-    def full_has_ready(self: Any, nbytes: int) -> bool:
-        return not faults.strikes("shm") and has_ready(self, nbytes)
-
-    host._place, host.has_ready = full_place, full_has_ready
-    extend = host._extend
-
-    @functools.wraps(extend)
-    def full_extend(self: Any, size: int) -> bool:
-        if not faults.strikes("shm"):
-            return extend(self, size)
-        self._back("pool", 0, size)  # which the kernel now refuses, so that the store can say why
-        return False
-
-    host._extend = full_extend
+def _wrap_stores(module: ModuleType, faults: Faults) -> None:
+    wrappers: Any = module.WRAPPERS
+    for kind in ("shm", "simple", "tcp"):
+        wrappers[kind] = functools.partial(_faulty_store, kind, faults)
 
 
-def _patch_simple(module: ModuleType, faults: Faults) -> None:
-    store: Any = module.SimpleStore
-    store.put_many, store.get = slowed(faults, store.put_many), slowed(faults, store.get)
-    host: Any = module.SimpleHost
-    host.free_many = slowed(faults, host.free_many)
+def _faulty_store(kind: str, faults: Faults, entry: Any) -> Any:
+    """Return the entry of a store whose calls are slow, and which has no room, while faults of that kind last."""
+
+    def slow(one: Any, *names: str) -> Any:
+        for name in names:
+            if hasattr(one, name):
+                setattr(one, name, slowed(faults, getattr(one, name)))
+        return one
+
+    def open_host(config: Any, run_id: str, host: str) -> Any:
+        opened = slow(entry.open_host(config, run_id, host), "allocate" if kind == "shm" else "free_many")
+        if kind == "shm":
+            _limit_room(opened, faults)
+        return opened
+
+    def attach(spec: Any, link: Any) -> Any:
+        return slow(entry.attach(spec, link), "put", "put_many", "get", "read_ranges")
+
+    return dataclasses.replace(entry, open_host=open_host, attach=attach)
 
 
-def _patch_tcp(module: ModuleType, faults: Faults) -> None:
-    store: Any = module.TcpStore
-    store.put_many, store.get = slowed(faults, store.put_many), slowed(faults, store.get)
-    store.read_ranges = slowed(faults, store.read_ranges)
-
-
-def _patch_tcp_host(module: ModuleType, faults: Faults) -> None:
-    host: Any = module.TcpHost
-    host.free_many = slowed(faults, host.free_many)
+def _limit_room(host: Any, faults: Faults) -> None:
+    """Let the host of the store `shm` find no room while a fault `shm` lasts. What it has allocated stays."""
+    allocate, has_ready, make_ready, shortage = host.allocate, host.has_ready, host.make_ready, host.shortage
+    host.allocate = lambda block_id, nbytes: None if faults.strikes("shm") else allocate(block_id, nbytes)
+    host.has_ready = lambda nbytes: not faults.strikes("shm") and has_ready(nbytes)
+    host.make_ready = lambda nbytes: None if faults.strikes("shm") else make_ready(nbytes)
+    host.shortage = lambda: os.strerror(errno.ENOSPC) if faults.strikes("shm") else shortage()
 
 
 PATCHES: dict[str, Callable[[ModuleType, Faults], None]] = {
     "headrace.dataplane.client.async_client": _patch_async_client,
     "headrace.dataplane.client.client": _patch_client,
     "headrace.actors.train.worker": _patch_train_worker,
-    "headrace.trainers.grpo.feed": _patch_feed,
-    "headrace.dataplane.stores.shared_memory": _patch_shared_memory,
-    "headrace.dataplane.stores.simple": _patch_simple,
-    "headrace.dataplane.stores.tcp.store": _patch_tcp,
-    "headrace.dataplane.stores.tcp.host": _patch_tcp_host,
+    "headrace.trainers.grpo.feed": _observe_feed,
+    "headrace.dataplane.stores.registry": _wrap_stores,
 }
-"""Functions that patch the library's modules after their import, by the name of the module."""
+"""Functions that change the library's modules after their import, by the name of the module. They use public names:
+calls that are wrapped, the observers of feeds, and the wrappers of stores."""
 
 
 class _Patcher(importlib.abc.MetaPathFinder):

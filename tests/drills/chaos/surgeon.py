@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -88,7 +89,8 @@ class Surgeon:
         self._notes: list[Note] = []
         self._numbers = itertools.count(1)
         self._began_s = time.monotonic()
-        self._sampled_s = 0.0
+        self._sampled_s = math.inf
+        """When memory was measured last; infinite until the run has started, because it grows until then."""
         self._events = 0
         """Number of events in metrics.jsonl that have been read."""
         self._open: list[Fault] = []
@@ -104,6 +106,7 @@ class Surgeon:
         time is that of `time.monotonic()`. Raises Hung if the run makes no progress."""
         self._start(resume=False)
         self._wait_for_steps(11, FIRST_STEP_S)  # the checkpoint of step 5 is whole once that of step 10 begins
+        self._sampled_s = 0.0
         for injury in injuries:
             self._pause(injury.rest_s)
             if time.monotonic() > until_s:

@@ -88,6 +88,14 @@ with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=
                      in_process=True) as plane:
     receipt = asyncio.run(rows(plane))
     connect(plane.handle).get(receipt)
+
+from headrace.dataplane.stores.registry import store_entry
+
+host = store_entry("shm").open_host(StoreConfig(kind="shm", capacity_mib=4), f"full{os.getpid()}", "")
+assert host.allocate(1, 64) is not None and host.has_ready(64)
+struck(4, "shm", lambda: not host.has_ready(64))
+assert host.allocate(2, 64) is None and "No space left" in host.shortage()
+host.close()
 """
 
 
@@ -111,4 +119,4 @@ def test_a_process_notes_its_rows_and_suffers_what_it_is_ordered(tmp_path: Path)
     assert putting["putting"] == read["read"], "the same bytes have the same digests"
     assert put["keys"] == read["keys"] == ["0.0", "0.1"] and put["plane"] == read["plane"]
     assert len(set(read["read"]["input_ids"])) == 2, "rows of two lengths"
-    assert [note["struck"] for note in notes if "struck" in note][:2] == [1, 2]
+    assert [note["struck"] for note in notes if "struck" in note] == [1, 2, 3, 4]

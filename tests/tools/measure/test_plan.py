@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from headrace.actors.train.shard_plans import ShardPlan
+from headrace.tools.measure import directory
 from headrace.tools.measure.plan import (
     LENGTHS,
     PlanCase,
     draw_lengths,
     judge,
     least_max_over_mean,
+    main,
     measure_plan,
     plan_here,
     plan_table,
@@ -68,3 +70,12 @@ def test_lengths():
         assert lengths.min() >= 1 and lengths.max() <= 8192 and len(lengths) == 1000
     with pytest.raises(ValueError, match="lengths: got 'gamma'"):
         draw_lengths("gamma", 1)
+
+
+def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["--out", str(file)]) == 2
+    assert "is a file, expected a folder" in capsys.readouterr().err
+    assert directory.main(["--rows", "0"]) == 2
+    assert "--rows: got 0, expected at least 1" in capsys.readouterr().err
