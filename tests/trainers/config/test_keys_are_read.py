@@ -77,6 +77,8 @@ class Names:
             return self.fields.get(node.attr, set()) | local.get(node.attr, set())
         if isinstance(node, ast.Call):  # a constructor, or a function that is given the class it returns
             return self.mentioned(node.func).union(*map(self.mentioned, node.args))
+        if isinstance(node, ast.IfExp):  # a default where None was given
+            return self.of(node.body, local) | self.of(node.orelse, local)
         return set()
 
     def local(self, nodes: Nodes) -> dict[str, set[str]]:
