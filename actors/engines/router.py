@@ -147,7 +147,7 @@ class Router:
             for request in list(member.requests):
                 request.move()
             await member.idle.wait()  # a cancelled call ends at once
-        self._retire(member)
+        self._forget(member)
         return member.engine
 
     async def suspend(self, name: str, *, cut: bool = True) -> Suspension:
@@ -169,7 +169,7 @@ class Router:
                 try:  # repeated, because an abort can overtake its request
                     await member.engine.abort(request.request_id)
                 except (EngineDied, EngineBroken) as error:
-                    self._leave_out(member, error)
+                    self._exclude(member, error)
             try:
                 async with asyncio.timeout(ABORT_EVERY_S):
                     await member.idle.wait()
@@ -185,17 +185,17 @@ class Router:
         self._suspended.discard(name)
         self._wake()
 
-    def _leave_out(self, member: _Member, error: Exception) -> None:
+    def _exclude(self, member: _Member, error: Exception) -> None:
         if self._members.get(member.name) is not member:
             return  # another request has already left the engine out
         reason = f"{type(error).__name__}: {error}"
-        self._retire(member)
+        self._forget(member)
         self._left_out[member.name] = reason
         _log.warning("engine left out: %s: %s", member.name, reason)
         if self._on_left_out is not None:
             self._on_left_out(LeftOut(member.name, reason))
 
-    def _retire(self, member: _Member) -> None:
+    def _forget(self, member: _Member) -> None:
         if self._members.get(member.name) is member:
             del self._members[member.name]
             _accumulate(self._past, member.engine.stats)
@@ -231,7 +231,7 @@ class Router:
                     continue
                 except (EngineDied, EngineBroken) as error:
                     # Each failed attempt removes its engine, so there are at most as many attempts as engines.
-                    self._leave_out(member, error)
+                    self._exclude(member, error)
             return [Completion.empty() for _ in range(params.n)]
         finally:
             del self._requests[request_id]
@@ -289,7 +289,7 @@ class Router:
         try:
             await member.engine.abort(request_id)
         except (EngineDied, EngineBroken) as error:
-            self._leave_out(member, error)
+            self._exclude(member, error)
 
     # ---------------------------------------------------------------- all engines at once
 

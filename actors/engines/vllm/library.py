@@ -1,7 +1,6 @@
 """The only module of the engine that imports vLLM, so that differences between vLLM's versions are handled here alone.
 
-It works with vLLM 0.30 (torch 2.13; CPU and CUDA) and 0.26 (torch 2.11). `get_weight_version`, which 0.26 lacks, is not
-used.
+It works with vLLM 0.30 (torch 2.13; CPU and CUDA).
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -66,7 +65,6 @@ __all__ = [
     "forget_moe_kernels",
     "initialize_layerwise_reload",
     "in_place_hindrance",
-    "keep_recorded_routes",
     "leave_out_tokenizer",
     "load_tokenizer",
     "on_cpu",
@@ -116,7 +114,7 @@ def engine_process(standby: EngineStandby | None) -> Iterator[None]:
     """Context manager in which vLLM starts its engine process in `standby`. With None, or if the standby cannot take it
     (see `EngineStandby.run`), vLLM starts a new process.
 
-    Neither vLLM 0.26 nor 0.30 lets its user choose the process. Delete this function when vLLM does, or when it imports
+    vLLM 0.30 does not let its user choose the process. Delete this function when vLLM does, or when it imports
     itself in less time.
     """
     if standby is None:
@@ -172,7 +170,7 @@ def take_what_is_free() -> None:
     """Make the workers in this process take less GPU memory than their configuration allows if less is free. Does
     nothing on CPUs.
 
-    vLLM 0.26 and 0.30 refuse to start if less is free than `gpu_memory_utilization` allows, even with a key-value cache
+    vLLM 0.30 refuses to start if less is free than `gpu_memory_utilization` allows, even with a key-value cache
     of fixed size. An engine that is started while a trainer holds memory of the same GPU would then never start. Delete
     this function when vLLM takes the setting as a maximum.
     """
@@ -182,20 +180,6 @@ def take_what_is_free() -> None:
 
     module: Any = gpu_worker
     module.request_memory = _lowering(module.request_memory)
-
-
-def keep_recorded_routes() -> None:
-    """Stop the workers in this process from clearing, before each step, the buffer in which layers record routes.
-
-    vLLM 0.26 clears it, which takes a hundredth of a short step, and later versions do not. Each layer with experts
-    writes the routes of all tokens of a step, and only these are read. Delete this function with the support for vLLM
-    0.26.
-    """
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer  # needs more of vLLM than other processes
-
-    capturer: Any = routed_experts_capturer.RoutedExpertsCapturer
-    if hasattr(capturer, "clear_buffer"):
-        capturer.clear_buffer = lambda self: None
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -231,7 +215,7 @@ def check_attention(config: Any) -> None:
 def keep_prefills_whole(config: Any) -> None:
     """Configure vLLM on a CPU so that each prompt, and each recomputed request, is processed in one model step.
 
-    In vLLM 0.26 to 0.32 on CPUs, a step that ends within a prompt rewinds the random generator of a seeded request by
+    In vLLM up to 0.32 on CPUs, a step that ends within a prompt rewinds the random generator of a seeded request by
     an offset, which CPU generators do not support, and the engine process dies. Delete this function when vLLM no
     longer does so.
     """

@@ -118,12 +118,6 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Close the load session: the model is ready to generate with the new weights."""
         self.loader.finish()
 
-    @staticmethod
-    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Raise NotImplementedError, because the trainer publishes through a WeightPublisher. The method exists only
-        because vLLM 0.26 requires it."""
-        raise NotImplementedError("weights are published by a WeightPublisher")
-
     def shutdown(self) -> None:
         """Close the inbox and the connection to the engine. Idempotent."""
         if self._inbox is not None:
@@ -281,4 +275,3 @@ class WeightWorker:
 if BACKEND not in library.WeightTransferEngineFactory._registry:  # this module is imported once in every worker
     library.WeightTransferEngineFactory.register_engine(BACKEND, StagedWeightEngine)
     library.take_what_is_free()
-    library.keep_recorded_routes()

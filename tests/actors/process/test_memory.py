@@ -1,4 +1,4 @@
-"""What processes hold: by NVML where it knows them, else by their own count, and always in the host."""
+"""Tests of the memory that processes hold, by NVML or their own count, and of what a process can still take."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from headrace.actors.process.memory import ProcessMemory, gpu_sizes, measure, nvml_bytes
+from headrace.actors.process.memory import ProcessMemory, available_memory, gpu_sizes, measure, memory_limit, nvml_bytes
+
+MIB = 1 << 20
 
 
 class Nvml:
@@ -79,3 +82,25 @@ def test_without_nvml_its_tool_tells_the_sizes(monkeypatch: pytest.MonkeyPatch, 
     tool.write_text("#!/bin/sh\necho 143771\necho 81559\n")
     tool.chmod(0o755)
     assert gpu_sizes() == (143771 << 20, 81559 << 20)
+
+
+def cgroup(root: Path, limit: str, used: int = 0, inactive: int = 0) -> Path:
+    (root / "memory.max").write_text(f"{limit}\n")
+    (root / "memory.current").write_text(f"{used}\n")
+    (root / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file 7\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "inactive", "left"),
+    [(20 * MIB, 5 * MIB, 0, 15 * MIB), (20 * MIB, 5 * MIB, 2 * MIB, 17 * MIB), (MIB, 2 * MIB, 0, 0)],
+)
+def test_the_containers_limit_counts(tmp_path: Path, limit: int, used: int, inactive: int, left: int) -> None:
+    root = cgroup(tmp_path, str(limit), used, inactive)
+    assert memory_limit(root) == limit and available_memory(root) == left
+
+
+def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
+    for root in (cgroup(tmp_path, "max"), tmp_path / "none"):
+        assert memory_limit(root) is None
+        assert 0 < available_memory(root) <= psutil.virtual_memory().total

@@ -1,5 +1,8 @@
-"""Rollouts with a journal over a real data plane: a killed run's successor has every group exactly once. It generates
-none that was finished."""
+"""Tests of rollouts with a journal over a real data plane: every group is there once after a kill or in a replay.
+
+A killed run's successor generates no group that was finished. A replay puts all groups of a recorded run again, failed
+rows too, or an error names the one that it lacks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.protocols import Prompt
-from headrace.actors.rollout.journal import read_heads
+from headrace.actors.rollout.journal import GroupJournal, JournalConfig, Purpose, read_heads
 from headrace.actors.rollout.results import RolloutReport
 from headrace.dataplane.config import StoreKind
 from headrace.tests.actors.rollout import journal_drill
@@ -173,3 +176,45 @@ def test_kill_9_at_random_moments(model_folder: str, tmp_path: Path) -> None:
     assert len(kills) >= 3 and "all groups once" in done.stdout
     finished = {head.position for path in segments(tmp_path) for _, head in read_heads(path, 0)[0]}
     assert finished == set(range(journal_drill.GROUPS))
+
+
+def journal(folder: Path, purpose: Purpose) -> GroupJournal:
+    return GroupJournal(JournalConfig(str(folder), "one", purpose), "rollout 0")
+
+
+def broken(prompt: Prompt, response: str, finish_reason: str) -> float:
+    if prompt.uid == "1":
+        raise RuntimeError("not this one")
+    return 1.0
+
+
+def test_a_record_is_never_trimmed_and_comes_back_whole(tokenizer: Any, tmp_path: Path) -> None:
+    kept = journal(tmp_path, "record")
+    first = Life(tokenizer, kept, rewards=[("broken", broken, 1.0)])
+    report = first.rollout(range(4))
+    rows = first.rows()
+    kept.trim(4, ())
+    first.end()
+    before = [path.read_bytes() for path in segments(tmp_path)]
+    again = Life(tokenizer, journal(tmp_path, "replay"), version=9)
+    replayed = again.rollout([3, 1, 0, 2])
+    assert again.generated == [] and again.rows() == rows
+    assert (replayed.rows, replayed.failed, replayed.restored) == (4 * SAMPLES, report.failed, 4 * SAMPLES)
+    assert report.failed == SAMPLES
+    again.end()
+    assert [path.read_bytes() for path in segments(tmp_path)] == before, "a replay writes nothing"
+
+
+def test_what_was_not_recorded_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    first = Life(tokenizer, journal(tmp_path, "record"))
+    first.rollout(range(2))
+    first.end()
+    again = Life(tokenizer, journal(tmp_path, "replay"))
+    with pytest.raises(
+        ValueError, match=r"run.replay: .* holds no group of the prompt at position 2 \(and of 1 others"
+    ):
+        again.rollout([1, 2, 3])
+    assert again.generated == []
+    again.end()
+    with pytest.raises(ValueError, match="run.replay: .*nowhere is no folder"):
+        journal(tmp_path / "nowhere", "replay")

@@ -1,22 +1,28 @@
-"""Tests of the publisher: weights arrive bit for bit, failures leave no rank waiting, deltas and late sends work."""
+"""Tests of the publisher: weights arrive bit for bit, failures leave no rank waiting, and memory stays bounded."""
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.publisher import SendReport, WeightPublisher
-from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError
+from headrace.actors.weight_sync.transports.protocol import BucketFrame, ReceiverGroup, WeightTransferError
 from headrace.codecs import messages
+from headrace.codecs.weights.buckets import checksum
 from headrace.tests.actors.weight_sync.memory_sender import MemorySender
 from headrace.tests.actors.weight_sync.weight_streams import Gather, change, specs, weights
 
 ENGINES = [ReceiverGroup("engine 0", 1), ReceiverGroup("engine 1", 2)]
+NUM_BUCKETS = 11
+FAILURES = [*(f"{call} {bucket}" for bucket in range(NUM_BUCKETS) for call in ("buffer", "send")), "finish"]
+NUM_TENSORS, TENSOR_BYTES, BUCKET_BYTES = 11, 24 << 20, 16 << 20
 
 
 def publisher(sender: MemorySender, *, delta: bool = False, cache: bool = False) -> WeightPublisher:
@@ -75,10 +81,6 @@ def test_buckets_leave_while_later_tensors_are_gathered() -> None:
 
     target.publish(update, gather())
     assert list(sent_before.values()) == [0, 6, 9, 9, 10, 10]
-
-
-NUM_BUCKETS = 11
-FAILURES = [*(f"{call} {bucket}" for bucket in range(NUM_BUCKETS) for call in ("buffer", "send")), "finish"]
 
 
 @pytest.mark.parametrize("fails_at", FAILURES)
@@ -354,3 +356,47 @@ def test_weights_that_cannot_be_cached_are_read_to_their_end() -> None:
     assert gather.exhausted
     with pytest.raises(ValueError, match="not in the bucket cache"):
         publish_again(target, 1)
+
+
+class DiscardingSender(MemorySender):
+    """Has the two buffers in flight, and forgets what was in them."""
+
+    def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
+        self._step(f"send {frame.bucket}", frame.bucket)
+        memory = self._ring[frame.bucket % 2]
+        assert memory is not None and checksum(memory[: frame.nbytes]) == frame.checksum
+        self.frames.append(frame)
+        self._buckets.append(memory[:0])
+
+
+def _measure(queue: multiprocessing.Queue[int]) -> None:
+    """Puts by how much publishing a model of 264 MiB raised this process's peak memory."""
+    torch.set_num_threads(1)
+    named = {f"w{index}": (torch.uint8, (TENSOR_BYTES,)) for index in range(NUM_TENSORS)}
+    # One memory for all tensors: what malloc makes of frees and allocations by turns is not to be measured.
+    lent = torch.zeros(TENSOR_BYTES, dtype=torch.uint8)
+    sender = DiscardingSender()
+    target = WeightPublisher(sender, SyncConfig(timeout_s=2.0), BUCKET_BYTES)
+    update = target.open(1, named, [ReceiverGroup("engine 0", 1)])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is used now
+    before = _status_bytes("VmRSS")
+    target.publish(update, ((name, lent.fill_(index)) for index, name in enumerate(named)))
+    assert len(sender.frames) == -(-NUM_TENSORS * TENSOR_BYTES // BUCKET_BYTES)
+    queue.put(_status_bytes("VmHWM") - before)
+
+
+def _status_bytes(key: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.processes
+def test_extra_memory_is_two_buckets() -> None:
+    """Beside the tensor in hand."""
+    context = multiprocessing.get_context("spawn")  # a forked process shares memory with its parent
+    queue: multiprocessing.Queue[int] = context.Queue()
+    process = context.Process(target=_measure, args=(queue,))
+    process.start()
+    extra = queue.get(timeout=120)
+    process.join(60)
+    assert 2 * BUCKET_BYTES <= extra <= 2 * BUCKET_BYTES + (4 << 20)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from headrace.actors.weight_sync.transports.protocol import (
     SenderConfig,
     WeightTransferError,
 )
+from headrace.tests.actors.train.replica_ranks import data_plane
 from headrace.tests.actors.weight_sync.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weight_sync.transports.transport_peers import PeerGroup, outcome
 
@@ -242,3 +245,16 @@ def test_more_than_there_is_room_for(sender_config: Callable[..., SenderConfig],
         publish(sender, publish_small, weights(1))
     finally:
         sender.close()
+
+
+@pytest.mark.parametrize("store", [pytest.param("local", marks=pytest.mark.slow), "simple"])
+def test_versions_arrive_whole(store: str, tmp_path: Path) -> None:
+    with data_plane(store) as handle:
+        config = SenderConfig(f"test{os.getpid()}-w-{store}", SyncConfig(timeout_s=30.0), data_plane=handle)
+        peers = PeerGroup("store", config, ReceiverConfig("", SyncConfig(staging="full", delta=True), "cpu", handle))
+        try:
+            for version in (1, 2, 3):
+                peers.update(version, 1 << 18, rows=10_000)
+            peers.update(4, 1 << 18, rows=10_000, base=3)
+        finally:
+            peers.close()

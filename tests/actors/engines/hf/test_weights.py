@@ -17,7 +17,7 @@ from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, EngineBroken, KeysAndValues, SamplingParams
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.codecs.weights.parameter_digests import DigestTaker
-from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
+from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs, until
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
 
 

@@ -16,7 +16,7 @@ from headrace.actors.engines.vllm.copy_plan import CopyPlan, PlanRecorder
 from headrace.actors.engines.vllm.weight_names import WeightNames
 from headrace.codecs.weights.parameter_digests import DigestTaker, compare_digests
 from headrace.tests.actors.engines.vllm.builder import build, save_model
-from headrace.tests.actors.engines.vllm.weights.test_copy_plan import Fused, record, weights
+from headrace.tests.actors.engines.vllm.test_copy_plan import Fused, record, weights
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, SamplingParams
-from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
+from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs, until
 
 
 def generate(engine: HfEngine, params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[list[Completion]]:
