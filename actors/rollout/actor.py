@@ -34,7 +34,7 @@ from .config import DataConfig
 from .evaluation import FigureScheme
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts
-from .routes import RouteRules
+from .rows import RouteRules
 from .worker import HeldOut, RolloutWorker
 
 

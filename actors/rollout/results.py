@@ -11,7 +11,7 @@ import numpy as np
 from ...dataplane.traffic import Traffic
 from ..engines.router import LeftOut
 from ..protocols import Sample, Score, Span, SpanTable
-from .routes import RouteCounts
+from .rows import RouteCounts
 
 MAX_ERRORS = 256
 """Largest number of errors in a report."""

@@ -35,8 +35,7 @@ from .evaluation import FigureScheme, FigureSums
 from .journal import GroupJournal, JournaledGroup
 from .prompts import PromptStream, row_key
 from .results import EvaluationReport, RolloutReport, RolloutTally, group_figures
-from .routes import RouteCounts, RouteRules, checked_routes
-from .rows import RolloutRows, checked_scores, join, rollout_rows, sample_keys
+from .rows import RolloutRows, RouteCounts, RouteRules, checked_routes, checked_scores, join, rollout_rows, sample_keys
 
 _log = logging.getLogger(__name__)
 _RESTORED_TOGETHER = 16

@@ -15,7 +15,7 @@ from ...actors.rollout.actor import EvaluationSetup, RolloutSetup
 from ...actors.rollout.config import DataConfig, RolloutConfig
 from ...actors.rollout.evaluation import VALIDATION as VALIDATION_PREFIX
 from ...actors.rollout.journal import JournalConfig
-from ...actors.rollout.routes import RouteRules
+from ...actors.rollout.rows import RouteRules
 from ...actors.samples import SampleFile, SamplesConfig
 from ...dataplane.config import Section
 from ...dataplane.handle import DataPlaneHandle

@@ -28,7 +28,7 @@ import numpy as np
 from ...actors.protocols import TRAIN_FIELDS, Span, row_schema
 from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.results import RolloutReport
-from ...actors.rollout.routes import RouteCounts
+from ...actors.rollout.rows import RouteCounts
 from ...codecs.tokens.routes import ROUTES
 from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.directory.samplers import TaskConfig

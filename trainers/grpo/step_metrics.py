@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...actors.rollout.results import merge_reports
-from ...actors.rollout.routes import RouteCounts
-from ...actors.rollout.rows import KV_STALENESS
+from ...actors.rollout.rows import KV_STALENESS, RouteCounts
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..observe.data_plane_watch import covered_s, mean_covered_s

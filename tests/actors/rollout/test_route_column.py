@@ -23,8 +23,7 @@ from headrace.actors.rollout.journal import GroupJournal, JournalConfig, encode_
 from headrace.actors.rollout.prompt_sources import TaskSource
 from headrace.actors.rollout.prompts import PromptStream
 from headrace.actors.rollout.results import merge_reports
-from headrace.actors.rollout.routes import RouteCounts, RouteRules, checked_routes
-from headrace.actors.rollout.rows import RolloutRows
+from headrace.actors.rollout.rows import RolloutRows, RouteCounts, RouteRules, checked_routes
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.jagged import select_rows
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec, check_routes, missing_tokens

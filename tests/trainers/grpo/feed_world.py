@@ -17,7 +17,7 @@ from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rollout.prompts import base36
 from headrace.actors.rollout.results import RolloutReport, RolloutTally
-from headrace.actors.rollout.routes import RouteCounts
+from headrace.actors.rollout.rows import RouteCounts
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.batch import Batch, Jagged, Ragged
 from headrace.dataplane.client.client import DataPlaneClient

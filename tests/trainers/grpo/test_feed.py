@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.actors.engines.config import RouterReplayConfig
-from headrace.actors.rollout.routes import RouteCounts
+from headrace.actors.rollout.rows import RouteCounts
 from headrace.dataplane.client.grants import LeaseRenewal
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import LeaseLost
