@@ -23,7 +23,7 @@ from ..advantages.config import AdvantageConfig
 from ..advantages.estimators import build_advantages
 from ..base_model.prepare import route_spec
 from ..config.config import Config, RunConfig
-from ..config.evaluation import EvaluationConfig, ValidationConfig, evaluation_data
+from ..config.evaluation_sets import EvaluationConfig, ValidationConfig, evaluation_data
 from .engine_specs import engine_config, threads
 
 

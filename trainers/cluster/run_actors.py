@@ -24,7 +24,6 @@ from ...dataplane.factory import DataPlane
 from ...dataplane.handle import DataPlaneHandle
 from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
-from ..observe.start_times import StartTimes
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
 from .engine_specs import engine_ahead, engine_setup
@@ -32,6 +31,7 @@ from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, TrainHandle
 from .placement import ON_CPUS, Placement, PlacementRequest, Seat
 from .rollout_specs import rollout_setup
+from .start_times import StartTimes
 from .weight_route import WeightRoute
 from .worker_specs import worker_modules, worker_setup
 

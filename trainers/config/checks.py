@@ -17,7 +17,7 @@ from ..backends.config import TrainerConfig
 from ..backends.model_split import mesh_problems
 from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, Overlap, ResourcesConfig, RunConfig
-from .evaluation import EvaluationConfig, ValidationConfig
+from .evaluation_sets import EvaluationConfig, ValidationConfig
 
 ROLLOUT_TOKEN_BYTES = 9
 """Number of bytes that a rollout writes for each token: input_ids int32, response_mask uint8, rollout_logprobs

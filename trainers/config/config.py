@@ -21,8 +21,8 @@ from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
-from .evaluation import EvaluationConfig, ValidationConfig, evaluation_data
-from .trackers import TrackerConfig
+from .evaluation_sets import EvaluationConfig, ValidationConfig, evaluation_data
+from .tracker_options import TrackerConfig
 
 Mode = Literal["sync", "streaming", "async", "async_streaming"]
 StaleGroups = Literal["requeue", "drop"]

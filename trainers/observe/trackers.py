@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ...dataplane.imports import MissingExtra
 from ..config.config import LoggingConfig
-from ..config.trackers import (
+from ..config.tracker_options import (
     MlflowOptions,
     TensorboardOptions,
     TrackerConfig,

@@ -7,8 +7,8 @@ from pathlib import Path
 from ...dataplane.imports import import_ahead
 from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import open_cluster
+from ..cluster.start_times import StartTimes
 from ..config.config import Config
-from ..observe.start_times import StartTimes
 
 IMPORT_TIMEOUT_S = 120.0
 """Seconds that the imports may take beyond Ray's start."""

@@ -12,6 +12,7 @@ from ...dataplane.errors import DataPlaneError
 from ..base_model.prepare import model_has_experts, prepare_model
 from ..cluster.calls import ActorFailed
 from ..cluster.ray_cluster import Cluster
+from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
@@ -25,7 +26,6 @@ from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint
 from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
-from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
 from .checks.preflight import check_prompts, check_quickly
 from .checks.trust_probe import distrust

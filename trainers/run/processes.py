@@ -25,6 +25,7 @@ from ..cluster.gpu_memory import RolesDecision, decide_roles, smallest_gpu
 from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import RunActors, StartingActors, start_actors
+from ..cluster.start_times import StartTimes
 from ..cluster.weight_route import WeightRoute
 from ..cluster.worker_specs import with_packing
 from ..config.config import Config
@@ -33,7 +34,6 @@ from ..grpo.roles import BothResident, Roles, TakeTurns
 from ..grpo.stages import Stages
 from ..grpo.steps import Observers, Run
 from ..grpo.weight_sync import WeightSync
-from ..observe.start_times import StartTimes
 from ..observe.trace import Tracer
 from ..pool.tenant.membership import PoolMembership
 from ..supervision.cleanup import remove_shared_memory

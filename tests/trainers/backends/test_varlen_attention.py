@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from headrace.trainers.backends.flash_attention import LONG_ROW
 from headrace.trainers.backends.fsdp.causal_lm import attend_varlen, use_varlen_attention
+from headrace.trainers.backends.layers import LONG_ROW
 
 
 def test_what_it_cannot_do_is_told() -> None:

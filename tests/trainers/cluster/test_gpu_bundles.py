@@ -21,10 +21,10 @@ from headrace.trainers.cluster.calls import ActorFailed, ActorHandle, DriverMete
 from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
 from headrace.trainers.cluster.placement import Placement, PlacementRequest
 from headrace.trainers.cluster.ray_cluster import lean_start
+from headrace.trainers.cluster.start_times import StartTimes
 from headrace.trainers.cluster.weight_route import WeightRoute
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
-from headrace.trainers.observe.start_times import StartTimes
 
 pytestmark = pytest.mark.processes
 START_S = 120.0

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.trainers.config.trackers import TrackerConfig
+from headrace.trainers.config.tracker_options import TrackerConfig
 from headrace.trainers.observe.metrics import MetricsWriter
 from headrace.trainers.observe.trackers import build_tracker
 from headrace.trainers.observe.tracking import Tracking

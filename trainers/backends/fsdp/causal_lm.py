@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..config import Head
-from ..flash_attention import attend_rows
+from ..layers import attend_rows
 from ..row_layout import RowLayout
 from ..vocab.logprobs import Entropy, VocabShard, token_logprobs
 

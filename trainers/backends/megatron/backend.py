@@ -28,7 +28,6 @@ from ..train_step import TrainStep
 from ..vocab.logprobs import Entropy
 from ..weight_stream import stream_weights
 from .architecture import check_fits
-from .calls import megatron_calls
 from .gradients import (
     Swapped,
     apply,
@@ -46,6 +45,7 @@ from .model import build_model
 from .pieces import OwnPieces, TrainingState, spread_weights
 from .pipeline import OpenPipeline
 from .rows import PackedRows, pack_rows, sum_rows, whole_counts
+from .without_cuda import megatron_calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from headrace.actors.rollout.config import DataConfig
 from headrace.cli import main
 from headrace.dataplane.imports import MissingExtra
 from headrace.trainers.config.load import build_config
-from headrace.trainers.config.trackers import TrackerConfig
+from headrace.trainers.config.tracker_options import TrackerConfig
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.observe.trackers import TrackedRun, build_tracker
 from headrace.trainers.run.checks.extras import check_extras

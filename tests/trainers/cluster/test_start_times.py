@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from headrace.trainers.observe.start_times import StartTimes
+from headrace.trainers.cluster.start_times import StartTimes
 
 
 def test_moments_count_from_the_begin_and_have_names_of_metrics() -> None:
