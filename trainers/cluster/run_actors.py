@@ -424,6 +424,6 @@ def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s
         except ActorFailed as error:
             if error.cause is None:
                 raise
-            engines.exclude(engine, str(error.cause))  # it died again before a router could reach it
+            engines.exclude(engine, str(error.cause))  # the engine died again before a router could reach it
 
     engines.on_change.append(tell)
