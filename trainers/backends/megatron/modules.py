@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ....codecs.integers import exclusive_cumsum
-from ..flash_attention import attend_rows
-from ..layers import uncompiled
+from ..layers import attend_rows, uncompiled
 from ..row_layout import to_device
 from .library import RowParallelLinear
 
