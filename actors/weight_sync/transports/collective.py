@@ -231,7 +231,7 @@ class CollectiveSender(Sender):
 
 
 class CollectiveReceiver(Receiver):
-    """WeightReceiver that joins the sender's process group, in which the sender is rank 0."""
+    """Receiver that joins the sender's process group, in which the sender is rank 0."""
 
     def __init__(self, engine: str, worker: int, key: bytes, device: torch.device) -> None:
         """key: the run's key, which the sender must know."""

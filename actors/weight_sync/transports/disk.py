@@ -106,7 +106,7 @@ class DiskSender(BackgroundSender):
 
 
 class DiskReceiver(Receiver):
-    """WeightReceiver that maps the sender's files into memory."""
+    """Receiver that maps the sender's files into memory."""
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         path = Path(update.location)

@@ -294,12 +294,13 @@ class BackgroundSender(Sender):
 
 
 class Stream(ABC):
-    """Base class of the streams of all receivers: implements WeightStream, except for how the bytes travel.
+    """The buckets of one update, as one receiver gets them. Iterate over it once, and always close it.
 
-    Subclasses implement `_arrivals` and `_close`.
+    Base class of the streams of all receivers. Subclasses implement `_arrivals` and `_close`.
     """
 
     lasting = False
+    """True if payloads stay valid until `close`; otherwise each is valid only until the next one is requested."""
     device = torch.device("cpu")
     """Device of the payloads."""
     memory: torch.Tensor | None = None
@@ -317,7 +318,16 @@ class Stream(ABC):
         self.closed = False
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Yield buckets in order and verify them: implements `WeightStream.__iter__`."""
+        """Yield the frame (header) and the payload of every bucket in order, and verify the payloads' checksums.
+        Payloads are uint8 `[nbytes]`.
+
+        On the CPU a payload is verified before it is yielded. On a GPU all payloads are verified when the iteration
+        ends, so that nothing waits for the GPU in between; use a payload only in work queued on the current CUDA
+        stream. No payload can be relied on before the iteration has ended.
+
+        Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender, the last check is
+        that the version has not been withdrawn meanwhile.
+        """
         expected = 0
         found: dict[int, torch.Tensor] = {}
         self.deadline.moved()  # between joining and reading, an engine may have waited for its requests
@@ -430,8 +440,10 @@ def bucket_offsets(plan: BucketPlan) -> list[int]:
 
 
 class Receiver(ABC):
-    """Base class of all receivers: implements WeightReceiver, except for how an update is joined. Subclasses implement
-    `_open`, and `close` if they need it."""
+    """Receives weight versions, in every process that holds an engine's weights.
+
+    Base class of all receivers. Subclasses implement `_open`, and `close` if they need it.
+    """
 
     def __init__(self, engine: str, worker: int) -> None:
         self.engine = engine
@@ -439,7 +451,8 @@ class Receiver(ABC):
         self._deadline: Deadline | None = None
 
     def open(self, update: WeightUpdate) -> Stream:
-        """Join `update` and return its stream: implements `WeightReceiver.open`."""
+        """Join `update` and return its stream, waiting for the sender no longer than the update's timeout. Raises
+        WeightTransferError if joining fails."""
         deadline = self._deadline = Deadline(worker_name(self.engine, self.worker), update.version, update.timeout_s)
         before = 0
         for group in update.receivers:

@@ -163,7 +163,7 @@ class IpcSender(IpcSenderBase):
 
 
 class IpcReceiver(Receiver):
-    """WeightReceiver of weights that a sender on the same host publishes, from CPU or GPU."""
+    """Receiver of weights that a sender on the same host publishes, from CPU or GPU."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)

@@ -1,4 +1,4 @@
-"""Protocols of a weight transport: a sender beside the trainer, and a receiver in every process of the engines.
+"""Defines what weight transports share: the sender's protocol, announcements, frames, settings and deadlines.
 
     driver     open update ---> announcement ------+------------------------------> commit (or drop)
     trainer    begin(version, plan) -> buffer, send, buffer, send, ... -> finish
@@ -12,7 +12,7 @@ bucket, peer and the time since the update began.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -142,50 +142,6 @@ class WeightSender(Protocol):
 
     def close(self) -> None:
         """Remove everything that was published. Idempotent."""
-        ...
-
-
-class WeightStream(Protocol):
-    """The buckets of one update, as one receiver gets them. Iterate over it once, and always close it."""
-
-    @property
-    def plan(self) -> BucketPlan:
-        """Bucket plan: which bytes of which weight each bucket holds."""
-        ...
-
-    @property
-    def lasting(self) -> bool:
-        """True if payloads stay valid until `close`; otherwise each is valid only until the next one is requested."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Yield the frame (header) and the payload of every bucket in order, and verify the payloads' checksums.
-        Payloads are uint8 `[nbytes]`.
-
-        On the CPU a payload is verified before it is yielded. On a GPU all payloads are verified when the iteration
-        ends, so that nothing waits for the GPU in between; use a payload only in work queued on the current CUDA
-        stream. No payload may be relied on before the iteration has ended.
-
-        Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender, the last check is
-        that the version has not been withdrawn meanwhile.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release buffers and mappings. Idempotent. Another thread may call it, which ends the iteration."""
-        ...
-
-
-class WeightReceiver(Protocol):
-    """Receives weight versions, in every process that holds an engine's weights."""
-
-    def open(self, update: WeightUpdate) -> WeightStream:
-        """Join `update` and return its stream, waiting for the sender no longer than the update's timeout. Raises
-        WeightTransferError if joining fails."""
-        ...
-
-    def close(self) -> None:
-        """Release memory and connections that were kept between updates. Idempotent."""
         ...
 
 

@@ -151,7 +151,7 @@ class StoreSender(BackgroundSender):
 
 
 class StoreReceiver(Receiver):
-    """WeightReceiver that reads weights from the data plane."""
+    """Receiver that reads weights from the data plane."""
 
     def __init__(self, engine: str, worker: int, handle: DataPlaneHandle) -> None:
         super().__init__(engine, worker)
