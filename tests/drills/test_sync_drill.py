@@ -14,7 +14,7 @@ import pytest
 
 from headrace.tests.runs import weight_sync_runs as runs
 from headrace.trainers.cluster.engine_pool import Engine, NoEngineLeft
-from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo import run_state as grpo
 
 pytestmark = pytest.mark.drill
 

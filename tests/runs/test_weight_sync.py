@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.tests.runs import weight_sync_runs as runs
-from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo import run_state as grpo
 
 pytestmark = pytest.mark.processes
 

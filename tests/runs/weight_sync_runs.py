@@ -21,7 +21,7 @@ from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.engine_pool import Engine
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import load_config
-from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo import run_state as grpo
 from headrace.trainers.grpo.controllers import open_feed
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.run.processes import launched

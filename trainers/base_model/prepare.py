@@ -12,7 +12,7 @@ from typing import Any
 from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayConfig
 from ...codecs.tokens.routes import RouteSpec
 from ..backends.model_split import check_split
-from ..config.checks import capacity_problems
+from ..config.checks import StoreDemand
 from ..config.config import Config
 from ..errors import UserError
 from ..observe.progress import Progress
@@ -138,8 +138,10 @@ def check_model(config: Config) -> None:
     except ValueError as error:
         raise UserError(str(error)) from None
     routes = route_spec(config.router_replay, config.model)
-    if routes is not None and (problems := capacity_problems(config, routes.token_bytes)):
-        raise UserError(problems[0])
+    if routes is not None:
+        demand = StoreDemand.of(config, routes.token_bytes)
+        if problems := demand.problems(config.dataplane.store.capacity_mib):
+            raise UserError(problems[0])
     tp, heads = config.rollout.tp, model.get("num_attention_heads")
     if config.rollout.engine == "vllm" and heads and heads % tp:
         raise UserError(f"rollout.tp: got {tp}, expected a divisor of the model's num_attention_heads = {heads}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
@@ -38,7 +39,7 @@ def contradictions(config: Config) -> list[str]:
         + mesh_problems(config.trainer)
         + gpu_map_problems(config.resources, config.rollout, config.trainer)
         + pool_problems(config)
-        + capacity_problems(config)
+        + StoreDemand.of(config).problems(config.dataplane.store.capacity_mib)
         + meaning_problems(config)
     )
 
@@ -62,46 +63,57 @@ def cautions(config: Config) -> list[str]:
     return lines
 
 
-def step_bytes(config: Config, route_bytes: int = 0) -> int:
-    """Return the bytes of one step's rows in the data plane's store if every row has the maximum length. route_bytes:
-    bytes of the routes of one token, which only the model's config tells; 0 without router replay."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    algorithm = config.algorithm
-    columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
-    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
-    return config.rows_per_step * config.environment.max_rows * row
+@dataclass(frozen=True, slots=True)
+class StoreDemand:
+    """What a run's rows take in the data plane's store if every row has the maximum length."""
+
+    rows: int
+    """Number of rows of a step."""
+    longest: int
+    """Largest number of tokens of a row."""
+    step_bytes: int
+    """Number of bytes of a step's rows."""
+    steps: float
+    """Number of steps whose rows the store must be able to hold at the same time. It is above 1 if rollouts run ahead
+    or oversample, and can be a fraction."""
+
+    @classmethod
+    def of(cls, config: Config, route_bytes: int = 0) -> StoreDemand:
+        """Return the demand of the run that `config` describes. route_bytes: bytes of the routes of one token, which
+        only the model's config tells; 0 without router replay."""
+        longest, algorithm = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.algorithm
+        columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
+        row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
+        rows = config.rows_per_step * config.environment.max_rows
+        ordered = algorithm.sampler != "ready_first" and (algorithm.sampler != "auto" or config.run.deterministic)
+        chunks = config.overlap.by_chunk and not ordered and not config.with_reference
+        steps = _steps_in_store(config.overlap, algorithm.dynamic_sampling.oversample, chunks_suffice=chunks)
+        return cls(rows, longest, rows * row, steps)
+
+    def problems(self, capacity_mib: int) -> list[str]:
+        """Return one sentence in a list if a store of `capacity_mib` MiB may be too small; else an empty list. The run
+        would stop."""
+        needed = math.ceil(self.step_bytes * self.steps)
+        if needed <= capacity_mib << 20:
+            return []
+        return [
+            f"dataplane.store.capacity_mib: got {capacity_mib}, expected at least {ceil_div(needed, 1 << 20)}, the "
+            f"size of {math.ceil(self.rows * self.steps)} rows of up to {self.longest} tokens"
+        ]
 
 
-def steps_in_store(config: Config) -> float:
-    """Return the number of steps whose rows the data plane's store must be able to hold at the same time. It is above 1
-    if rollouts run ahead or oversample, and may be a fraction.
+def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool) -> float:
+    """Return the number of steps whose rows the store must be able to hold at the same time.
 
-    Two chunks suffice, one that is trained on and one that comes, if a step is trained on by chunk and any groups may
+    Two chunks suffice, one that is trained on and one that comes, if a step is trained on by chunk and any groups can
     be in a chunk: more groups then wait for room, which each chunk makes. Where groups have an order, the next ones
     needed could be among the waiting. With a reference model, the room could be that of its log-probs.
     """
-    overlap, algorithm = config.overlap, config.algorithm
-    oversample = algorithm.dynamic_sampling.oversample
     if overlap.window:
         return 1 + overlap.window
-    any_order = algorithm.sampler == "ready_first" or (algorithm.sampler == "auto" and not config.run.deterministic)
-    if overlap.by_chunk and any_order and not config.with_reference:
+    if chunks_suffice:
         return min(1.0, 2 * overlap.chunk / overlap.groups) + oversample - 1
     return oversample
-
-
-def capacity_problems(config: Config, route_bytes: int = 0) -> list[str]:
-    """Return one sentence in a list if the store may be too small for a step's rows; else an empty list. It must hold
-    them at the same time, and a store that cannot stops the run. route_bytes: see `step_bytes`."""
-    capacity = config.dataplane.store.capacity_mib
-    needed = math.ceil(step_bytes(config, route_bytes) * steps_in_store(config))
-    if needed <= capacity << 20:
-        return []
-    return [
-        f"dataplane.store.capacity_mib: got {capacity}, expected at least {ceil_div(needed, 1 << 20)}, the size "
-        f"of {math.ceil(config.rows_per_step * config.environment.max_rows * steps_in_store(config))} rows of up to "
-        f"{config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
-    ]
 
 
 def size_problems(config: Config) -> list[str]:

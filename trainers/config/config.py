@@ -412,6 +412,11 @@ class Config(Section):
         return [*trained, ("data.validation", self.data.validation), *sets]
 
     @property
+    def rubrics(self) -> dict[str, RewardConfig]:
+        """Rubrics of training, under the name "", and of the evaluation sets that have their own: name -> rubric."""
+        return {"": self.reward} | {name: one.reward for name, one in self.evaluation.items() if one.reward}
+
+    @property
     def with_reference(self) -> bool:
         """True when train workers keep a frozen copy of the initial weights."""
         return self.loss.kl_coef > 0

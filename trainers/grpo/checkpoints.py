@@ -15,10 +15,11 @@ from ..cluster.calls import ActorFailed, Call, gather_each
 from ..config.config import RunConfig
 from ..errors import UserError
 from .rollout_pool import RolloutPool
-from .steps import State
+from .run_state import State
 from .train_workers import TrainWorkers
 
 _log = logging.getLogger(__name__)
+_DEFAULTS = RunConfig()
 ATTEMPTS = 2
 """Maximum number of attempts to write the final checkpoint of a run."""
 
@@ -33,12 +34,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, settings: RunConfig | None = None, warn: Callable[[str], None] = _log.warning
+        self, folder: Path, settings: RunConfig = _DEFAULTS, warn: Callable[[str], None] = _log.warning
     ) -> None:
-        """settings: section `run` of the configuration; None for checkpoints that are only read. warn: function that is
-        called with a sentence when a checkpoint could not be written."""
+        """settings: section `run` of the configuration; its defaults do for checkpoints that are only read. warn:
+        function that is called with a sentence when a checkpoint could not be written."""
         self.folder = folder
-        self._settings = RunConfig() if settings is None else settings
+        self._settings = settings
         self._warn = warn
         self._whole: State | None = None
         """State of the newest checkpoint that is known to be complete."""

@@ -51,8 +51,8 @@ from ..errors import UserError
 from .evaluation import Evaluations, Goal
 from .feed import PARTITION, Feed
 from .row_tags import with_advantages
+from .run_state import Run, State
 from .step_metrics import step_metrics
-from .steps import Run, State
 from .train_workers import TrainWorkers
 
 AfterStep = Callable[[State, dict[str, float]], None]

@@ -30,7 +30,7 @@ from ..config.config import Config
 from ..errors import UserError
 from .feed import LOOK_AFTER_S
 from .rollout_pool import RolloutPool
-from .steps import State
+from .run_state import State
 from .train_workers import TrainWorkers
 
 _log = logging.getLogger(__name__)

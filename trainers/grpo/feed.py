@@ -42,8 +42,8 @@ from ..config.config import Config
 from ..observe.data_plane_watch import Busy
 from .demand import Demand
 from .row_tags import flat_groups
+from .run_state import State
 from .stages import Stages
-from .steps import State
 
 _log = logging.getLogger(__name__)
 PARTITION = "train"

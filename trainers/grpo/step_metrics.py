@@ -15,7 +15,7 @@ from ...dataplane.meta import KVBatchMeta
 from ..observe.data_plane_watch import covered_s, mean_covered_s
 from .feed import FeedTally
 from .row_tags import episodes_of
-from .steps import Run, State
+from .run_state import Run, State
 from .weight_sync import SyncReport
 
 MANY = 5

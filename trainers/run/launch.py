@@ -20,7 +20,7 @@ from ..grpo.checkpoints import Checkpoints
 from ..grpo.controllers import AfterStep, open_feed, run_steps
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
-from ..grpo.steps import Run, State
+from ..grpo.run_state import Run, State
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint

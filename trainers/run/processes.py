@@ -31,8 +31,8 @@ from ..cluster.worker_specs import with_packing
 from ..config.config import Config
 from ..errors import UserError
 from ..grpo.roles import BothResident, Roles, TakeTurns
+from ..grpo.run_state import Observers, Run
 from ..grpo.stages import Stages
-from ..grpo.steps import Observers, Run
 from ..grpo.weight_sync import WeightSync
 from ..observe.trace import Tracer
 from ..pool.tenant.membership import PoolMembership

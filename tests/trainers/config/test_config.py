@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
 from headrace.trainers.cluster.weight_route import bucket_mib
-from headrace.trainers.config.checks import capacity_problems, step_bytes, steps_in_store
+from headrace.trainers.config.checks import StoreDemand
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import ConfigError, UserError
@@ -313,9 +313,9 @@ def test_turns_in_memory_are_refused_where_both_sides_are_busy(sections: dict, w
 def test_modes_that_give_room_back_need_less_of_the_store(sections: dict[str, Any], steps: float) -> None:
     algorithm = {"prompts_per_step": 1024, **sections["algorithm"]}
     config = Config.model_validate({**sections, "algorithm": algorithm, "rollout": {"max_new_tokens": 16_000}})
-    assert steps_in_store(config) == steps
-    needed_mib = steps_in_store(config) * step_bytes(config) / (1 << 20)
-    assert bool(capacity_problems(config)) == (needed_mib > config.dataplane.store.capacity_mib) == (steps >= 1)
+    demand, capacity = StoreDemand.of(config), config.dataplane.store.capacity_mib
+    assert demand.steps == steps
+    assert bool(demand.problems(capacity)) == (steps * demand.step_bytes / (1 << 20) > capacity) == (steps >= 1)
 
 
 @pytest.mark.parametrize(

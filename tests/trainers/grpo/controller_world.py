@@ -33,8 +33,8 @@ from headrace.trainers.grpo.controllers import AfterStep, run_steps
 from headrace.trainers.grpo.feed import Feed
 from headrace.trainers.grpo.roles import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
+from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
-from headrace.trainers.grpo.steps import State
 from headrace.trainers.grpo.train_workers import TrainWorkers
 from headrace.trainers.grpo.weight_sync import SyncReport
 from headrace.trainers.observe.trace import Tracer

@@ -27,7 +27,7 @@ from headrace.dataplane.traffic import Traffic
 from headrace.trainers.cluster.calls import ActorFailed, Call, DriverMeter
 from headrace.trainers.cluster.handles import RolloutHandle
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo import run_state as grpo
 from headrace.trainers.grpo.feed import Feed
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer

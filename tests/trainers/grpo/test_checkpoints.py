@@ -19,8 +19,8 @@ from headrace.trainers.errors import UserError
 from headrace.trainers.grpo import checkpoints as module
 from headrace.trainers.grpo.checkpoints import Checkpoints
 from headrace.trainers.grpo.roles import BothResident
+from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
-from headrace.trainers.grpo.steps import State
 from headrace.trainers.grpo.train_workers import size_of
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat

@@ -29,7 +29,7 @@ from headrace.tests.trainers.grpo.feed_world import World, saved
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
-from headrace.trainers.grpo.steps import State
+from headrace.trainers.grpo.run_state import State
 
 PROMPTS, SAMPLES = 6, 4
 

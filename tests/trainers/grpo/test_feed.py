@@ -22,7 +22,7 @@ from headrace.tests.trainers.grpo.feed_world import World, positions_of, saved
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo import run_state as grpo
 from headrace.trainers.grpo.feed import TooManyFailedRows, TooManyMissingRoutes
 
 PROMPTS = 3

@@ -11,7 +11,7 @@ from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo.controllers import MOST_SKIPPED, Steps
-from headrace.trainers.grpo.steps import State
+from headrace.trainers.grpo.run_state import State
 
 
 def steps_of_a_run() -> Any:

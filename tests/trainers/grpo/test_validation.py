@@ -20,8 +20,8 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.grpo import evaluation
 from headrace.trainers.grpo import evaluation as subject
+from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
-from headrace.trainers.grpo.steps import State
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat
 

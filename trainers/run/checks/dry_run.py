@@ -18,6 +18,7 @@ from ....actors.rollout.config import RolloutConfig
 from ....actors.train.topology import Topology
 from ....codecs.integers import ceil_div, round_up
 from ....codecs.tokens.routes import RouteSpec
+from ....dataplane.config import StoreConfig
 from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config, route_spec
 from ...cluster.gpu_memory import (
@@ -32,7 +33,7 @@ from ...cluster.gpu_memory import (
 )
 from ...cluster.placement import Host, Placement, PlacementRequest, plan_placement
 from ...cluster.weight_route import WeightRoute
-from ...config.checks import ROLLOUT_TOKEN_BYTES, cautions, step_bytes
+from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
 from ...config.config import Config, PoolConfig
 from ...errors import UserError
 
@@ -111,9 +112,8 @@ class PlannedProcess:
     """What the process does, in a few words."""
 
 
-def placements(config: Config) -> list[PlannedProcess]:
-    """Return every process that the run would start, except Ray's own."""
-    store = config.dataplane.store
+def placements(request: PlacementRequest, store: StoreConfig, engine: str, backend: str) -> list[PlannedProcess]:
+    """Return every process that the run would start, except Ray's own. engine, backend: their kinds."""
     listed = [
         PlannedProcess("driver", 0, "controller: receipts, plans, metrics"),
         PlannedProcess("directory", 0, "row metadata"),
@@ -121,18 +121,15 @@ def placements(config: Config) -> list[PlannedProcess]:
     if store.kind in ("simple", "tcp"):
         units = range(store.num_units or 1)
         listed += [PlannedProcess(f"storage unit {unit}", 0, "blocks of rows") for unit in units]
-    rollout = config.rollout
-    engine = f"engine {rollout.engine}" + f", tp {rollout.tp}" * (rollout.tp > 1)
-    if rollout.num_actors is None:
-        listed += [PlannedProcess(f"rollout {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
-    else:
-        listed += [PlannedProcess(f"engine {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
-        listed += [
-            PlannedProcess(f"rollout {index}", 1, "environments, rewards") for index in range(rollout.num_actors)
-        ]
-    topology = config.trainer.topology
+    tp, what = request.tp, f"engine {engine}" + f", tp {request.tp}" * (request.tp > 1)
+    kind = "rollout" if request.num_actors is None else "engine"
+    listed += [PlannedProcess(f"{kind} {index}", tp, what) for index in range(request.num_engines)]
+    listed += [
+        PlannedProcess(f"rollout {index}", 1, "environments, rewards") for index in range(request.num_actors or 0)
+    ]
+    topology = request.topology
     return listed + [
-        PlannedProcess(f"train worker {rank}", 1, f"backend {config.trainer.backend}{_role(topology, rank)}")
+        PlannedProcess(f"train worker {rank}", 1, f"backend {backend}{_role(topology, rank)}")
         for rank in range(topology.world)
     ]
 
@@ -153,59 +150,106 @@ def describe(config: Config) -> str:
     """Return the description of the run that `--dry-run` prints after the resolved configuration. Raises UserError if
     the model cannot be used, as the run itself would."""
     check_model(config)
+    request, kinds = PlacementRequest.of(config), (config.rollout.engine, config.trainer.backend)
     lines = ["placement"]
-    lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
-    lines += ["GPUs", *_gpu_lines(config), "memory", *_model_lines(config), *_store_lines(config)]
-    lines += ["plan of a step", *_plan_lines(config)]
+    lines += [
+        f"  {place.name:<16} {place.cpus} CPU   {place.what}"
+        for place in placements(request, config.dataplane.store, *kinds)
+    ]
+    described = _Description(config)
+    lines += ["GPUs", *described.gpus(), "memory", *described.model(), *described.store()]
+    lines += ["plan of a step", *described.plan()]
     lines += [f"note: {line}" for line in cautions(config)]
     return "\n".join(lines)
 
 
-def _model_lines(config: Config) -> list[str]:
-    """Return the memory that the model takes in engines and train workers."""
-    trainer, rollout, model = config.trainer, config.rollout, config.model
-    params, reference = parameters(model), config.with_reference
-    if params is None:
-        return [f"  model            {model.path}: read when the run starts"]
-    trained = trained_bytes(trainer, params, with_reference=reference)
-    on_cpus = host_bytes(trainer, params, with_reference=reference, gpus=False)
-    on_gpus = host_bytes(trainer, params, with_reference=reference, gpus=True)
-    return [
-        f"  model            {params:,} parameters",
-        f"  train worker     {_size(trained)} weights, gradients, Adam" + (" and reference" * reference),
-        f"  engine           {_size(engine_bytes(rollout, model, params))} weights"
-        + f" in each of {rollout.tp} processes" * (rollout.tp > 1),
-        f"  host memory      {_size(on_cpus)} in each train worker without GPUs, {_size(on_gpus)} with GPUs",
-        *_memory_lines(config),
-    ]
+class _Description:
+    """Describes one run, part by part."""
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
 
-def _store_lines(config: Config) -> list[str]:
-    store, routes = config.dataplane.store, route_spec(config.router_replay, config.model)
-    largest = step_bytes(config, 0 if routes is None else routes.token_bytes)
-    lines = [] if routes is None else _route_lines(config.rollout, config.model, config.engine_length, routes)
-    return [
-        *lines,
-        f"  store ({store.kind})".ljust(19) + f"at most {_size(largest)} a step; {store.capacity_mib} MiB in all",
-    ]
+    def gpus(self) -> list[str]:
+        config = self._config
+        if config.pool.address is not None:
+            return _pool_lines(config.pool, config.resources.trainer_gpus or (), config.engine_gpus)
+        placement = plan_here(config)
+        if placement is None:
+            return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]
+        return gpu_lines(placement)
 
+    def model(self) -> list[str]:
+        """Return the memory that the model takes in engines and train workers."""
+        config = self._config
+        trainer, rollout, model = config.trainer, config.rollout, config.model
+        params, reference = parameters(model), config.with_reference
+        if params is None:
+            return [f"  model            {model.path}: read when the run starts"]
+        trained = trained_bytes(trainer, params, with_reference=reference)
+        on_cpus = host_bytes(trainer, params, with_reference=reference, gpus=False)
+        on_gpus = host_bytes(trainer, params, with_reference=reference, gpus=True)
+        return [
+            f"  model            {params:,} parameters",
+            f"  train worker     {_size(trained)} weights, gradients, Adam" + (" and reference" * reference),
+            f"  engine           {_size(engine_bytes(rollout, model, params))} weights"
+            + f" in each of {rollout.tp} processes" * (rollout.tp > 1),
+            f"  host memory      {_size(on_cpus)} in each train worker without GPUs, {_size(on_gpus)} with GPUs",
+            *self._memory(),
+        ]
 
-def _plan_lines(config: Config) -> list[str]:
-    """Return the rows and microbatches of a step, and the steps of the run."""
-    algorithm, trainer = config.algorithm, config.trainer
-    topology = trainer.topology
-    rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    per_replica = rows // topology.dp
-    padded = round_up(longest, topology.pad_multiple)
-    microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
-    every = config.validation.every
-    return [
-        f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
-        "tokens",
-        f"  {trainer.dp} replica(s) of {topology.replica_size} rank(s) x {per_replica} rows, at most {microbatches} "
-        f"microbatch(es) of {trainer.tokens_per_microbatch} tokens each",
-        f"  {algorithm.steps} steps, " + (f"validation every {every}" if every else "no validation"),
-    ]
+    def _memory(self) -> list[str]:
+        """Return the estimated memory of a GPU that holds an engine and a train worker, part by part. It ends with what
+        `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if no GPU can be shared here."""
+        config = self._config
+        sizes = gpu_sizes()
+        memory = estimate(config, min(sizes, default=None))
+        if memory is None or (not sizes and config.resources.switch_roles != "always"):
+            return []
+        parts: list[tuple[str, Mapping[str, int]]] = [
+            ("trainer", memory.trainer),
+            ("engine", memory.engine),
+            ("shared", {"weight buckets": memory.buckets, "contexts": memory.contexts}),
+            ("host, in turns", memory.host),
+        ]
+        lines = ["memory of a GPU with both roles (an estimate)"]
+        for side, of in parts:
+            listed = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in of.items() if num_bytes)
+            lines += [f"  {side:<16} {listed}"] if listed else []
+        lines += [
+            f"  {'at the peak':<16} {_size(memory.resident)} both resident, {_size(memory.taking_turns)} in turns"
+        ]
+        if sizes and (placement := plan_here(config)) is not None:
+            why = decide_roles(config, placement, min(sizes)).why
+            lines += [f"  {why}"] if why else []
+        return lines
+
+    def store(self) -> list[str]:
+        config = self._config
+        store, routes = config.dataplane.store, route_spec(config.router_replay, config.model)
+        largest = StoreDemand.of(config, 0 if routes is None else routes.token_bytes).step_bytes
+        lines = [] if routes is None else _route_lines(config.rollout, config.model, config.engine_length, routes)
+        return [
+            *lines,
+            f"  store ({store.kind})".ljust(19) + f"at most {_size(largest)} a step; {store.capacity_mib} MiB in all",
+        ]
+
+    def plan(self) -> list[str]:
+        """Return the rows and microbatches of a step, and the steps of the run."""
+        config = self._config
+        algorithm, trainer = config.algorithm, config.trainer
+        topology = trainer.topology
+        rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        per_replica = rows // topology.dp
+        padded = round_up(longest, topology.pad_multiple)
+        microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
+        every = config.validation.every
+        return [
+            f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
+            "tokens",
+            f"  {trainer.dp} replica(s) of {topology.replica_size} rank(s) x {per_replica} rows, at most "
+            f"{microbatches} microbatch(es) of {trainer.tokens_per_microbatch} tokens each",
+            f"  {algorithm.steps} steps, " + (f"validation every {every}" if every else "no validation"),
+        ]
 
 
 def _pool_lines(pool: PoolConfig, trainer_gpus: Sequence[int], engine_gpus: Sequence[Sequence[int]]) -> list[str]:
@@ -219,15 +263,6 @@ def _pool_lines(pool: PoolConfig, trainer_gpus: Sequence[int], engine_gpus: Sequ
         shared = ", asleep while this run trains" * bool(set(gpus) & set(trainer_gpus))
         lines.append(f"  shard {shard:<10} GPUs {', '.join(map(str, gpus))}: engine {shard}{shared}")
     return lines
-
-
-def _gpu_lines(config: Config) -> list[str]:
-    if config.pool.address is not None:
-        return _pool_lines(config.pool, config.resources.trainer_gpus or (), config.engine_gpus)
-    placement = plan_here(config)
-    if placement is None:
-        return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]
-    return gpu_lines(placement)
 
 
 def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, routes: RouteSpec) -> list[str]:
@@ -249,30 +284,6 @@ def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, route
         )
         return [*lines, f"  route buffer     {_size(size / per_token * slot)} of host memory in each engine"]
     return [*lines, f"  route buffer     {slot / per_token:.2%} of the size of a GPU's key-value cache, in host memory"]
-
-
-def _memory_lines(config: Config) -> list[str]:
-    """Return the estimated memory of a GPU that holds an engine and a train worker, part by part. It ends with what
-    `resources.switch_roles` makes of it on this machine's GPUs. Returns [] if no GPU can be shared here."""
-    sizes = gpu_sizes()
-    memory = estimate(config, min(sizes, default=None))
-    if memory is None or (not sizes and config.resources.switch_roles != "always"):
-        return []
-    parts: list[tuple[str, Mapping[str, int]]] = [
-        ("trainer", memory.trainer),
-        ("engine", memory.engine),
-        ("shared", {"weight buckets": memory.buckets, "contexts": memory.contexts}),
-        ("host, in turns", memory.host),
-    ]
-    lines = ["memory of a GPU with both roles (an estimate)"]
-    for side, of in parts:
-        listed = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in of.items() if num_bytes)
-        lines += [f"  {side:<16} {listed}"] if listed else []
-    lines += [f"  {'at the peak':<16} {_size(memory.resident)} both resident, {_size(memory.taking_turns)} in turns"]
-    if sizes and (placement := plan_here(config)) is not None:
-        why = decide_roles(config, placement, min(sizes)).why
-        lines += [f"  {why}"] if why else []
-    return lines
 
 
 def check_host_memory(trainer: TrainerConfig, params: int, total: int, *, model: str, with_reference: bool) -> None:

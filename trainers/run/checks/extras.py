@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from ....actors.rollout.config import is_generated
+from ....actors.rewards.config import RewardConfig
+from ....actors.rollout.config import RolloutConfig, is_generated
 from ....dataplane.imports import MissingExtra
-from ...config.config import Config
+from ...config.config import Config, LoggingConfig
 from ...errors import ConfigError
 from ...observe.trackers import wanted_trackers
+
+Sources = Sequence[tuple[str, str | None]]
+"""Key and value of each setting that names a source of prompts."""
 
 
 def check_extras(config: Config) -> None:
     """Raise ConfigError if optional packages are missing, with one sentence for each that names its extra."""
-    _expect_installed([*_run_packages(config), *_evaluation_packages(config)])
+    kind, renderer = config.dataplane.store.kind, config.model.renderer
+    needs = _run_packages(config.logging, config.rollout, renderer=renderer, store=kind)
+    _expect_installed([*needs, *_prompt_packages(config.sources), *_reward_packages(config.rubrics.values())])
 
 
-def check_evaluation_extras(config: Config) -> None:
-    """Raise ConfigError as `check_extras` does, but only for packages that prompts and rewards need."""
-    _expect_installed(_evaluation_packages(config))
+def check_evaluation_extras(sources: Sources, rubrics: Iterable[RewardConfig]) -> None:
+    """Raise ConfigError as `check_extras` does, but only for packages that prompts and rewards need. sources: see
+    `Config.sources`."""
+    _expect_installed([*_prompt_packages(sources), *_reward_packages(rubrics)])
 
 
 def _expect_installed(needs: Iterable[tuple[str, str, str]]) -> None:
@@ -28,34 +35,41 @@ def _expect_installed(needs: Iterable[tuple[str, str, str]]) -> None:
         raise ConfigError([str(MissingExtra(*need)) for need in missing])
 
 
-def _run_packages(config: Config) -> Iterator[tuple[str, str, str]]:
+def _run_packages(
+    logging: LoggingConfig, rollout: RolloutConfig, *, renderer: str, store: str
+) -> Iterator[tuple[str, str, str]]:
     """Yield each optional package that the run uses, as (package, what uses it, extra that installs it).
+
+    renderer, store: kinds of the model's renderer and of the data plane's store.
 
     Packages of engines and backends are not among them: these check for their packages themselves, within the first
     seconds of the run.
     """
     yield "matplotlib", "report.html, which every run ends with,", "report"
-    for tracker in wanted_trackers(config.logging):
+    for tracker in wanted_trackers(logging):
         if tracker.kind == "tensorboard":
             yield "tensorboard", "logging.tensorboard=true", "report"
         else:
             yield tracker.kind, f"the tracker {tracker.kind}", "trackers"
-    if config.rollout.endpoint.enabled:
+    if rollout.endpoint.enabled:
         for package in ("starlette", "uvicorn", "openai"):
             yield package, "rollout.endpoint.enabled=true", "endpoint"
-    if config.model.renderer != "template":
-        yield "renderers", f"model.renderer={config.model.renderer}", "endpoint"
-    if config.dataplane.store.kind == "simple":
+    if renderer != "template":
+        yield "renderers", f"model.renderer={renderer}", "endpoint"
+    if store == "simple":
         yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"
 
 
-def _evaluation_packages(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield each optional package that the prompts and rewards of the configuration use, as `_run_packages` does."""
-    for key, source in config.sources:
+def _prompt_packages(sources: Sources) -> Iterator[tuple[str, str, str]]:
+    """Yield each optional package that sources of prompts use, as `_run_packages` does."""
+    for key, source in sources:
         if source and source.startswith("reasoning-gym:"):
             yield "reasoning_gym", f"{key}={source}", "reasoning-gym"
         elif source and not is_generated(source) and not source.endswith(".jsonl"):
             yield "datasets", f"{key}={source}", "datasets"
-    rewards = [config.reward, *(one.reward for one in config.evaluation.values() if one.reward)]
-    if any(function.kind == "math_verify" for reward in rewards for function in reward.functions):
+
+
+def _reward_packages(rubrics: Iterable[RewardConfig]) -> Iterator[tuple[str, str, str]]:
+    """Yield each optional package that rewards use, as `_run_packages` does."""
+    if any(function.kind == "math_verify" for rubric in rubrics for function in rubric.functions):
         yield "math_verify", "the reward math_verify", "math"

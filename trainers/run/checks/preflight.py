@@ -66,8 +66,8 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
 def check_evaluation(config: Config) -> None:
     """Check what the evaluation of a model without a training run needs. It needs the model, the rewards, and the
     packages for these and for the prompts. Raises ConfigError with one sentence for each mistake."""
-    check_evaluation_extras(config)
-    rubrics = _rubrics(config)
+    check_evaluation_extras(config.sources, config.rubrics.values())
+    rubrics = config.rubrics
     _check(
         [
             lambda: check_model(config),
@@ -78,7 +78,7 @@ def check_evaluation(config: Config) -> None:
 
 
 def _quick_checks(config: Config, resume: bool) -> list[Check]:
-    resources, rollout, rubrics = config.resources, config.rollout, _rubrics(config)
+    resources, rollout, rubrics = config.resources, config.rollout, config.rubrics
     return [
         lambda: _check_run_dir(config.run, resume=resume),
         lambda: check_model(config),
@@ -143,10 +143,6 @@ def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
 
 
 # ---------------------------------------------------------------- the user's code
-
-
-def _rubrics(config: Config) -> dict[str, RewardConfig]:
-    return {"": config.reward} | {name: one.reward for name, one in config.evaluation.items() if one.reward}
 
 
 def _check_rewards(rubrics: Mapping[str, RewardConfig]) -> None:

@@ -12,12 +12,13 @@ from headrace.actors.engines.config import ModelConfig, RouterReplayConfig
 from headrace.actors.rollout.config import RolloutConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.gpu_memory import host_bytes, trained_bytes
+from headrace.trainers.cluster.placement import PlacementRequest
 from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.run.checks import dry_run
-from headrace.trainers.run.checks.dry_run import check_host_memory, describe, placements
+from headrace.trainers.run.checks.dry_run import PlannedProcess, check_host_memory, describe, placements
 
 
 def config(**trainer: Any) -> Config:
@@ -25,12 +26,17 @@ def config(**trainer: Any) -> Config:
     return Config.model_validate({"trainer": trainer, **sizes})
 
 
+def processes(config: Config) -> list[PlannedProcess]:
+    request, kinds = PlacementRequest.of(config), (config.rollout.engine, config.trainer.backend)
+    return placements(request, config.dataplane.store, *kinds)
+
+
 def test_a_worker_for_each_rank_of_the_mesh() -> None:
-    workers = [place.what for place in placements(config(dp=2, tp=2)) if place.name.startswith("train")]
+    workers = [place.what for place in processes(config(dp=2, tp=2)) if place.name.startswith("train")]
     assert workers == [f"backend fsdp, dp {dp} tp {tp}" + ", leader" * (tp == 0) for dp in range(2) for tp in range(2)]
     mesh = config(backend="megatron", pp=2, cp=2)
-    assert [place.what for place in placements(mesh)][-1] == "backend megatron, dp 0 cp 1 pp 1"
-    assert placements(config(dp=2))[-1].what == "backend fsdp"
+    assert [place.what for place in processes(mesh)][-1] == "backend megatron, dp 0 cp 1 pp 1"
+    assert processes(config(dp=2))[-1].what == "backend fsdp"
 
 
 def test_microbatches_count_padded_rows() -> None:
