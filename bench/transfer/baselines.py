@@ -1,17 +1,10 @@
-"""The TransferQueue baseline uses its key-value API and stores rows as its users do, on SimpleStorage or MooncakeStore.
+"""Opens the baselines by name, and has those that know rows: TransferQueue on either of its stores, and Ray's put.
 
-The code follows the behaviour of release 0.1.11. The first user owns the queue and must be the only one to close it.
-Its init hangs when Ray has fewer free CPUs than it takes (one each for controller and unit). A metadata request blocks
-the queue's only thread for seconds unless `polling_mode` is on. Its calls have no timeouts, so callers must set them.
-
-The second TransferQueue baseline uses its MooncakeStore over TCP, with its own Mooncake master (metadata server).
-
-TransferQueue could start the master itself (`auto_init`), but would then end every mooncake_master of the host. So the
-benchmark starts it, and that option stays off.
-
-The Ray baseline sends the TensorDict through Ray's object store, as a Ray user would.
-
-Builds baselines by name, and says which of them cannot run on this machine.
+TransferQueue is used by its key-value API, as its users do, on SimpleStorage or MooncakeStore. The code follows release
+0.1.11. The first user owns the queue and must be the only one to close it. Its init hangs when Ray has fewer free CPUs
+than it takes (one each for controller and unit). A metadata request blocks the queue's only thread for seconds unless
+`polling_mode` is on. Its calls have no timeouts, so callers must set them. It could start Mooncake's master (metadata
+server) itself (`auto_init`), but would then end every mooncake_master of the host; the benchmark starts one instead.
 """
 
 from __future__ import annotations
@@ -31,8 +24,17 @@ from ...codecs.jagged import pack, select_rows
 from ...codecs.schema import Schema
 from ...dataplane.stores.mooncake_processes import MooncakeMaster
 from ...trainers.run.checks import doctor
-from .byte_baselines import Host, MemcpyContender, ServedContender, TcpEndpoint, TcpServer, ZmqEndpoint, ZmqServer
-from .contenders import BYTE_OPS, ROW_OPS, Contender, Digests, Op, Share, row_digests
+from .byte_baselines import (
+    Host,
+    MemcpyEndpoint,
+    PlainContender,
+    ServedContender,
+    TcpEndpoint,
+    TcpServer,
+    ZmqEndpoint,
+    ZmqServer,
+)
+from .contenders import ROW_OPS, Contender, Digests, Op, Share, row_digests
 from .workloads import Load, LoadSpec, column_bytes
 
 START_TIMEOUT_S = 90.0
@@ -205,22 +207,6 @@ class RayToken:
     schema: Schema
 
 
-class RayPutContender:
-    """The baseline `ray put` in the driver. It starts nothing, because it needs only Ray."""
-
-    name = "ray put"
-    ops: frozenset[Op] = BYTE_OPS
-
-    def factory(self, spec: LoadSpec) -> Callable[[], RayPutEndpoint]:
-        return RayPutEndpoint
-
-    def part(self, token: RayToken, share: Share) -> RayToken:
-        return token
-
-    def close(self) -> None:
-        """No-op: the baseline has started nothing, and Ray ends with the benchmark."""
-
-
 class RayPutEndpoint:
     """Reads and writes rows with Ray's own put and get. The reader of a share (some of the rows) must fetch all rows
     and select its own."""
@@ -270,9 +256,9 @@ def open_baseline(name: str, host: Host) -> Contender:
     if name == SECOND_RUN:
         return MooncakeContender(name)
     if name == "ray":
-        return RayPutContender()
+        return PlainContender(contender_name(name), RayPutEndpoint)
     if name == "memcpy":
-        return MemcpyContender()
+        return PlainContender(name, MemcpyEndpoint)
     if name == "tcp":
         return ServedContender(contender_name(name), host, TcpServer, TcpEndpoint)
     if name == "zmq":

@@ -1,12 +1,7 @@
-"""Converts a workload to plain byte arrays, one for each field, for baselines that do not know rows.
+"""Baselines that move bytes without knowing rows: memcpy, one raw TCP stream, and zmq with a frame per field.
 
-The memcpy baseline copies the same bytes within one process, into warm memory. No contender can be faster.
-
-Implements baselines whose bytes are kept by a server in one of the benchmark's processes.
-
-The TCP baseline sends all bytes in one raw stream over loopback and receives one byte of acknowledgement.
-
-The zmq baseline sends one message with a frame per field over TCP loopback.
+memcpy copies the same bytes within one process, into warm memory; no contender can be faster. The other two keep the
+bytes in a server in one of the benchmark's processes, and reach it over loopback.
 """
 
 from __future__ import annotations
@@ -56,22 +51,6 @@ def digest(pieces: list[np.ndarray]) -> Digests:
     for piece in pieces:
         state.update(piece.data)
     return {BYTES: np.array([state.intdigest()], np.uint64)}
-
-
-class MemcpyContender:
-    """The memcpy baseline in the driver. It has no server, because it copies within one process."""
-
-    name = "memcpy"
-    ops: frozenset[Op] = BYTE_OPS
-
-    def factory(self, spec: LoadSpec) -> Callable[[], MemcpyEndpoint]:
-        return MemcpyEndpoint
-
-    def part(self, token: Any, share: Share) -> Any:
-        return token
-
-    def close(self) -> None:
-        """No-op: nothing was started."""
 
 
 class MemcpyEndpoint:
@@ -139,24 +118,33 @@ class Host(Protocol):
         ...
 
 
-class ServedContender:
-    """A baseline in the driver that starts a server and gives its address to the endpoints in the worker processes."""
+class PlainContender:
+    """A baseline in the driver that starts nothing: the endpoints in the worker processes are all of it."""
 
     ops: frozenset[Op] = BYTE_OPS
+
+    def __init__(self, name: str, endpoint: Callable[[], Endpoint]) -> None:
+        self.name = name
+        self._endpoint = endpoint
+
+    def factory(self, spec: LoadSpec) -> Callable[[], Endpoint]:
+        return self._endpoint
+
+    def part(self, token: Any, share: Share) -> Any:
+        return token
+
+    def close(self) -> None:
+        """End what was started, which is nothing here. Idempotent."""
+
+
+class ServedContender(PlainContender):
+    """A baseline in the driver that starts a server and gives its address to the endpoints in the worker processes."""
 
     def __init__(
         self, name: str, host: Host, start: Callable[[], Server], endpoint: Callable[[tuple[str, int]], Endpoint]
     ) -> None:
-        self.name = name
+        super().__init__(name, functools.partial(endpoint, host.serve(name, start)))
         self._host = host
-        self._endpoint = endpoint
-        self._address = host.serve(name, start)
-
-    def factory(self, spec: LoadSpec) -> Callable[[], Endpoint]:
-        return functools.partial(self._endpoint, self._address)
-
-    def part(self, token: Any, share: Share) -> Any:
-        return token
 
     def close(self) -> None:
         self._host.stop(self.name)

@@ -1,10 +1,10 @@
-"""Computes digests of rows and byte ranges, to compare a read with what another process wrote.
-
-Defines the interfaces of contenders: the stores and baselines, each a way to bring rows from one process to others.
+"""Defines the interfaces of contenders: the stores and baselines, each a way to bring rows from one process to others.
 
 A `Contender` is in the driver; it starts and ends what it needs. An `Endpoint` is in every worker process, where only
 its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token, which a reader needs to read the rows:
 a receipt (their keys and locations), keys, an object reference or a number of bytes.
+
+Digests of rows and byte ranges tell whether a reader got what another process wrote.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs in each process of the benchmark, where it has one endpoint per contender and workload and times each call.
+"""The benchmark's processes, a producer, consumers and a server, as Ray actors or, in tests, as threads.
 
-Runs the benchmark's processes, which are a producer, consumers and a server, as Ray actors or threads (in tests).
+Each process has one endpoint per contender and workload, and times each call.
 """
 
 from __future__ import annotations
