@@ -399,8 +399,8 @@ class ReadPlan:
         return Batch(self.schema, len(self.lengths), columns)
 
 
-BlockViews = Sequence[dict[int, np.ndarray]]
-"""For each block, a dict from part number to a uint8 view of the whole part."""
+BlockViews = Sequence[dict[int, np.ndarray]] | Mapping[int, dict[int, np.ndarray]]
+"""For each block number, a dict from part number to a uint8 view of the whole part."""
 
 
 def assemble(

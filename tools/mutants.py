@@ -133,7 +133,7 @@ MUTANTS = (
         "dataplane/client/grants.py",
         "                if time.monotonic() - heard <= self._lease_s:",
         "                if False:",
-        "tests/dataplane/client/test_renewal.py tests/dataplane/rpc/test_stopped_consumer.py",
+        "tests/dataplane/client/test_grants.py tests/dataplane/rpc/test_stopped_consumer.py",
     ),
     Mutant(
         "leases: one that runs out returns its finished rows too",
@@ -155,7 +155,7 @@ MUTANTS = (
         "dataplane/client/operations.py",
         "        if meta.plane_id != self._plane_id:",
         "        if False:",
-        "tests/dataplane/client/test_foreign_receipts.py",
+        "tests/dataplane/client/test_reads.py",
         IN_PROCESS,
     ),
     Mutant(
@@ -191,7 +191,7 @@ MUTANTS = (
         "dataplane/client/grants.py",
         "item[0].num_blocks >= num_blocks and item[1] > now",
         "item[0].num_blocks >= num_blocks",
-        "tests/dataplane/client/test_credit.py",
+        "tests/dataplane/client/test_grants.py",
         IN_PROCESS,
     ),
     Mutant(

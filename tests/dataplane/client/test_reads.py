@@ -1,20 +1,40 @@
-"""Reads ask no directory, give exactly the rows of their receipt, and notice rows that are cleared or damaged."""
+"""Receipts are read without the directory, waited for, refused on other planes, and notice rows that are gone."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.client.async_client import AsyncDataPlaneClient
+from headrace.dataplane.client.block_io import read_rows
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.errors import FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
-from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.directory import requests
+from headrace.dataplane.directory.service import DirectoryService
+from headrace.dataplane.errors import (
+    DataPlaneTimeout,
+    FieldsNotReady,
+    ForeignReceipt,
+    IntegrityError,
+    KeysNotFound,
+    RowsCleared,
+    SchemaMismatch,
+)
+from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.stores.local import LocalHost
 from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
+from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.dataplane.rpc.served import Served
 
 
 def test_a_reader_with_a_receipt_asks_no_directory(client: DataPlaneClient, plane: DataPlane) -> None:
@@ -111,3 +131,168 @@ def test_a_receipt_of_rows_that_its_blocks_do_not_have_is_damage(plane: DataPlan
     with pytest.raises(IntegrityError) as caught:
         client.get(beyond)
     assert caught.value.keys == beyond.keys
+
+
+FOREIGN = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("r", Kind.PER_SAMPLE, torch.float32)])
+
+
+def open_with_rows(
+    kind: str, integrity: str, run_id: str, value: int
+) -> tuple[DataPlane, DataPlaneClient, KVBatchMeta]:
+    store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 4})
+    config = DataPlaneConfig.model_validate({"store": store, "integrity": integrity})
+    plane = open_data_plane(config, run_id=run_id, in_process=True)
+    client = connect(plane.handle)
+    client.register("t", FOREIGN, ["train"])
+    columns = {"ids": [torch.full((3,), value, dtype=torch.int32)] * 2, "r": torch.full((2,), float(value))}
+    client.put("t", [f"{value}.0", f"{value}.1"], columns)
+    return plane, client, client.claim("t", "train", ["ids", "r"], 2)
+
+
+@pytest.mark.parametrize("same_run_id", [True, False])
+@pytest.mark.parametrize("integrity", ["off", "verify"])
+@pytest.mark.parametrize("kind", ["local", "shm"])
+def test_a_receipt_of_an_earlier_data_plane_is_refused(kind: str, integrity: str, same_run_id: bool) -> None:
+    first_id = fresh_run_id()
+    plane, client, old = open_with_rows(kind, integrity, first_id, 1)
+    travelled = [KVBatchMeta.from_bytes(old.to_bytes()), pickle.loads(pickle.dumps(old)), old.select([1, 0])]
+    plane.close()
+    plane, client, new = open_with_rows(kind, integrity, first_id if same_run_id else fresh_run_id(), 2)
+    with plane:
+        for receipt in travelled:
+            with pytest.raises(ForeignReceipt, match=r"op=get partition='t' keys=\['1\.") as caught:
+                client.get(receipt)
+            assert plane.handle.run_id in str(caught.value)
+            for outcome in ("done", "retry"):
+                with pytest.raises(ForeignReceipt, match="op=release"):
+                    client.release(receipt, "train", outcome)
+        assert client.status().leased_rows == 2, "the old receipt's lease has the number of the new one's"
+        assert client.get(new).tensor("r").tolist() == [2.0, 2.0]
+        client.release(new, "train", "done")
+
+
+def test_checksums_know_the_data_plane() -> None:
+    """Bytes that another data plane wrote do not pass, should a store ever hand them out."""
+    with open_with_rows("shm", "verify", fresh_run_id(), 1)[0] as plane, connect(plane.handle) as client:
+        meta = client.lookup("t", ["1.0", "1.1"])
+        forged = replace(meta, plane_id=meta.plane_id ^ 1)
+        store = client._operations.store
+        assert read_rows(store, meta, ("ids", "r"), check=True, timeout_s=5.0).num_rows == 2
+        with pytest.raises(IntegrityError, match="xxh3"):
+            read_rows(store, forged, ("ids", "r"), check=True, timeout_s=5.0)
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Starts `call` in a thread; what it returns or raises is appended to the list."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def test_a_lookup_waits_until_all_rows_and_fields_are_there(client: DataPlaneClient, plane: DataPlane) -> None:
+    keys = ["a.0", "b.0", "a.0"]
+    twin = connect(plane.handle)
+    both, with_both = in_thread(lambda: twin.lookup("p", keys, ["ids", "score"], wait=True))
+    any_field, with_any = in_thread(lambda: twin.lookup("p", keys, wait=True))
+    client.put("p", ["b.0"], {"score": torch.zeros(1)})
+    client.put("p", ["a.0"], {"ids": ids(1)})
+    client.put("p", ["b.0"], {"ids": ids(1)})
+    any_field.join(5)
+    assert with_any[0].keys == tuple(keys) and with_any[0].fields == ("ids",)
+    assert not with_both
+    client.put("p", ["a.0"], {"score": torch.ones(1)})
+    both.join(5)
+    assert client.get(with_both[0]).tensor("score").tolist() == [1, 0, 1]
+
+
+def test_a_lookup_that_need_not_wait_does_not(client: DataPlaneClient) -> None:
+    client.put("p", ["a.0"], {"ids": ids(1)})
+    assert client.lookup("p", ["a.0"], ["ids"], wait=True, timeout_s=0).keys == ("a.0",)
+    with pytest.raises(KeysNotFound):
+        client.lookup("p", ["b.0"])
+
+
+def test_a_lookup_out_of_time_names_what_is_missing(client: DataPlaneClient) -> None:
+    client.put("p", ["a.0", "a.1", "b.0"], {"ids": ids(3)})
+    client.put("p", ["a.1"], {"score": torch.zeros(1)})
+    words = r"waited for 4 keys; 1 were never put, 2 lack field 'score' \(\['a.0', 'b.0'\]\) .*'c.0'.*elapsed=0.01s"
+    with pytest.raises(DataPlaneTimeout, match=words):
+        client.lookup("p", ["a.0", "a.1", "b.0", "c.0"], ["ids", "score"], wait=True, timeout_s=0.01)
+    client.put("p", ["b.1"], {"score": torch.zeros(1)})
+    with pytest.raises(DataPlaneTimeout, match="no field is written for all of them"):
+        client.lookup("p", ["a.0", "b.1"], wait=True, timeout_s=0.01)
+
+
+def test_a_wait_that_cannot_end_is_refused_or_ended(client: DataPlaneClient, plane: DataPlane) -> None:
+    with pytest.raises(SchemaMismatch, match="fields .'scores'."):
+        client.lookup("p", ["a.0"], ["scores"], wait=True)
+    waiting, results = in_thread(lambda: connect(plane.handle).lookup("p", ["a.0"], wait=True))
+    while not client._link._service._ready_pulse("p")._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.005)
+    client.unregister("p")
+    waiting.join(5)
+    assert "'p': not registered" in str(results[0])
+
+
+def test_a_cancelled_lookup_leaves_nothing(plane: DataPlane, client: DataPlaneClient) -> None:
+    async def cancel() -> None:
+        async with connect_async(plane.handle) as twin:
+            waiting = asyncio.create_task(twin.lookup("p", ["a.0"], wait=True))
+            await asyncio.sleep(0.02)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await twin.put("p", ["a.0"], {"ids": ids(1)})
+
+    asyncio.run(cancel())
+    assert not client._link._service._ready["p"]._waiters  # type: ignore[attr-defined]
+
+
+def test_lookups_over_sockets_that_are_cancelled_wait_no_more() -> None:
+    served = Served()
+    waiters = served.service._ready_pulse("p")._waiters
+
+    async def cancel(twin: AsyncDataPlaneClient) -> None:
+        waiting = asyncio.create_task(twin.lookup("p", ["a.0"], ["ids"], wait=True))
+        while not waiters:
+            await asyncio.sleep(0.005)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not waiters, "the directory heard of it before the caller continued"
+
+    async def use() -> None:
+        async with connect_async(served.handle) as twin:
+            await twin.register("p", SCHEMA)
+            await cancel(twin)
+            waiting = asyncio.create_task(twin.lookup("p", ["a.0"], ["ids"], wait=True))
+            await twin.put("p", ["a.0"], {"ids": ids(1)})
+            assert (await waiting).keys == ("a.0",)
+
+    try:
+        asyncio.run(use())
+    finally:
+        served.close()
+
+
+def test_waits_are_forgotten_when_they_end() -> None:
+    """Also while nothing is put, as for a reader that waits in slices of time."""
+
+    async def wait_in_vain() -> tuple[bytes, int]:
+        service = DirectoryService(DataPlaneConfig(store=StoreConfig(kind="local")), LocalHost("run"))
+        await service.call("register", requests.encode(requests.Register("p", SCHEMA, (), 1)))
+        reply = await service.call("lookup", requests.encode(requests.Lookup("p", b"ta.0", None, 0.01)))
+        return reply, len(service._ready["p"]._waiters)
+
+    reply, left = asyncio.run(wait_in_vain())
+    assert left == 0
+    with pytest.raises(DataPlaneTimeout, match="1 were never put"):
+        KVBatchMeta.from_bytes(requests.body_of(reply, "lookup", 0.0))

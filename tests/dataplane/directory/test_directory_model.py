@@ -14,7 +14,7 @@ from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.errors import AlreadyWritten, LeaseLost, SchemaMismatch
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.status import PartitionRows, TaskReset
-from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, commit, make_put
+from headrace.tests.dataplane.directory.directory_rows import GROUP, SCHEMA, commit, make_put
 
 
 @pytest.fixture

@@ -8,8 +8,19 @@ import pytest
 from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
 from headrace.dataplane.errors import SamplerError, SchemaMismatch
-from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, make_put, put
-from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, placed, put_prompt, taken
+from headrace.tests.dataplane.directory.directory_rows import (
+    FIELDS,
+    GROUP,
+    SCHEMA,
+    claim,
+    keys_of,
+    make_put,
+    opened,
+    placed,
+    put,
+    put_prompt,
+    taken,
+)
 
 # ------------------------------------------------------------------ one's own, and what is wrong with it
 
@@ -124,7 +135,7 @@ def test_a_position_is_an_integer() -> None:
         ("rank_aware", {}, "num_ranks"),
         ("length_balanced", {"num_ranks": 0}, "num_ranks: got 0, expected a whole number from 1"),
         ("no.such.module:thing", {}, "cannot be imported"),
-        ("headrace.tests.dataplane.directory.prompt_rows:base36", {"number": 3}, "expected a Sampler"),
+        ("headrace.tests.dataplane.directory.directory_rows:base36", {"number": 3}, "expected a Sampler"),
     ],
 )
 def test_samplers_that_cannot_be_built_are_refused_at_register(sampler: str, options: dict, words: str) -> None:

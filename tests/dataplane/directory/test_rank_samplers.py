@@ -14,8 +14,16 @@ from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.samplers import RankShares
 from headrace.dataplane.errors import SamplerError
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.tests.dataplane.directory.directory_puts import GROUP, put
-from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, put_prompt, taken
+from headrace.tests.dataplane.directory.directory_rows import (
+    FIELDS,
+    GROUP,
+    claim,
+    keys_of,
+    opened,
+    put,
+    put_prompt,
+    taken,
+)
 from headrace.tests.example_counts import examples
 
 

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.samplers import StreamProgress
-from headrace.tests.dataplane.directory.directory_puts import GROUP, put
-from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, placed, put_prompt, taken
+from headrace.tests.dataplane.directory.directory_rows import (
+    FIELDS,
+    GROUP,
+    claim,
+    keys_of,
+    opened,
+    placed,
+    put,
+    put_prompt,
+    taken,
+)
 from headrace.tests.example_counts import examples
 
 # ------------------------------------------------------------------ orders

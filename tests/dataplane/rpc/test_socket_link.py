@@ -1,4 +1,4 @@
-"""The link over sockets: order, waits, keys, other hosts, ends of either side. The server is a thread here."""
+"""The link over sockets keeps order, waits, keys and ends of either side, and parses frames. The server is a thread."""
 
 from __future__ import annotations
 
@@ -22,12 +22,28 @@ from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLos
 from headrace.dataplane.factory import connect, connect_async
 from headrace.dataplane.rpc import links
 from headrace.dataplane.rpc import server as directory_server
-from headrace.dataplane.rpc.frames import SERVICE, DirectoryAddress, FrameReader, frame
+from headrace.dataplane.rpc.frames import HEADER, MAX_FRAME_BYTES, SERVICE, DirectoryAddress, FrameReader, frame, head
 from headrace.dataplane.rpc.socket_link import SocketLink
 from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS
 from headrace.dataplane.security.handshake import new_key, prove_to_server
 from headrace.tests.dataplane.rpc.served import Served, wait_until
 from headrace.tests.dataplane.security.far_end import prove_to_client
+
+
+def test_a_frame_of_a_mad_size_is_refused_before_it_is_buffered() -> None:
+    reader = FrameReader()
+    whole = frame(1, b"body", "put")
+    with pytest.raises(ValueError, match="a frame of 1099511627776 bytes, expected at most 4294967296"):
+        reader.feed(whole + HEADER.pack(1 << 40, 2, 3) + b"put" + b"x" * 1000)
+    assert len(reader) == 0
+    assert reader.feed(whole) == [(1, "put", b"body")]
+
+
+def test_a_message_that_no_reader_would_take_is_not_sent() -> None:
+    assert len(head(1, MAX_FRAME_BYTES - 3, "put")) == HEADER.size + 3
+    with pytest.raises(ValueError, match="put: got a message of 4294967296 bytes, expected less"):
+        head(1, MAX_FRAME_BYTES, "put")
+
 
 KEY = new_key()
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1000,)), Field("y", Kind.PER_SAMPLE, torch.float32)])

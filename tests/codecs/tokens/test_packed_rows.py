@@ -1,4 +1,4 @@
-"""Padded tensors hold the same bits as a loop over rows would write, in both ways to copy and from any memory."""
+"""Packed rows of tokens: padded and back to the bit, and the slices of context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.gather import copy_runs
 from headrace.codecs.jagged import from_padded, pack, to_padded
 from headrace.codecs.schema import DTYPES, Field, Kind, Schema
 from headrace.codecs.tokens import packed_rows as padding
+from headrace.codecs.tokens.packed_rows import chunks, piece_lengths, pieces, slice_batch
 from headrace.tests.codecs.random_bits import random_bits
 from headrace.tests.example_counts import examples
 
@@ -149,3 +151,81 @@ def test_each_column_of_one_batch_is_copied_in_the_way_of_its_rows(monkeypatch: 
     for name in schema:
         assert bits(batch.jagged(name).values) == bits(torch.cat(rows[name]))
     assert copied == [4 * sum(lengths)]
+
+
+SCHEMA = Schema(
+    [
+        Field("ids", Kind.PER_TOKEN, torch.int32),
+        Field("routes", Kind.PER_TOKEN, torch.int8, trailing=(2, 3)),
+        Field("reward", Kind.PER_SAMPLE, torch.float32),
+    ]
+)
+LENGTHS = st.lists(st.integers(0, 90), max_size=12)
+
+
+def whole_rows(lengths: list[int]) -> Batch:
+    tokens = sum(lengths)
+    array = np.array(lengths, np.int64)
+    routes = torch.arange(tokens * 6).to(torch.int8).reshape(tokens, 2, 3)
+    columns = {
+        "ids": Jagged(torch.arange(tokens, dtype=torch.int32), array),
+        "routes": Jagged(routes, array),
+        "reward": torch.arange(len(lengths), dtype=torch.float32),
+    }
+    return Batch(SCHEMA, len(lengths), columns)
+
+
+@settings(max_examples=100)
+@given(LENGTHS, st.integers(2, 5), st.integers(1, 3))
+def test_chunks_of_all_ranks_are_each_row_exactly_once(lengths: list[int], cp: int, tp: int) -> None:
+    seen = [np.zeros(length, np.int64) for length in lengths]
+    for rank in range(cp):
+        starts, stops = chunks(np.array(lengths, np.int64), 2 * cp * tp, cp, rank)
+        for row, length in enumerate(lengths):
+            for start, stop in zip(starts[row], stops[row], strict=True):
+                seen[row][start : min(stop, length)] += 1
+    assert all((row == 1).all() for row in seen)
+
+
+@settings(max_examples=100)
+@given(LENGTHS, st.integers(2, 5), st.integers(1, 3), st.data())
+def test_a_piece_is_its_chunk_and_the_next_token(lengths: list[int], cp: int, tp: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, cp - 1))
+    array = np.array(lengths, np.int64)
+    starts, stops = chunks(array, 2 * cp * tp, cp, rank)
+    begins, ends = pieces(array, 2 * cp * tp, cp, rank)
+    for row, length in enumerate(lengths):
+        for part in range(2):
+            wanted = [p for p in range(starts[row, part], stops[row, part]) if p < length]
+            wanted += [wanted[-1] + 1] if wanted and wanted[-1] + 1 < length else []
+            assert list(range(begins[row, part], ends[row, part])) == wanted
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.integers(2, 4), st.data())
+def test_slicing_takes_just_those_tokens_of_every_column(lengths: list[int], cp: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, cp - 1))
+    batch, array = whole_rows(lengths), np.array(lengths, np.int64)
+    part = slice_batch(batch, array, 2 * cp, cp, rank)
+    starts, stops = pieces(array, 2 * cp, cp, rank)
+    offsets = np.cumsum(array) - array
+    index = [
+        np.arange(offset + start, offset + stop)
+        for offset, begins, ends in zip(offsets, starts, stops, strict=True)
+        for start, stop in zip(begins, ends, strict=True)
+    ]
+    wanted = np.concatenate([np.zeros(0, np.int64), *index])
+    assert part.jagged("ids").values.tolist() == wanted.tolist()
+    assert torch.equal(part.jagged("routes").values, batch.jagged("routes").values[wanted])
+    assert part.jagged("ids").lengths.tolist() == piece_lengths(array, 2 * cp, cp, rank).tolist()
+    assert torch.equal(part.tensor("reward"), batch.tensor("reward")) and part.num_rows == len(lengths)
+
+
+def test_mistakes_are_named() -> None:
+    lengths = np.array([5])
+    with pytest.raises(ValueError, match="got rank 0 of cp=1, expected cp >= 2"):
+        pieces(lengths, 4, 1, 0)
+    with pytest.raises(ValueError, match="pad_multiple: got 6, expected a multiple of 2 \\* cp = 4"):
+        pieces(lengths, 6, 2, 0)
+    with pytest.raises(ValueError, match="expected whole rows"):
+        slice_batch(whole_rows([4]), lengths, 4, 2, 0)
