@@ -16,7 +16,7 @@ from pathlib import Path
 
 FOLDERS = ("codecs", "dataplane", "actors", "trainers", "cli")
 """Folders of the package whose code is changed. Benchmarks are not: they are tools themselves."""
-NEEDS = ("vllm", "megatron", "mooncake", "cuda", "gpu", "triton", "verifiers", "trl")
+NEEDS = ("vllm", "megatron", "mooncake", "cuda", "gpu", "kernel", "verifiers", "trl")
 """Words in the path of a file whose tests need a device or a library that not every machine has."""
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
+from headrace.trainers.cluster import run_actors
 from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.handles import EngineHandle
@@ -33,3 +37,34 @@ def test_with_none_left_the_error_says_what_became_of_each() -> None:
         found.exclude(engine, reason)
     with pytest.raises(NoEngineLeft, match="no engine is left of 2: engine 0: too slow; engine 1: died"):
         _ = found.active
+
+
+class Recorder:
+    """A rollout actor's handle that notes the calls it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(engine: Any, *_: object) -> None:
+            names = [one.info.name for one in engine] if isinstance(engine, list) else engine.info.name
+            self.calls.append((name, names))
+
+        return call
+
+
+def test_every_rollout_actor_is_introduced_to_the_engines_and_hears_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_actors, "_started", lambda calls, stage, timeout_s: None)
+    found = engines()
+    rollouts: list[Any] = [Recorder(), Recorder()]
+    found.engines[1].asleep = True
+    run_actors._introduce(found, rollouts, 1.0)
+    found.exclude(found.engines[0], "dead")
+    found.readmit(found.engines[0])
+    for rollout in rollouts:
+        assert rollout.calls == [
+            ("set_engines", ["engine 0", "engine 1"]),
+            ("suspend_engine", "engine 1"),
+            ("remove_engine", "engine 0"),
+            ("add_engine", "engine 0"),
+        ]
