@@ -276,7 +276,7 @@ class Simulation:
         self._collect(number)
         if self._waiting > 0:
             self._admit((number,))
-        if stamp == engine.stamp:  # no group has joined since since since since
+        if stamp == engine.stamp:  # no group has joined since
             self._foresee(number)
 
     def _collect(self, number: int) -> None:
