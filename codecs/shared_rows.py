@@ -67,11 +67,11 @@ def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields:
     sizes = np.diff(heads, append=stop)
     named = sorted(fields, key=lambda name: batch.schema[name].item_bytes)  # the cheapest comparison comes first
     columns = [(batch.schema[name].item_bytes, as_bytes(batch.jagged(name).values)) for name in named]
-    bytes_a_token = sum(size for size, _ in columns)
+    bytes_per_token = sum(size for size, _ in columns)
     found: list[tuple[int, int, int, int]] = []
     for head, size in zip(heads.tolist(), sizes.tolist(), strict=True):
         for first, count, tokens in _runs(columns, begins, lengths, head, head + size):
-            if tokens * bytes_a_token * (count - 1) >= LEAST_BYTES:
+            if tokens * bytes_per_token * (count - 1) >= LEAST_BYTES:
                 found.append((first - start, count, tokens, int(begins[first] - begins[start])))
     if not found:
         return None

@@ -51,7 +51,7 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
     return blocks
 
 
-def rows_a_block(
+def rows_per_block(
     num_rows: int, column_bytes: Sequence[int], block_rows: int | None, groups: np.ndarray | None = None
 ) -> int:
     """Return the number of rows to put in a block: `block_rows` as configured, or if None, chosen by size.

@@ -43,7 +43,7 @@ from .arguments import (
     packed,
     task_configs,
 )
-from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
+from .block_io import check_readable, column_bytes, cut, read_rows, rows_per_block, write_blocks
 from .grants import Credit, LeaseRenewal
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Operations:
         config = self.handle.config
         encoder = BatchEncoder(batch)
         groups = grouping.index if shared_fields(batch) else None
-        rows = rows_a_block(batch.num_rows, encoder.column_bytes, config.block_rows, groups)
+        rows = rows_per_block(batch.num_rows, encoder.column_bytes, config.block_rows, groups)
         cuts = cut(grouping.index, rows)
         return encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id, groups=groups)
 
