@@ -1,4 +1,4 @@
-"""Provides a tiny model, random rows and runs over several ranks to the tests of the train backends."""
+"""Provides tiny models, random rows, steps computed by hand and runs over ranks to the tests of the backends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -30,6 +32,7 @@ from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.losses.config import LossConfig
 
 VOCAB = 23
+TEMPERATURE = 1.3
 COLUMNS = ("rollout_logprobs", "prev_logprobs", "ref_logprobs")
 MEASURED = {"train/tokens_per_s", "train/tflops", "memory/peak_gib"}
 """Metrics whose values depend on the clock or the machine."""
@@ -47,18 +50,10 @@ class Row:
 
 
 TINY: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 
 
 def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
@@ -112,6 +107,30 @@ def random_rows(seed: int, num: int) -> list[Row]:
     return rows
 
 
+def poisoned_row() -> Row:
+    """Return a row of two tokens whose loss has no finite gradient."""
+    zeros = {name: np.zeros(2, np.float32) for name in COLUMNS}
+    return Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), zeros, float("nan"), 0)
+
+
+def flat_gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Tensor:
+    """Return the flat summed gradient of a step with a microbatch per chunk, which is then aborted."""
+    return flat(gradients_of(backend, [micro_batch(chunk) for chunk in chunks]))
+
+
+def gradients_of(backend: FsdpBackend, micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+    """Return the summed gradients of a step, which is then aborted."""
+    backend.begin_step(TEMPERATURE)
+    backend.accumulate(iter(micros), len(micros))
+    found = summed_gradients(backend)
+    backend.abort_step()
+    return found
+
+
+def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([grad.flatten() for grad in gradients.values()])
+
+
 def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroBatch:
     """Pack `rows` into a batch with the named log-prob columns."""
     lengths = np.array([len(row.ids) for row in rows], np.int64)
@@ -125,13 +144,9 @@ def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroB
     groups = np.array([row.group for row in rows], np.int64)
     tokens = np.array([int(row.mask.sum()) for row in rows], np.int64)
     return MicroBatch(
-        Batch(schema, len(rows), packed),
-        lengths,
-        np.array([row.advantage for row in rows], np.float32),
-        groups,
-        np.array([tokens[groups == group].sum() for group in groups], np.int64),
-        tokens,
-    )
+        Batch(schema, len(rows), packed), lengths, np.array([row.advantage for row in rows], np.float32), groups,
+        np.array([tokens[groups == group].sum() for group in groups], np.int64), tokens,
+    )  # fmt: skip
 
 
 def backend_config(model: str, **changes: Any) -> BackendConfig:
@@ -140,11 +155,7 @@ def backend_config(model: str, **changes: Any) -> BackendConfig:
 
     changes: fields of BackendConfig, keys of TrainerConfig, or a `topology`.
     """
-    own = {
-        "loss": LossConfig(clip_low=0.1, clip_high=0.15, kl_coef=0.05),
-        "prev": "recompute",
-        "with_reference": True,
-    }
+    own = {"loss": LossConfig(clip_low=0.1, clip_high=0.15, kl_coef=0.05), "prev": "recompute", "with_reference": True}
     keys = {"lr": 2e-3, "weight_decay": 0.1, "grad_clip": 0.05, "warmup_steps": 2}
     mesh = asdict(changes.pop("topology", Topology(1)))
     own |= {name: changes.pop(name) for name in list(changes) if name in BackendConfig.__dataclass_fields__}
@@ -182,10 +193,14 @@ def weights_of(backend: TrainBackend) -> dict[str, torch.Tensor]:
 def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
     """Run one train step with a microbatch per chunk. Returns its metrics without those that depend on the clock or the
     machine."""
-    backend.begin_step(1.3)
+    backend.begin_step(TEMPERATURE)
     for chunk in chunks:
         backend.accumulate([micro_batch(chunk)], 1)
     return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
+
+
+def assert_same_step(got: dict[str, float], expected: dict[str, float]) -> None:
+    assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def run_on_ranks(scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
@@ -199,11 +214,77 @@ def run_on_ranks(scenario: Callable[..., Any], world: int, folder: Path, *argume
 def _rank(rank: int, world: int, folder: str, scenario: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=60),
-    )
+    )  # fmt: skip
     torch.save(scenario(rank, world, *arguments), f"{folder}/result.{rank}")
     dist.destroy_process_group()
+
+
+CLIP_LOW, CLIP_HIGH, KL_COEF = 0.1, 0.15, 0.05
+LR, WEIGHT_DECAY, MAX_NORM, WARMUP = 2e-3, 0.1, 0.05, 2
+
+
+def mismatch_of(rows: Sequence[Row], trainer: Sequence[np.ndarray]) -> dict[str, float]:
+    """Compute the mismatch metrics of a step in float64, from the log-probs `trainer` of the tokens of `rows`."""
+    deltas = [
+        (ours.astype(np.float64) - row.columns["rollout_logprobs"])[row.mask > 0]
+        for row, ours in zip(rows, trainer, strict=True)
+    ]
+    delta = np.concatenate(deltas)
+    return {
+        "logprob/mismatch_mean": np.abs(delta).mean(),
+        "logprob/mismatch_max": np.abs(delta).max(),
+        "logprob/mismatch_kl": (np.exp(delta) - 1 - delta).mean(),
+    }
+
+
+def recomputed_mismatch(rows: Sequence[Row]) -> dict[str, float]:
+    """Compute the mismatch metrics of a step with `prev` "recompute"."""
+    return mismatch_of(rows, [row.columns["prev_logprobs"] for row in rows])
+
+
+class ReferenceTrainer:
+    """Trains with the formulas of `backend_ranks.backend_config` in their plainest form."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        matrices = [param for param in self.model.parameters() if param.ndim >= 2]
+        vectors = [param for param in self.model.parameters() if param.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR)
+        self.steps = 0
+
+    def row_logprobs(self, row: Row, temperature: float = TEMPERATURE) -> torch.Tensor:
+        """Return the log-probs of the row's tokens, float32 `[L]`, 0 at the first token."""
+        ids = torch.from_numpy(row.ids).long()
+        logits = self.model(input_ids=ids[None]).logits[0, :-1] / temperature
+        picked = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+        return torch.cat([torch.zeros(1), picked])
+
+    def loss_sum(self, rows: Sequence[Row]) -> tuple[torch.Tensor, int]:
+        """Return (summed loss, number of response tokens) of a row."""
+        total, tokens = torch.zeros(()), 0
+        for row in rows:
+            mask = torch.from_numpy(row.mask).bool()
+            now = self.row_logprobs(row)[mask]
+            ratio = torch.exp(now - torch.from_numpy(row.columns["prev_logprobs"])[mask])
+            clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            gain = torch.minimum(ratio * row.advantage, clipped * row.advantage)
+            delta = torch.from_numpy(row.columns["ref_logprobs"])[mask] - now
+            total = total + (-gain + KL_COEF * (delta.exp() - delta - 1)).sum()
+            tokens += int(mask.sum())
+        return total, tokens
+
+    def step(self, rows: Sequence[Row]) -> tuple[float, float]:
+        """Take one optimizer step; returns (loss, gradient norm before clipping)."""
+        total, tokens = self.loss_sum(rows)
+        loss = total / tokens
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = LR * min(1.0, (self.steps + 1) / WARMUP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return loss.item(), norm.item()

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,13 @@ from torch.distributed import distributed_c10d
 
 from headrace.actors.protocols import OffloadReport, TrainBackend
 from headrace.actors.train.process_groups import ProcessGroups
-from headrace.actors.train.topology import Topology
-from headrace.tests.trainers.backends.backend_ranks import MEASURED, backend_config, random_rows, weights_of
-from headrace.tests.trainers.backends.megatron.mesh_ranks import sent
-from headrace.trainers.backends.factory import build_backend
+from headrace.tests.trainers.backends.backend_ranks import MEASURED, random_rows, weights_of
+from headrace.tests.trainers.backends.mesh_ranks import Case, sent
 
 CYCLES = 5
 
 
-@dataclass(frozen=True)
-class OffloadCase:
-    """One backend on one mesh."""
-
-    backend: str
-    topology: Topology
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Differences in the config. `model` is the name of one of the test's model folders, by default `dense`."""
-
-    @property
-    def name(self) -> str:
-        sizes = [f"{key}{size}" for key in ("dp", "tp", "pp", "ep") if (size := getattr(self.topology, key)) > 1]
-        return " ".join([self.backend, *sizes, *(f"{key}={value}" for key, value in self.changes.items())])
-
-    def build(self, rank: int, folder: Path) -> TrainBackend:
-        """Build this rank's backend."""
-        settings = {"packing": "packed"} if self.backend == "megatron" else {}
-        settings |= {key: value for key, value in self.changes.items() if key != "model"}
-        model = str(folder / self.changes.get("model", "dense"))
-        config = backend_config(model, backend=self.backend, topology=self.topology, **settings)
-        return build_backend(config, rank, self.topology.world)
-
-
-def step(case: OffloadCase, backend: TrainBackend, rank: int, seed: int) -> dict[str, float]:
+def step(case: Case, backend: TrainBackend, rank: int, seed: int) -> dict[str, float]:
     """Run one train step of two microbatches; return its metrics without those that depend on the machine."""
     place = case.topology.place(rank)
     rows = random_rows(seed, 8)[place.dp :: case.topology.dp]
@@ -56,7 +30,7 @@ def step(case: OffloadCase, backend: TrainBackend, rank: int, seed: int) -> dict
     return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
 
 
-def logprobs(case: OffloadCase, backend: TrainBackend, rank: int, *, reference: bool) -> list[torch.Tensor]:
+def logprobs(case: Case, backend: TrainBackend, rank: int, *, reference: bool) -> list[torch.Tensor]:
     """Return the log-probs of one microbatch, the same on every replica."""
     return backend.logprobs([sent(random_rows(9, 4), case.topology, case.topology.place(rank))], 1, reference=reference)
 
@@ -100,7 +74,7 @@ def storage_bytes() -> int:
     return sum(sizes.values())
 
 
-def steps_with_cycles(rank: int, groups: ProcessGroups | None, case: OffloadCase, folder: Path) -> dict[str, Any]:
+def steps_with_cycles(rank: int, groups: ProcessGroups | None, case: Case, folder: Path) -> dict[str, Any]:
     """Return steps, log-probs and weights of two equal backends, of which the second is offloaded before each step."""
     found: dict[str, Any] = {"reports": []}
     for name in ("plain", "cycled"):
@@ -108,7 +82,7 @@ def steps_with_cycles(rank: int, groups: ProcessGroups | None, case: OffloadCase
             metrics = []
             for number in range(CYCLES):
                 if name == "cycled":
-                    found["reports"].append(cycle(backend, groups, experts="model" in case.changes))
+                    found["reports"].append(cycle(backend, groups, experts=case.model == "moe"))
                 metrics.append(step(case, backend, rank, number))
             found[name] = {
                 "steps": metrics,
@@ -118,7 +92,7 @@ def steps_with_cycles(rank: int, groups: ProcessGroups | None, case: OffloadCase
     return found
 
 
-def run_cases(rank: int, groups: ProcessGroups, cases: Sequence[OffloadCase], folder: Path) -> list[dict[str, Any]]:
+def run_cases(rank: int, groups: ProcessGroups, cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
     """Run `steps_with_cycles` for each case, one after the other in the same processes."""
     found = []
     for case in cases:

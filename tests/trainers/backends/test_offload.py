@@ -12,12 +12,11 @@ import torch
 
 from headrace.actors.protocols import TrainBackend
 from headrace.actors.train.process_groups import ProcessGroups
-from headrace.actors.train.topology import Topology
 from headrace.tests.actors.train.group_ranks import run_with_groups
-from headrace.tests.trainers.backends.backend_ranks import VOCAB, save_tiny_model, save_tiny_moe
+from headrace.tests.trainers.backends.backend_ranks import VOCAB
+from headrace.tests.trainers.backends.mesh_ranks import Case, cases
 from headrace.tests.trainers.backends.offload_ranks import (
     CYCLES,
-    OffloadCase,
     assert_bit_equal,
     cycle,
     run_cases,
@@ -26,46 +25,31 @@ from headrace.tests.trainers.backends.offload_ranks import (
     storage_bytes,
 )
 
-ALONE = tuple(OffloadCase(backend, Topology(1)) for backend in ("fsdp", "megatron"))
-TWO = (OffloadCase("fsdp", Topology(1, tp=2)), OffloadCase("megatron", Topology(2)))
-MORE_OF_TWO = (
-    OffloadCase("fsdp", Topology(2)),
-    OffloadCase("megatron", Topology(1, tp=2)),
-    OffloadCase("megatron", Topology(1, pp=2)),
-)
+ALONE = (*cases("fsdp", tied=""), *cases("megatron", tied=""))
+TWO = (*cases("fsdp", tied="tp2"), *cases("megatron", tied="dp2"))
+MORE_OF_TWO = (*cases("fsdp", tied="dp2"), *cases("megatron", tied="tp2, pp2"))
 FOUR = (
-    OffloadCase("fsdp", Topology(2, tp=2)),
-    OffloadCase("fsdp", Topology(4), {"mixed_precision": True}),
-    OffloadCase("megatron", Topology(2, tp=2), {"mixed_precision": True}),
-    OffloadCase("megatron", Topology(2, pp=2), {"distributed_optimizer": False}),
-    OffloadCase("megatron", Topology(2, tp=2, ep=2), {"model": "experts", "sequence_parallel": True}),
+    *cases("fsdp", tied="dp2 tp2, dp4 half"),
+    *cases("megatron", tied="dp2 tp2 half, dp2 pp2 whole", moe="dp2 tp2 ep2 sp"),
 )
 
 
-def kind(case: OffloadCase) -> Any:
+def kind(case: Case) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.megatron] if case.backend == "megatron" else [])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_tiny_model(folder / "dense")
-    save_tiny_moe(folder / "experts")
-    return folder
-
-
 @pytest.fixture(params=[kind(case) for case in ALONE])
-def case(request: pytest.FixtureRequest) -> OffloadCase:
+def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
 @pytest.fixture
-def backend(case: OffloadCase, folder: Path) -> Iterator[TrainBackend]:
+def backend(case: Case, folder: Path) -> Iterator[TrainBackend]:
     with contextlib.closing(case.build(0, folder)) as backend:
         yield backend
 
 
-def test_one_rank(case: OffloadCase, folder: Path) -> None:
+def test_one_rank(case: Case, folder: Path) -> None:
     found = steps_with_cycles(0, None, case, folder)
     assert_bit_equal(found)
     moved = [report.bytes_moved for cycle in found["reports"] for report in cycle]
@@ -73,7 +57,7 @@ def test_one_rank(case: OffloadCase, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_memory_falls_and_stays_flat(case: OffloadCase, backend: TrainBackend) -> None:
+def test_memory_falls_and_stays_flat(case: Case, backend: TrainBackend) -> None:
     step(case, backend, 0, 0)
     cycle(backend, None)
     before = storage_bytes()
@@ -86,7 +70,7 @@ def test_memory_falls_and_stays_flat(case: OffloadCase, backend: TrainBackend) -
     assert storage_bytes() <= before - report.bytes_moved
 
 
-def test_offloading_twice_does_nothing(case: OffloadCase, backend: TrainBackend) -> None:
+def test_offloading_twice_does_nothing(case: Case, backend: TrainBackend) -> None:
     assert backend.onload().bytes_moved == 0
     assert backend.offload().bytes_moved > 0
     assert backend.offload().bytes_moved == 0
@@ -123,7 +107,7 @@ def test_calls_that_need_weights_are_refused(backend: TrainBackend, tmp_path: Pa
     backend.abort_step()
 
 
-def test_checkpoints_across_a_cycle(case: OffloadCase, backend: TrainBackend, tmp_path: Path) -> None:
+def test_checkpoints_across_a_cycle(case: Case, backend: TrainBackend, tmp_path: Path) -> None:
     step(case, backend, 0, 0)
     backend.save(str(tmp_path / "before"), wait=False)
     backend.offload()
@@ -153,13 +137,13 @@ def test_too_little_host_memory(backend: TrainBackend, monkeypatch: pytest.Monke
         pytest.param(4, FOUR, id="four ranks", marks=pytest.mark.slow),
     ],
 )
-def test_meshes(ranks: int, cases: tuple[OffloadCase, ...], folder: Path, tmp_path: Path) -> None:
+def test_meshes(ranks: int, cases: tuple[Case, ...], folder: Path, tmp_path: Path) -> None:
     for found in run_with_groups(run_cases, ranks, tmp_path, cases, folder, single_rank_groups=True):
         for result in found:
             assert_bit_equal(result)
 
 
-def checkpoint_and_close(rank: int, groups: ProcessGroups, case: OffloadCase, folder: Path) -> list[Any]:
+def checkpoint_and_close(rank: int, groups: ProcessGroups, case: Case, folder: Path) -> list[Any]:
     """Load a checkpoint after a cycle, then close a backend whose groups are destroyed."""
     found = []
     with contextlib.closing(case.build(rank, folder)) as backend:
@@ -177,6 +161,6 @@ def checkpoint_and_close(rank: int, groups: ProcessGroups, case: OffloadCase, fo
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [kind(case) for case in TWO])
-def test_a_checkpoint_and_the_end_of_offloaded_ranks(case: OffloadCase, folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_and_the_end_of_offloaded_ranks(case: Case, folder: Path, tmp_path: Path) -> None:
     for before, after in run_with_groups(checkpoint_and_close, 2, tmp_path, case, folder):
         assert after == before

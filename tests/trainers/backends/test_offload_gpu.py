@@ -19,33 +19,19 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.actors.protocols import device_bytes_in_use
 from headrace.actors.train.process_groups import ProcessGroups
-from headrace.actors.train.topology import Topology
 from headrace.tests.actors.train.group_ranks import run_with_groups
 from headrace.tests.trainers.backends.backend_ranks import TINY, weights_of
-from headrace.tests.trainers.backends.offload_ranks import CYCLES, OffloadCase, assert_bit_equal, destroy_groups, step
+from headrace.tests.trainers.backends.mesh_ranks import Case, cases
+from headrace.tests.trainers.backends.offload_ranks import CYCLES, assert_bit_equal, destroy_groups, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 LARGE = {
-    **TINY,
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 6,
-    "head_dim": 128,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-}
+    **TINY, "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6,
+    "head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8,
+}  # fmt: skip
 """A model of 370 million parameters: 4.4 GB of float32 weights and optimizer state."""
-CASES = (
-    OffloadCase("fsdp", Topology(1)),
-    OffloadCase("megatron", Topology(1)),
-    OffloadCase("fsdp", Topology(2)),
-    OffloadCase("fsdp", Topology(1, tp=2)),
-    OffloadCase("megatron", Topology(2)),
-    OffloadCase("megatron", Topology(1, tp=2)),
-    OffloadCase("megatron", Topology(1, tp=2), {"mixed_precision": True}),
-)
+CASES = (*cases("fsdp", large=", dp2, tp2"), *cases("megatron", large=", dp2, tp2, tp2 half"))
 SLACK_BYTES = 64 << 20
 
 
@@ -66,7 +52,7 @@ def host_link() -> dict[str, float]:
     return found
 
 
-def on_gpu(rank: int, groups: ProcessGroups | None, case: OffloadCase, folder: Path) -> dict[str, Any]:
+def on_gpu(rank: int, groups: ProcessGroups | None, case: Case, folder: Path) -> dict[str, Any]:
     """Run the same steps without and with cycles, and measure memory and seconds of each cycle."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it, matrix products may differ between two runs
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -100,26 +86,21 @@ def _measured_cycle(backend: Any, groups: ProcessGroups | None, context: int) ->
     form_s = groups.form_again(backend.group_holders()) if groups is not None else 0.0
     on = backend.onload()
     return {
-        "held": before - context,
-        "freed": before - after,
-        "freed with the groups": with_groups - after,
-        "bytes": off.bytes_moved,
-        "offload_s": off.copy_s + off.memory_s,
-        "onload_s": on.copy_s + on.memory_s,
-        "destroy_s": destroy_s,
-        "form_s": form_s,
-    }
+        "held": before - context, "freed": before - after, "freed with the groups": with_groups - after,
+        "bytes": off.bytes_moved, "offload_s": off.copy_s + off.memory_s, "onload_s": on.copy_s + on.memory_s,
+        "destroy_s": destroy_s, "form_s": form_s,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(3)
-    Qwen3ForCausalLM(Qwen3Config(**LARGE, tie_word_embeddings=False)).save_pretrained(folder / "dense")
+    Qwen3ForCausalLM(Qwen3Config(**LARGE, tie_word_embeddings=False)).save_pretrained(folder / "large")
     return folder
 
 
-def kind(case: OffloadCase) -> Any:
+def kind(case: Case) -> Any:
     marks = [pytest.mark.megatron] if case.backend == "megatron" else []
     missing = torch.cuda.device_count() < case.topology.world
     return pytest.param(case, id=case.name, marks=[*marks, pytest.mark.skipif(missing, reason="needs two GPUs")])
@@ -127,7 +108,7 @@ def kind(case: OffloadCase) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [kind(case) for case in CASES])
-def test_a_gpu_is_given_back_and_taken_again(case: OffloadCase, folder: Path, tmp_path: Path) -> None:
+def test_a_gpu_is_given_back_and_taken_again(case: Case, folder: Path, tmp_path: Path) -> None:
     groups = case.backend == "megatron"
     ranks = run_with_groups(on_gpu, case.topology.world, tmp_path, case, folder, single_rank_groups=groups)
     for rank, found in enumerate(ranks):

@@ -22,16 +22,11 @@ BOUNDS = {"tis": (0.0, 1.2), "icepop": (0.8, 1.3), "sequence": (0.0, 1.4), "sequ
 def config_of(kind: str, aggregation: str = "token", correction: str = "none", **changes: object) -> LossConfig:
     low, high = BOUNDS.get(correction, (None, None))
     keys = {
-        "kind": kind,
-        "aggregation": aggregation,
-        "length_norm": LENGTH_NORM if aggregation == "sequence_sum" else None,
-        "clip_low": 0.15,
-        "clip_high": 0.25,
-        "clip_dual": DUAL if kind == "ppo_clip" else None,
-        "correction": correction,
-        "correction_low": low if correction in ("icepop", "sequence_mask") else None,
-        "correction_high": high,
-    }
+        "kind": kind, "aggregation": aggregation,
+        "length_norm": LENGTH_NORM if aggregation == "sequence_sum" else None, "clip_low": 0.15, "clip_high": 0.25,
+        "clip_dual": DUAL if kind == "ppo_clip" else None, "correction": correction,
+        "correction_low": low if correction in ("icepop", "sequence_mask") else None, "correction_high": high,
+    }  # fmt: skip
     return LossConfig(**{**keys, **changes})  # type: ignore[arg-type]
 
 
@@ -74,16 +69,12 @@ def loss_inputs(rows: Sequence[Row], groups: dict[int, int], dtype: torch.dtype 
         return torch.tensor(np.concatenate([np.zeros(0), *(getattr(row, name) for row in rows)]), dtype=dtype)
 
     return LossInputs(
-        logprobs=column("now").requires_grad_(),
-        prev_logprobs=column("prev"),
-        rollout_logprobs=column("rollout"),
-        ref_logprobs=column("ref"),
-        advantages=torch.tensor([row.advantage for row in rows], dtype=dtype)[ids],
-        row_ids=ids,
-        row_tokens=tokens,
+        logprobs=column("now").requires_grad_(), prev_logprobs=column("prev"), rollout_logprobs=column("rollout"),
+        ref_logprobs=column("ref"), advantages=torch.tensor([row.advantage for row in rows], dtype=dtype)[ids],
+        row_ids=ids, row_tokens=tokens,
         group_tokens=torch.tensor([groups[row.group] for row in rows], dtype=torch.int64),
         entropy=column("entropy").requires_grad_(),
-    )
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- formulas
@@ -134,10 +125,7 @@ def divisor(config: LossConfig, row: Row, groups: dict[int, int]) -> float:
 
 
 def reference_loss(
-    config: LossConfig,
-    rows: Sequence[Row],
-    now: Sequence[np.ndarray],
-    entropy: Sequence[np.ndarray],
+    config: LossConfig, rows: Sequence[Row], now: Sequence[np.ndarray], entropy: Sequence[np.ndarray]
 ) -> float:
     """Compute the step's summed loss as a function of each row's log-probs `now` and `entropy`."""
     groups, total = group_tokens(rows), 0.0

@@ -16,32 +16,19 @@ from headrace.trainers.observe.progress import Progress
 
 def figures(step: int) -> dict[str, float]:
     return {
-        "reward/mean": step / 100,
-        "time/step_s": 0.5,
-        "time/rollout_s": 0.25,
-        "time/train_s": 0.2,
+        "reward/mean": step / 100, "time/step_s": 0.5, "time/rollout_s": 0.25, "time/train_s": 0.2,
         "rollout/tokens_per_s": 1234.0,
-    }
+    }  # fmt: skip
 
 
 SYNC = {
-    "queue/groups_in_flight": 0.0,
-    "queue/groups_ready": 0.0,
-    "staleness/mean": 0.0,
-    "staleness/max": 0.0,
-    "idle/rollout": 0.5,
-    "idle/train": 0.6,
-    "rollout/groups_dropped": 0.0,
-    "sync/engines_left_out": 0.0,
-}
+    "queue/groups_in_flight": 0.0, "queue/groups_ready": 0.0, "staleness/mean": 0.0, "staleness/max": 0.0,
+    "idle/rollout": 0.5, "idle/train": 0.6, "rollout/groups_dropped": 0.0, "sync/engines_left_out": 0.0,
+}  # fmt: skip
 ASYNC = {
-    "queue/groups_in_flight": 48.0,
-    "queue/groups_ready": 5.0,
-    "staleness/mean": 0.75,
-    "staleness/max": 2.0,
-    "idle/rollout": 0.02,
-    "idle/train": 0.31,
-}
+    "queue/groups_in_flight": 48.0, "queue/groups_ready": 5.0, "staleness/mean": 0.75, "staleness/max": 2.0,
+    "idle/rollout": 0.02, "idle/train": 0.31,
+}  # fmt: skip
 
 
 def shown(*steps: dict[str, float], terminal: bool) -> str:

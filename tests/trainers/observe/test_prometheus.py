@@ -24,17 +24,10 @@ from headrace.trainers.observe.prometheus import STEP_GAUGES, RunEndpoint
 DOCS = Path(__file__).parents[3] / "docs"
 STATUS = DataPlaneStatus({"train": 64}, 64, {"ids": 64}, 2, 32, 1.5, 4, 1000, 200, 5000, 300, 3, 1, 0, "shm", 1000)
 STEP = {key: 0.25 for _, key, _ in STEP_GAUGES} | {
-    "time/step_s": 2.0,
-    "time/rollout_s": 1.0,
-    "time/train_s": 0.5,
-    "idle/rollout": 0.4,
-    "idle/train": 0.75,
-    "staleness/share_0": 0.75,
-    "staleness/share_5_or_more": 0.25,
-    "queue/groups_ready": 3.0,
-    "queue/groups_in_flight": 8.0,
-    "rollout/groups_stale": 2.0,
-}
+    "time/step_s": 2.0, "time/rollout_s": 1.0, "time/train_s": 0.5, "idle/rollout": 0.4, "idle/train": 0.75,
+    "staleness/share_0": 0.75, "staleness/share_5_or_more": 0.25, "queue/groups_ready": 3.0,
+    "queue/groups_in_flight": 8.0, "rollout/groups_stale": 2.0,
+}  # fmt: skip
 
 
 class FakeWatch:

@@ -1,45 +1,36 @@
-"""Tests that the report page needs nothing else, shows the metrics that there are, and works without the others."""
+"""Tests that the report page is whole with whatever metrics there are, and is rebuilt beside a run when it is due."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.errors import UserError
+from headrace.trainers.observe import report as live_report
 from headrace.trainers.observe.metrics import MetricsWriter
 from headrace.trainers.observe.plots import MAX_BARS, all_plots
-from headrace.trainers.observe.report import summary_cards, write_report
+from headrace.trainers.observe.report import LiveReport, summary_cards, write_report
 
 
 def step_record(step: int) -> dict[str, Any]:
     record = {
-        "step": step,
-        "reward/mean": min(1.0, 0.4 + step / 100),
-        "time/step_s": 0.4,
-        "time/rollout_s": 0.2,
-        "time/data_wait_s": 0.01,
-        "time/train_s": 0.1,
-        "time/sync_s": 0.02,
-        "rollout/response_length_mean": 6.0,
-        "rollout/response_length_max": 9.0,
-        "rollout/tokens_per_s": 15000.0,
-        "rollout/failed_rows": 0,
-        "dataplane/bytes_put": 61000,
-        "dataplane/bytes_got": 72000,
-        "dataplane/calls": 21,
-        "driver/bytes_per_row": 61.0,
-        "train/loss": -0.01,
-        "train/grad_norm": 0.5,
-        "train/reference_kl": 0.0,
+        "step": step, "reward/mean": min(1.0, 0.4 + step / 100), "time/step_s": 0.4, "time/rollout_s": 0.2,
+        "time/data_wait_s": 0.01, "time/train_s": 0.1, "time/sync_s": 0.02, "rollout/response_length_mean": 6.0,
+        "rollout/response_length_max": 9.0, "rollout/tokens_per_s": 15000.0, "rollout/failed_rows": 0,
+        "dataplane/bytes_put": 61000, "dataplane/bytes_got": 72000, "dataplane/calls": 21,
+        "driver/bytes_per_row": 61.0, "train/loss": -0.01, "train/grad_norm": 0.5, "train/reference_kl": 0.0,
         "train/clip_fraction": 0.01,
-    }
+    }  # fmt: skip
     if step % 10 == 0:
         record |= {"val/exact_match": min(1.0, 0.3 + step / 80), "val/reward": 0.5, "time/validate_s": 0.2}
     return record
@@ -61,16 +52,10 @@ def run_folder(folder: Path, num_steps: int, *, finished: bool = True) -> Path:
 def ahead_record(step: int) -> dict[str, Any]:
     """Make the record of a run whose rollouts are ahead of its training and that has lost something."""
     return step_record(step) | {
-        "queue/groups_in_flight": 64,
-        "queue/groups_ready": step % 7,
-        "staleness/mean": 1.5,
-        "staleness/max": 2,
-        "idle/rollout": 0.02,
-        "idle/train": 0.25,
-        "rollout/groups_dropped": 2,
-        "rollout/actors_replaced": float(step > 5),
-        "run/restarts": 0,
-    }
+        "queue/groups_in_flight": 64, "queue/groups_ready": step % 7, "staleness/mean": 1.5, "staleness/max": 2,
+        "idle/rollout": 0.02, "idle/train": 0.25, "rollout/groups_dropped": 2,
+        "rollout/actors_replaced": float(step > 5), "run/restarts": 0,
+    }  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -222,3 +207,42 @@ def test_folders_without_metrics_are_a_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("nonsense\n")
     with pytest.raises(UserError, match="line 1"):
         write_report(tmp_path)
+
+
+def test_builds_come_by_time_and_never_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, started = [0.0], list[float]()
+
+    def gone(pid: int) -> psutil.Process:
+        raise psutil.NoSuchProcess(pid)
+
+    class Build:
+        pid = 1
+
+        def __init__(self, *arguments: object, **keys: object) -> None:
+            started.append(now[0])
+
+        def poll(self) -> int | None:
+            return None if now[0] < started[-1] + 150 else 0
+
+    monkeypatch.setattr(live_report.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live_report.subprocess, "Popen", Build)
+    monkeypatch.setattr(live_report.psutil, "Process", gone)
+    often, never = LiveReport(Path("run"), 100.0), LiveReport(Path("run"), 0.0)
+    for at in range(0, 500, 10):
+        now[0] = at
+        often.tick()
+        never.tick()
+    assert started == [100, 250, 400], "a slow build delays the next one"
+
+
+@pytest.mark.processes
+def test_a_build_that_is_running_ends_with_the_run(tmp_path: Path) -> None:
+    report = LiveReport(tmp_path, 1e-9)
+    report._command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    time.sleep(0.01)
+    report.tick()
+    assert report._process is not None
+    process = psutil.Process(report._process.pid)
+    report.close()
+    report.close()
+    assert not process.is_running()

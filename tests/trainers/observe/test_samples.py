@@ -20,22 +20,11 @@ HOSTILE = "</script><script>alert(1)</script><!-- $title \u2028 {0} <img src=x o
 
 def episode(key: str, *, reward: float | None = 1.0, text: str = "words", version: int = 0, **more: Any) -> dict:
     return {
-        "kind": "episode",
-        "set": "train",
-        "key": key,
-        "prompt": f"prompt of {key}",
-        "answer": "42",
-        "turns": [{"role": "policy", "text": text, "lengths": [len(text)], "logprobs": [-0.5]}],
-        "tokens_left_out": 0,
-        "rewards": {"exact_match": 1.0, "format": 0.5},
-        "reward": reward,
-        "error": "",
-        "finish_reason": "stop",
-        "version": version,
-        "versions": [version, version],
-        "response_tokens": 1,
-        "time": 0.0,
-    } | more
+        "kind": "episode", "set": "train", "key": key, "prompt": f"prompt of {key}", "answer": "42",
+        "turns": [{"role": "policy", "text": text, "lengths": [len(text)], "logprobs": [-0.5]}], "tokens_left_out": 0,
+        "rewards": {"exact_match": 1.0, "format": 0.5}, "reward": reward, "error": "", "finish_reason": "stop",
+        "version": version, "versions": [version, version], "response_tokens": 1, "time": 0.0,
+    } | more  # fmt: skip
 
 
 def trained(key: str, step: int, logprob: float = -0.75) -> dict:
@@ -77,15 +66,11 @@ def test_other_lines_are_refused_by_number(tmp_path: Path, line: str) -> None:
 
 def test_selections(tmp_path: Path) -> None:
     run_with(
-        tmp_path,
-        episode("0.0", reward=0.2),
-        episode("0.1", reward=0.9),
+        tmp_path, episode("0.0", reward=0.2), episode("0.1", reward=0.9),
         episode("0.2", reward=None, error="reward 'x' raised"),
-        episode("1.0", reward=0.5, finish_reason="length", text="Needle in it"),
-        trained("0.0", 1, -0.6),
-        trained("0.1", 1, -2.5),
-        episode("val-0.0", set="validation"),
-    )
+        episode("1.0", reward=0.5, finish_reason="length", text="Needle in it"), trained("0.0", 1, -0.6),
+        trained("0.1", 1, -2.5), episode("val-0.0", set="validation"),
+    )  # fmt: skip
     rows = read_samples(tmp_path / "samples.jsonl")
 
     def keys(**choice: Any) -> list[str]:

@@ -67,30 +67,20 @@ def test_what_a_sync_run_took_besides_is_found_again(tmp_path: Path) -> None:
     claim_s, wait_s, put_s, plan_s, calls_s, sync_s, rest_s = 0.01, 0.01, 0.04, 0.02, 0.03, 0.25, 0.05
     records = [
         {
-            "step": number + 1,
-            "rollout/response_length_mean": 8.0,
-            "rollout/response_length_max": 30.0,
-            "time/rollout_s": latencies.max() + put_s + claim_s,
-            "time/plan_s": plan_s,
-            "time/train_s": TRAIN_S + wait_s + calls_s,
-            "time/data_wait_s": wait_s,
-            "time/sync_s": sync_s,
+            "step": number + 1, "rollout/response_length_mean": 8.0, "rollout/response_length_max": 30.0,
+            "time/rollout_s": latencies.max() + put_s + claim_s, "time/plan_s": plan_s,
+            "time/train_s": TRAIN_S + wait_s + calls_s, "time/data_wait_s": wait_s, "time/sync_s": sync_s,
             "sync/pause_s": 0.001,
             "time/step_s": latencies.max() + TRAIN_S + sum((claim_s, wait_s, put_s, plan_s, calls_s, sync_s, rest_s)),
         }
         for number, latencies in enumerate(LATENCIES)
-    ]
+    ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     measured = measure_run(tmp_path, CONFIG, SimulationConfig())
     expected = {
-        "chunk_s": calls_s / 2,
-        "train_step_s": 1.0 + calls_s / 2,
-        "plan_s": plan_s,
-        "call_s": wait_s,
-        "sync_s": sync_s,
-        "controller_s": rest_s,
-        "train_token_s": 0.0,
-    }
+        "chunk_s": calls_s / 2, "train_step_s": 1.0 + calls_s / 2, "plan_s": plan_s, "call_s": wait_s,
+        "sync_s": sync_s, "controller_s": rest_s, "train_token_s": 0.0,
+    }  # fmt: skip
     assert {name: measured[name] for name in expected} == pytest.approx(expected)
     again = simulate(build_scenario(CONFIG, SimulationConfig(), measured), "sync")
     for step, record in zip(again.steps, records, strict=True):

@@ -1,18 +1,37 @@
-"""Tests the simulation against results worked out by hand, and against rules that hold for any numbers."""
+"""Tests the simulation against results worked out by hand or row by row and against rules for all figures."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.tests.trainers.simulation.scenarios import scenario
-from headrace.trainers.simulation.scenario import MODES, Mode, Scenario
-from headrace.trainers.simulation.simulate import SimulatedRun, simulate
+from headrace.trainers.config.config import Config
+from headrace.trainers.simulation.config import SimulationConfig
+from headrace.trainers.simulation.scenario import MODES, Mode, Scenario, build_scenario
+from headrace.trainers.simulation.simulate import SimulatedEngine, SimulatedRun, simulate
+
+PLAIN = replace(
+    build_scenario(Config(), SimulationConfig(), {}), steps=8, prompts_per_step=4, group_size=2, num_engines=1,
+    engine_rows=8, sampler=dict.fromkeys(MODES, "in_order"), in_flight="keep", response_tokens=100.0,
+    response_sigma=0.0, prompt_tokens=0.0, max_response_tokens=1e9, decode_s=0.1, train_token_s=0.0,
+    logprob_token_s=0.0, train_step_s=7.0, chunk_groups=1, controller_s=0.0, sync_s=2.0, pause_s=0.0, call_s=0.0,
+    put_bytes=0.0, got_bytes=0.0,
+)  # fmt: skip
+"""A scenario in which generating a step takes 10 s, training 7 s and the sync 2 s."""
+
+
+def scenario(**changes: Any) -> Scenario:
+    """Return the plain scenario with changes; `sampler` applies to all modes."""
+    if "sampler" in changes:
+        changes["sampler"] = dict.fromkeys(MODES, changes["sampler"])
+    return replace(PLAIN, **changes)
+
 
 GENERATE, TRAIN, SYNC = 10.0, 7.0, 2.0
 """Seconds of a step of the plain scenario."""
@@ -124,25 +143,17 @@ def test_streaming_waits_for_whole_chunks() -> None:
 
 CASES = st.fixed_dictionaries(
     {
-        "prompts_per_step": st.integers(1, 6),
-        "group_size": st.integers(1, 4),
-        "num_engines": st.integers(1, 3),
+        "prompts_per_step": st.integers(1, 6), "group_size": st.integers(1, 4), "num_engines": st.integers(1, 3),
         "engine_rows": st.integers(4, 12),
         "sampler": st.sampled_from(["in_order", "windowed", "ready_first", "oldest_version_first"]),
-        "window": st.integers(1, 5),
-        "in_flight": st.sampled_from(["keep", "wait", "abort"]),
-        "response_sigma": st.sampled_from([0.0, 0.7, 1.5]),
-        "prompt_share": st.sampled_from([0.0, 1.0]),
-        "decode_row_s": st.sampled_from([0.0, 0.02]),
-        "chunk_groups": st.integers(1, 8),
-        "train_row_s": st.floats(0, 5),
-        "request_s": st.floats(0, 5),
-        "sync_s": st.just(3.0),
-        "pause_s": st.sampled_from([0.0, 1.0, 3.0]),
-        "call_s": st.sampled_from([0.0, 0.01]),
+        "window": st.integers(1, 5), "in_flight": st.sampled_from(["keep", "wait", "abort"]),
+        "response_sigma": st.sampled_from([0.0, 0.7, 1.5]), "prompt_share": st.sampled_from([0.0, 1.0]),
+        "decode_row_s": st.sampled_from([0.0, 0.02]), "chunk_groups": st.integers(1, 8),
+        "train_row_s": st.floats(0, 5), "request_s": st.floats(0, 5), "sync_s": st.just(3.0),
+        "pause_s": st.sampled_from([0.0, 1.0, 3.0]), "call_s": st.sampled_from([0.0, 0.01]),
         "seed": st.integers(0, 1000),
     }
-)
+)  # fmt: skip
 
 
 @settings(max_examples=60)
@@ -194,3 +205,77 @@ def test_a_cluster_of_thousands_takes_seconds() -> None:
     run = simulate(case, "async")
     assert run.trained == 20_480
     assert time.perf_counter() - started < 20.0, "about a second here"
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["join", "join", "pause"]), st.floats(0, 5), st.integers(0, 2**31)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def plainly(changes: list[tuple[str, float, np.ndarray | float]], decode_s: float, row_s: float) -> tuple[list, float]:
+    """Compute row by row (when each group ends, seconds in which rows decoded). Changes are (kind, time, lengths or
+    pause)."""
+    now, stands_until, busy = 0.0, 0.0, 0.0
+    left: list[list[float]] = []
+    ends: list[float] = []
+    for kind, at, what in [*changes, ("end", float("inf"), 0.0)]:
+        while now < at and any(left):
+            start = max(now, stands_until)
+            if start >= at:
+                break
+            running = [tokens for group in left for tokens in group]
+            token_s = decode_s + row_s * len(running)
+            until = min(at, start + min(running) * token_s)
+            busy += until - start
+            done = (until - start) / token_s
+            for number, group in enumerate(left):
+                if group:
+                    left[number] = [tokens - done for tokens in group if tokens - done > 1e-9]
+                    if not left[number]:
+                        ends[number] = until
+            now = until
+        now = at
+        if kind == "join":
+            left += [list(group) for group in np.asarray(what)]
+            ends += [float("nan")] * len(np.asarray(what))
+        elif kind == "pause":
+            stands_until = max(now, stands_until) + float(what)  # type: ignore[arg-type]
+    return ends, busy
+
+
+@settings(max_examples=80)
+@given(changes=CHANGES, row_s=st.sampled_from([0.0, 0.05]))
+def test_groups_end_when_they_do_row_by_row(changes: list[tuple[str, float, int]], row_s: float) -> None:
+    engine = SimulatedEngine(1000, 0.1, row_s)
+    now, begun, story, ends = 0.0, 0, [], {}
+
+    def until(time: float) -> None:
+        while engine.next_end() <= time:
+            at = engine.next_end()
+            ends.update(dict.fromkeys(engine.take_ended(at), at))
+
+    for kind, later, seed in changes:
+        now += later
+        until(now)
+        if kind == "join":
+            lengths = np.random.default_rng(seed).uniform(1, 40, (1 + seed % 3, 3))
+            engine.join(now, range(begun, begun + len(lengths)), lengths)
+            begun += len(lengths)
+            story.append((kind, now, lengths))
+        else:
+            engine.pause(now, seed % 4)
+            story.append((kind, now, float(seed % 4)))
+    until(1e9)
+    expected, busy = plainly(story, 0.1, row_s)
+    assert [ends[number] for number in range(begun)] == pytest.approx(expected, abs=1e-6)
+    assert engine.busy_s(1e9) == pytest.approx(busy, abs=1e-6)
+
+
+def test_room_comes_when_rows_end() -> None:
+    engine = SimulatedEngine(4, 1.0, 0.0)
+    engine.join(0.0, [0], np.array([[5.0, 2.0, 3.0]]))
+    assert (engine.room_at(0.0, 1), engine.room_at(0.0, 2), engine.room_at(0.0, 3)) == (0.0, 2.0, 3.0)
+    assert (engine.running(1.9), engine.running(2.0), engine.running(5.0)) == (3, 2, 0)
+    assert engine.next_end() == 5.0 and engine.take_ended(4.9) == [] and engine.take_ended(5.0) == [0]

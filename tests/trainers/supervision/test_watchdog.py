@@ -1,4 +1,4 @@
-"""Tests the watchdog beside a driver that makes no progress, does not stop, or is killed."""
+"""Tests the watchdog beside a driver that makes no progress, does not stop, or is killed, and what counts as ended."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from headrace.dataplane.block_store import StoreSpec
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.owned_folder import process_start
 from headrace.dataplane.rpc.frames import DirectoryAddress
+from headrace.tests.process_pool import has_ended, zombie_with_a_thread
 from headrace.trainers.config.load import build_config
 from headrace.trainers.run.under_watchdog import StepSize, under_watchdog
 from headrace.trainers.supervision import heartbeat
@@ -141,9 +142,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Driver]]:
             driver.shared_memory.rmdir()
 
 
-def test_a_stage_that_does_not_end_is_reported_once_and_the_run_is_told_to_stop(
-    start: Callable[[str], Driver],
-) -> None:
+def test_a_stage_that_does_not_end_is_reported_once_and_the_run_is_told_to_stop(start: Callable[[str], Driver]) -> None:
     driver = start("stands still")
     told = driver.line()
     assert told.startswith("step 3, stage 'train': no progress for ") and "expected within 0.2 s" in told
@@ -306,3 +305,12 @@ def test_a_watchdog_that_died_is_replaced_and_told_what_the_first_one_knew(tmp_p
         assert under.reason() is None and is_running(second.pid)
         assert under._said == [asdict(Opened("nobody", "headrace-nobody", "", 0, "00", "peer"))]
     assert not is_running(first.pid) and not is_running(second.pid)
+
+
+@pytest.mark.processes
+def test_a_zombie_has_ended_with_its_last_thread() -> None:
+    """Until then it keeps its files and its memory, on a GPU, too."""
+    with zombie_with_a_thread() as child:
+        assert process_start(child.pid) is not None and is_running(child.pid) and not has_ended(child.pid)
+        child.communicate("end\n")
+    assert process_start(child.pid) is None and not is_running(child.pid) and has_ended(child.pid)

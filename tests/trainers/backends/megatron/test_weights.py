@@ -30,34 +30,19 @@ CONFIG = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_interm
 HIDDEN, VOCAB = CONFIG.hidden_size, CONFIG.vocab_size
 ATTENTION = "decoder.layers.0.self_attention."
 NAMES = (
-    "embedding.word_embeddings.weight",
-    "output_layer.weight",
-    "decoder.final_layernorm.weight",
-    f"{ATTENTION}linear_qkv.weight",
-    f"{ATTENTION}linear_proj.weight",
-    f"{ATTENTION}q_layernorm.weight",
-    "decoder.layers.1.mlp.router.weight",
-    "decoder.layers.0.mlp.linear_fc1.weight",
-    "decoder.layers.0.mlp.linear_fc2.weight",
-    "decoder.layers.1.mlp.experts.weight1",
+    "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight",
+    f"{ATTENTION}linear_qkv.weight", f"{ATTENTION}linear_proj.weight", f"{ATTENTION}q_layernorm.weight",
+    "decoder.layers.1.mlp.router.weight", "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.mlp.experts.weight1",
     "decoder.layers.1.mlp.experts.weight2",
-)
+)  # fmt: skip
 SHAPES: dict[str, tuple[int, ...]] = {
-    "embed_tokens.weight": (VOCAB, HIDDEN),
-    "lm_head.weight": (VOCAB, HIDDEN),
-    "norm.weight": (HIDDEN,),
-    "q_proj.weight": (32, HIDDEN),
-    "k_proj.weight": (16, HIDDEN),
-    "v_proj.weight": (16, HIDDEN),
-    "o_proj.weight": (HIDDEN, 32),
-    "q_norm.weight": (8,),
-    "gate.weight": (4, HIDDEN),
-    "gate_proj.weight": (48, HIDDEN),
-    "up_proj.weight": (48, HIDDEN),
-    "down_proj.weight": (HIDDEN, 48),
-    "gate_up_proj": (4, 24, HIDDEN),
+    "embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "norm.weight": (HIDDEN,),
+    "q_proj.weight": (32, HIDDEN), "k_proj.weight": (16, HIDDEN), "v_proj.weight": (16, HIDDEN),
+    "o_proj.weight": (HIDDEN, 32), "q_norm.weight": (8,), "gate.weight": (4, HIDDEN), "gate_proj.weight": (48, HIDDEN),
+    "up_proj.weight": (48, HIDDEN), "down_proj.weight": (HIDDEN, 48), "gate_up_proj": (4, 24, HIDDEN),
     "down_proj": (4, HIDDEN, 12),
-}
+}  # fmt: skip
 
 
 def whole_tensors(entry: Entry) -> list[torch.Tensor]:

@@ -121,17 +121,10 @@ def test_long_polls_are_answered_by_the_next_change_and_a_restart_forgets_nothin
     lines = [json.loads(line) for line in (tmp_path / "pool_trace.jsonl").read_text().splitlines()]
     told = [(line["gpu"], line["role"], line["event"]) for line in lines]
     assert told == [
-        (0, "rollout", "grant"),
-        (1, "rollout", "grant"),
-        (0, "rollout", "shrink"),
-        (0, "rollout", "sleep"),
-        (0, "rollout", "release"),
-        (0, "train", "grant"),
-        (0, "train", "release"),
-        (0, "rollout", "grant"),
-        (0, "rollout", "release"),
-        (1, "rollout", "release"),
-    ]
+        (0, "rollout", "grant"), (1, "rollout", "grant"), (0, "rollout", "shrink"), (0, "rollout", "sleep"),
+        (0, "rollout", "release"), (0, "train", "grant"), (0, "train", "release"), (0, "rollout", "grant"),
+        (0, "rollout", "release"), (1, "rollout", "release"),
+    ]  # fmt: skip
     assert lines[3]["t"] == 1.5 and lines[3]["seconds"] == 0.25 and lines[5]["seconds"] > 0
 
 

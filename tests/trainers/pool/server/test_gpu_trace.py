@@ -22,20 +22,14 @@ def event(t: float, gpu: int, tenant: str, role: str, what: str, seconds: float 
 def events() -> list[PoolEvent]:
     """Return the events of two GPUs: `a` generates on both, and then `b` trains on the first, after 3 s of waiting."""
     return [
-        event(0.0, 0, "a", "rollout", "grant"),
-        event(0.0, 1, "a", "rollout", "grant"),
-        event(1.0, 0, "a", "rollout", "wake", 1.0),
-        event(3.0, 0, "a", "rollout", "sync", 2.0),
-        event(40.0, 0, "a", "rollout", "shrink", 0.0),
-        event(41.0, 0, "a", "rollout", "drain", 1.0),
-        event(42.0, 0, "a", "rollout", "sleep", 1.0),
-        event(42.0, 0, "a", "rollout", "release"),
-        event(43.0, 0, "b", "train", "grant", 3.0),
-        event(44.0, 0, "b", "train", "onload", 1.0),
-        event(90.0, 0, "b", "train", "offload", 2.0),
-        event(90.0, 0, "b", "train", "release"),
+        event(0.0, 0, "a", "rollout", "grant"), event(0.0, 1, "a", "rollout", "grant"),
+        event(1.0, 0, "a", "rollout", "wake", 1.0), event(3.0, 0, "a", "rollout", "sync", 2.0),
+        event(40.0, 0, "a", "rollout", "shrink", 0.0), event(41.0, 0, "a", "rollout", "drain", 1.0),
+        event(42.0, 0, "a", "rollout", "sleep", 1.0), event(42.0, 0, "a", "rollout", "release"),
+        event(43.0, 0, "b", "train", "grant", 3.0), event(44.0, 0, "b", "train", "onload", 1.0),
+        event(90.0, 0, "b", "train", "offload", 2.0), event(90.0, 0, "b", "train", "release"),
         event(100.0, 1, "a", "rollout", "shrink", 0.0),
-    ]
+    ]  # fmt: skip
 
 
 def test_lanes_say_who_had_each_gpu_when() -> None:

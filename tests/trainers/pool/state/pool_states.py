@@ -46,12 +46,8 @@ def pool_states(draw: st.DrawFn) -> PoolState:
                 free.difference_update(gpus)
         groups = st.none() | st.integers(0, 1000)
         tenants[name] = TenantState(
-            own,
-            frozenset(awake),
-            draw(groups),
-            draw(groups),
-            generates=bool(awake),
+            own, frozenset(awake), draw(groups), draw(groups), generates=bool(awake),
             ending=draw(st.integers(0, 5)) == 0,
-        )
+        )  # fmt: skip
     blocked = frozenset(sorted(free)[: draw(st.integers(0, 2))])
     return PoolState(num_gpus, tenants, tuple(grants), tuple(requests), 100.0, blocked)

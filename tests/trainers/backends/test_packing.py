@@ -1,8 +1,10 @@
-"""Tests that rows packed into one row of all tokens compute what padded rows compute."""
+"""Tests that rows packed into one row of all tokens compute what padded rows compute, and when rows are packed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     COLUMNS,
     Row,
     backend_config,
+    flat_gradients,
     logprobs_of,
     micro_batch,
     random_rows,
@@ -21,9 +24,10 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_llama,
     save_tiny_model,
     save_tiny_moe,
-    summed_gradients,
 )
+from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
+from headrace.trainers.backends.model_split import resolved_packing
 from headrace.trainers.backends.row_layout import lay_out
 
 CPU = torch.device("cpu")
@@ -35,15 +39,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[FsdpBackend, FsdpBac
     torch.set_num_threads(1)
     model = save_tiny_model(tmp_path_factory.mktemp("tied"))
     return FsdpBackend(backend_config(model), 0, 1), FsdpBackend(backend_config(model, packing="packed"), 0, 1)
-
-
-def gradient(backend: FsdpBackend, chunks: list[list[Row]]) -> torch.Tensor:
-    """Return the flat summed gradient of a step, which is then aborted."""
-    backend.begin_step(1.3)
-    backend.accumulate(iter([micro_batch(chunk) for chunk in chunks]), len(chunks))
-    flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
-    backend.abort_step()
-    return flat
 
 
 def short_row(length: int) -> Row:
@@ -61,7 +56,7 @@ def test_packed_rows_give_the_gradient_and_logprobs_of_padded_ones(
     for length in data.draw(st.lists(st.integers(0, 2), max_size=3)):
         rows.insert(data.draw(st.integers(0, len(rows))), short_row(length))
     cut = data.draw(st.integers(0, len(rows)))
-    padded, packed = (gradient(backend, [rows[:cut], rows[cut:]]) for backend in pair)
+    padded, packed = (flat_gradients(backend, [rows[:cut], rows[cut:]]) for backend in pair)
     assert torch.linalg.norm(packed - padded) <= 1e-6 * torch.linalg.norm(padded)
     expected, got = (logprobs_of(backend, micro_batch(rows), temperature=0.7) for backend in pair)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
@@ -124,3 +119,28 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused(tmp_path: Path, mon
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
     with pytest.raises(ValueError, match="trainer.packing: got 'packed', expected 'none' or 'dynamic' for Qwen3ForCau"):
         FsdpBackend(config, 0, 1)
+
+
+HALF: dict[str, Any] = {"mixed_precision": True}
+QWEN: dict[str, Any] = {"model_type": "qwen3", "use_sliding_window": False}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "gpu", "expected"),
+    [
+        (HALF, QWEN, True, "packed"),
+        ({**HALF, "backend": "megatron"}, QWEN, True, "packed"),
+        (HALF, QWEN, False, "none"),
+        ({}, QWEN, True, "none"),
+        (HALF, {**QWEN, "use_sliding_window": True}, True, "none"),
+        (HALF, {"model_type": "gpt2"}, True, "none"),
+        (HALF, {}, True, "none"),
+        ({"backend": "megatron", "cp": 2}, QWEN, False, "packed"),
+        ({**HALF, "packing": "dynamic"}, QWEN, True, "dynamic"),
+        ({"packing": "packed"}, {}, False, "packed"),
+    ],
+)
+def test_auto_packs_where_attention_takes_packed_rows(
+    trainer: dict[str, Any], model: dict[str, Any], gpu: bool, expected: str
+) -> None:
+    assert resolved_packing(TrainerConfig(**trainer), SimpleNamespace(**model), gpu=gpu) == expected

@@ -1,4 +1,4 @@
-"""Provides microbatches for each rank of a mesh, and runs over a mesh, to the tests of the megatron backend."""
+"""Provides microbatches for each rank of a mesh, and runs over a mesh, to the tests of the train backends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,45 +14,77 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.actors.protocols import MicroBatch
-from headrace.actors.train.step_rows import stage_fields
+from headrace.actors.train.step_rows import stage_batch, stage_fields
 from headrace.actors.train.topology import Place, Topology
-from headrace.codecs.batch import Batch
 from headrace.codecs.tokens.packed_rows import slice_batch
+from headrace.codecs.tokens.routes import RouteSpec
 from headrace.tests.trainers.backends.backend_ranks import (
     MEASURED,
+    TEMPERATURE,
     TINY,
+    ReferenceTrainer,
     Row,
     backend_config,
     micro_batch,
     random_rows,
+    recomputed_mismatch,
     weights_of,
 )
-from headrace.tests.trainers.backends.backend_reference import TEMPERATURE, ReferenceTrainer, recomputed_mismatch
 from headrace.tests.trainers.backends.live_bytes import gathering_share
-
-if TYPE_CHECKING:
-    from headrace.trainers.backends.megatron.backend import MegatronBackend
+from headrace.trainers.backends.factory import build_backend
 
 STEPS = 3
 NUM_ROWS = 10
 
 
+FLAGS: dict[str, dict[str, Any]] = {
+    "sp": {"sequence_parallel": True},
+    "padded": {"packing": "none"},
+    "recompute": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "half": {"mixed_precision": True},
+    "whole": {"distributed_optimizer": False},
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One mesh and the differences in its config."""
+    """One backend on one mesh."""
 
     name: str
-    model: str
-    """Name of one of the test's model folders."""
-    topology: Topology
+    """The backend, one of the test's model folders, sizes of the mesh and FLAGS, as "megatron moe tp2 ep2 sp"."""
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Other differences in the config."""
 
-    def build(self, rank: int, folder: str) -> MegatronBackend:
+    @property
+    def backend(self) -> str:
+        return self.name.split()[0]
+
+    @property
+    def model(self) -> str:
+        return self.name.split()[1]
+
+    @property
+    def topology(self) -> Topology:
+        sizes = {word[:2]: int(word[2:]) for word in self.name.split()[2:] if word not in FLAGS}
+        return Topology(**{"dp": 1, **sizes})
+
+    def build(self, rank: int, folder: Path | str) -> Any:
         """Build this rank's backend."""
-        from headrace.trainers.backends.megatron.backend import MegatronBackend
+        settings = {"packing": "packed"} if self.backend == "megatron" else {}
+        settings |= {"backend": self.backend, "topology": self.topology, **self.changes}
+        for word in self.name.split()[2:]:
+            settings |= FLAGS.get(word, {})
+        return build_backend(backend_config(f"{folder}/{self.model}", **settings), rank, self.topology.world)
 
-        settings = {"backend": "megatron", "packing": "packed", "topology": self.topology, **self.changes}
-        return MegatronBackend(backend_config(f"{folder}/{self.model}", **settings), rank, self.topology.world)
+
+def cases(backend: str, changes: dict[str, Any] | None = None, /, **meshes: str) -> tuple[Case, ...]:
+    """Return the cases of a backend. meshes: for each model the sizes and flags of its cases, separated by commas."""
+    return tuple(
+        Case(f"{backend} {model} {mesh}".strip(), changes or {})
+        for model, listed in meshes.items()
+        for mesh in listed.split(", ")
+    )
 
 
 def save_plain_llama(folder: Path) -> str:
@@ -70,16 +102,20 @@ def save_plain_llama(folder: Path) -> str:
     return str(folder)
 
 
-def sent(rows: Sequence[Row], topology: Topology, place: Place, step_rows: Sequence[Row] = ()) -> MicroBatch:
-    """Return what the rank at `place` receives of `rows`, some of `step_rows`: its pieces and its stage's columns."""
-    micro = micro_batch(rows)
+def piece(micro: MicroBatch, topology: Topology, place: Place, spec: RouteSpec | None = None) -> MicroBatch:
+    """Return what the rank at `place` receives of a microbatch: its pieces of the rows, its stage's columns and layers.
+    spec: shape of the routes, if there are any."""
     batch = micro.batch
     if topology.cp > 1:
         batch = slice_batch(batch, micro.lengths, topology.pad_multiple, topology.cp, place.cp)
-    names = stage_fields(topology, place, tuple(batch))
-    batch = Batch(batch.schema.subset(names), batch.num_rows, {name: batch[name] for name in names})
+    batch = batch.subset(stage_fields(topology, place, tuple(batch), spec))
+    return dataclasses.replace(micro, batch=stage_batch(batch, topology, place, spec))
+
+
+def sent(rows: Sequence[Row], topology: Topology, place: Place, step_rows: Sequence[Row] = ()) -> MicroBatch:
+    """Return what the rank at `place` receives of `rows`, some of `step_rows`."""
     tokens = [sum(int(other.mask.sum()) for other in step_rows if other.group == row.group) for row in rows]
-    return dataclasses.replace(micro, batch=batch, group_tokens=np.array(tokens, np.int64))
+    return dataclasses.replace(piece(micro_batch(rows), topology, place), group_tokens=np.array(tokens, np.int64))
 
 
 def shares(rows: Sequence[Row], num: int) -> list[list[list[Row]]]:
@@ -90,13 +126,13 @@ def shares(rows: Sequence[Row], num: int) -> list[list[list[Row]]]:
             for index, (first, second) in enumerate(parts)]  # fmt: skip
 
 
-def train(backend: MegatronBackend, topology: Topology, rank: int, rows: Sequence[Row]) -> dict[str, float]:
+def train(backend: Any, topology: Topology, rank: int, rows: Sequence[Row]) -> dict[str, float]:
     """Run one step in two calls of accumulate, of one and of two microbatches."""
     accumulate(backend, topology, rank, rows)
     return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
 
 
-def accumulate(backend: MegatronBackend, topology: Topology, rank: int, rows: Sequence[Row]) -> None:
+def accumulate(backend: Any, topology: Topology, rank: int, rows: Sequence[Row]) -> None:
     """Open a step and accumulate its microbatches as `train` does, without finishing it."""
     place = topology.place(rank)
     micros = [sent(part, topology, place, rows) for part in shares(rows, topology.dp)[place.dp]]
@@ -105,7 +141,7 @@ def accumulate(backend: MegatronBackend, topology: Topology, rank: int, rows: Se
     backend.accumulate(iter(micros[1:]), 2)
 
 
-def logprobs(backend: MegatronBackend, topology: Topology, rank: int, **options: Any) -> list[torch.Tensor]:
+def logprobs(backend: Any, topology: Topology, rank: int, **options: Any) -> list[torch.Tensor]:
     """Return the log-probs of two microbatches that are the same on every replica."""
     rows = random_rows(50, NUM_ROWS)
     micros = [sent(part, topology, topology.place(rank)) for part in (rows[:6], rows[6:])]
@@ -120,19 +156,14 @@ def run_cases(rank: int, world: int, cases: Sequence[Case], folder: str) -> dict
 def run_case(rank: int, case: Case, folder: str) -> dict[str, Any]:
     """Return the steps, log-probs and weights of one case on one rank."""
     with contextlib.closing(case.build(rank, folder)) as backend:
-        return measure(rank, case, backend)
-
-
-def measure(rank: int, case: Case, backend: MegatronBackend) -> dict[str, Any]:
-    """Return the results of one case, as `run_case` computes them."""
-    result: dict[str, Any] = {"weights before": weights_of(backend)}
-    result["logprobs before"] = logprobs(backend, case.topology, rank)
-    result["steps"] = [train(backend, case.topology, rank, random_rows(step, NUM_ROWS)) for step in range(STEPS)]
-    result["logprobs"] = logprobs(backend, case.topology, rank)
-    result["reference"] = logprobs(backend, case.topology, rank, reference=True)
-    result["weights"] = weights_of(backend)
-    result["share"] = gathering_share(backend, backend._policy)
-    return result
+        result: dict[str, Any] = {"weights before": weights_of(backend)}
+        result["logprobs before"] = logprobs(backend, case.topology, rank)
+        result["steps"] = [train(backend, case.topology, rank, random_rows(step, NUM_ROWS)) for step in range(STEPS)]
+        result["logprobs"] = logprobs(backend, case.topology, rank)
+        result["reference"] = logprobs(backend, case.topology, rank, reference=True)
+        result["weights"] = weights_of(backend)
+        result["share"] = gathering_share(backend, backend._policy)
+        return result
 
 
 def run_reference(folder: str) -> dict[str, Any]:
@@ -166,11 +197,8 @@ def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: d
         if number not in writers:
             assert rank["logprobs"] == rank["reference"] == []
             continue
-        for name, wanted in (
-            ("logprobs before", "logprobs before"),
-            ("reference", "logprobs before"),
-            ("logprobs", "logprobs"),
-        ):
+        for name in ("logprobs before", "reference", "logprobs"):
+            wanted = "logprobs before" if name == "reference" else name
             torch.testing.assert_close(torch.cat(rank[name]), expected[wanted], rtol=0, atol=1e-5)
     for name, tensor in expected["weights before"].items():
         assert torch.equal(ranks[0]["weights before"][name], tensor), name

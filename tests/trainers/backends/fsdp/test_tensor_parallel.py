@@ -14,19 +14,18 @@ from transformers import AutoConfig, GemmaConfig
 from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
     VOCAB,
+    ReferenceTrainer,
     Row,
+    assert_same_step,
     backend_config,
     logprobs_of,
     micro_batch,
     random_rows,
+    recomputed_mismatch,
     run_on_ranks,
     run_step,
-    save_tiny_llama,
-    save_tiny_model,
-    save_tiny_moe,
     weights_of,
 )
-from headrace.tests.trainers.backends.backend_reference import ReferenceTrainer, recomputed_mismatch
 from headrace.tests.trainers.backends.live_bytes import gathering_share
 from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
@@ -38,18 +37,15 @@ pytestmark = pytest.mark.processes
 
 STEPS = 3
 TP2, DP2 = Topology(1, tp=2), Topology(2)
+PACKED = {"packing": "packed", "recompute": "full", "offload": True}
 CASES: dict[str, tuple[str, Topology, dict[str, Any]]] = {
-    "qwen3 tp2": ("qwen3", TP2, {}),
-    "qwen3 tp2 packed, recomputed, offloaded": (
-        "qwen3",
-        TP2,
-        {"packing": "packed", "recompute": "full", "offload": True},
-    ),
-    "qwen3 tp2, all logits": ("qwen3", TP2, {"head": "full"}),
+    "qwen3 tp2": ("tied", TP2, {}),
+    "qwen3 tp2 packed, recomputed, offloaded": ("tied", TP2, PACKED),
+    "qwen3 tp2, all logits": ("tied", TP2, {"head": "full"}),
     "moe tp2": ("moe", TP2, {}),
     "moe dp2 recomputed": ("moe", DP2, {"recompute": "full"}),
     "moe dp2 recomputed, weights kept": ("moe", DP2, {"recompute": "full", "reshard_after_forward": False}),
-    "llama tp2": ("llama", TP2, {}),
+    "llama tp2": ("biased", TP2, {}),
 }
 BONUS = LossConfig(clip_low=0.1, clip_high=0.15, entropy_coef=0.3)
 
@@ -74,7 +70,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         result["cases"][name] = (steps, weights_of(backend), gathering_share(backend, backend._policy))
 
     rows = random_rows(20, 10)
-    qwen = f"{folder}/qwen3"
+    qwen = f"{folder}/tied"
     backend = FsdpBackend(backend_config(qwen, topology=TP2), rank, world)
     result["logprobs"] = backend.logprobs([micro_batch(rows[:4]), micro_batch([]), micro_batch(rows[4:])], 3)
     result["reference"] = backend.logprobs([micro_batch(rows)], 1, reference=True, temperature=0.7)
@@ -105,26 +101,12 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("ranks")
-    save_tiny_model(folder / "qwen3")
-    save_tiny_moe(folder / "moe")
-    save_tiny_llama(folder / "llama")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     return run_on_ranks(on_two_ranks, 2, folder / "run", str(folder))
 
 
 def one_rank(folder: Path, **changes: Any) -> FsdpBackend:
-    return FsdpBackend(backend_config(str(folder / "qwen3"), **changes), 0, 1)
-
-
-def assert_same_step(got: dict[str, float], expected: dict[str, float]) -> None:
-    assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    return FsdpBackend(backend_config(str(folder / "tied"), **changes), 0, 1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,7 +182,7 @@ def test_a_checkpoint_goes_on_at_another_mesh(folder: Path, two: list[dict[str, 
 @pytest.mark.slow
 def test_two_replicas_of_two_ranks(folder: Path, two: list[dict[str, Any]]) -> None:
     results = run_on_ranks(on_four_ranks, 4, folder / "run4", str(folder))
-    plain = ReferenceTrainer(str(folder / "qwen3"))
+    plain = ReferenceTrainer(str(folder / "tied"))
     for step in range(STEPS):
         loss, norm = plain.step(random_rows(step, 12))
         for result in results:
@@ -218,7 +200,7 @@ def test_two_replicas_of_two_ranks(folder: Path, two: list[dict[str, Any]]) -> N
 
 def on_four_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     mesh = Topology(2, tp=2)
-    backend = FsdpBackend(backend_config(f"{folder}/qwen3", topology=mesh), rank, world)
+    backend = FsdpBackend(backend_config(f"{folder}/tied", topology=mesh), rank, world)
     result: dict[str, Any] = {"steps": three_steps(backend, mesh, rank)}
     result["weights"] = weights_of(backend)
     result["logprobs"] = backend.logprobs([micro_batch(random_rows(rank // 2, 5))], 1)
@@ -226,8 +208,7 @@ def on_four_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     result["next"] = run_step(backend, share(random_rows(9, 10), mesh, rank))
     backend.load(f"{folder}/dp2")
     result["next of dp2"] = run_step(backend, share(random_rows(9, 10), mesh, rank))
-    options = {"packing": "packed", "recompute": "full", "offload": True}
-    packed = FsdpBackend(backend_config(f"{folder}/qwen3", topology=mesh, **options), rank, world)
+    packed = FsdpBackend(backend_config(f"{folder}/tied", topology=mesh, **PACKED), rank, world)
     result["packed"] = three_steps(packed, mesh, rank)
     return result
 

@@ -15,25 +15,15 @@ from transformers import AutoModelForCausalLM
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.tests.trainers.backends.backend_ranks import (
     backend_config,
+    gradients_of,
     micro_batch,
     random_rows,
     run_step,
     save_tiny_model,
-    summed_gradients,
     weights_of,
 )
-from headrace.tests.trainers.backends.expert_balance.balance_reference import (
-    BalanceReference,
-    row_weights,
-    save_dots1,
-)
-from headrace.tests.trainers.backends.router_replay.routed_rows import (
-    TEMPERATURE,
-    random_routes,
-    routed,
-    save_moe,
-    spec_of,
-)
+from headrace.tests.trainers.backends.experts.balance_reference import BalanceReference, row_weights, save_dots1
+from headrace.tests.trainers.backends.experts.routed_rows import TEMPERATURE, random_routes, routed, spec_of
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.losses.config import LossConfig
 
@@ -48,12 +38,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    return save_moe(tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.set_num_threads(1)
     return save_dots1(tmp_path_factory.mktemp("dots1"))
@@ -61,15 +45,6 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build(model: str, moe: dict[str, Any], **changes: Any) -> FsdpBackend:
     return FsdpBackend(backend_config(model, moe=moe, **changes), 0, 1)
-
-
-def gradients(backend: FsdpBackend, micros: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Return the summed gradients of a step, which is then aborted."""
-    backend.begin_step(TEMPERATURE)
-    backend.accumulate(iter(micros), len(micros))
-    found = summed_gradients(backend)
-    backend.abort_step()
-    return found
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -90,8 +65,8 @@ SHORT = (("softmax", "padded"), ("sigmoid", "selective"))
 def test_the_auxiliary_loss_has_the_gradient_of_its_formula(model: str, biased: str, kind: str, layout: str) -> None:
     folder, rows = (model, biased)[kind == "sigmoid"], random_rows(1, 7)
     micros = [micro_batch(rows[:3]), micro_batch([]), micro_batch(rows[3:])]
-    with_loss = gradients(build(folder, {"aux_loss_coef": COEF}, **LAYOUTS[layout]), micros)
-    without = gradients(build(folder, {}, **LAYOUTS[layout]), micros)
+    with_loss = gradients_of(build(folder, {"aux_loss_coef": COEF}, **LAYOUTS[layout]), micros)
+    without = gradients_of(build(folder, {}, **LAYOUTS[layout]), micros)
     reference = BalanceReference(folder, sigmoid=kind == "sigmoid")
     wanted = reference.gradient(rows, [COEF * weight for weight in row_weights(rows, "token")])
     assert difference(with_loss, without, wanted) < 2e-4
@@ -109,8 +84,8 @@ def test_rows_weigh_as_in_the_policy_loss(model: str, aggregation: Any) -> None:
     groups = whole.group_tokens
     assert groups is not None
     micros = [dataclasses.replace(micro_batch([row]), group_tokens=groups[i : i + 1]) for i, row in enumerate(rows)]
-    with_loss = gradients(build(model, {"aux_loss_coef": COEF}, loss=loss), micros)
-    without = gradients(build(model, {}, loss=loss), [whole])
+    with_loss = gradients_of(build(model, {"aux_loss_coef": COEF}, loss=loss), micros)
+    without = gradients_of(build(model, {}, loss=loss), [whole])
     weights = [COEF * weight for weight in row_weights(rows, aggregation)]
     assert difference(with_loss, without, BalanceReference(model).gradient(rows, weights)) < 2e-4
 

@@ -15,20 +15,22 @@ from torch.distributed.tensor import DTensor
 from headrace.actors.protocols import MicroBatch
 from headrace.actors.train.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
-    COLUMNS,
+    TEMPERATURE,
     VOCAB,
+    ReferenceTrainer,
     Row,
+    assert_same_step,
     backend_config,
+    flat_gradients,
     logprobs_of,
     micro_batch,
+    poisoned_row,
     random_rows,
     run_on_ranks,
     run_step,
-    save_tiny_model,
     summed_gradients,
     weights_of,
 )
-from headrace.tests.trainers.backends.backend_reference import TEMPERATURE, ReferenceTrainer
 from headrace.trainers.backends.checkpoint_files import on_first_rank
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.train_step import TrainStep
@@ -38,8 +40,6 @@ from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 pytestmark = pytest.mark.processes
 
 STEPS = 3
-ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
-POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)
 
 
 def chunks_of(rows: Sequence[Row], seed: int, rank: int) -> list[list[Row]]:
@@ -68,15 +68,6 @@ def count_groups(rank: int) -> float:
     with step.accumulating():
         step.add(inputs, np.array(tokens), np.array(groups), None)
     return step.finish(torch.zeros((), dtype=torch.float64)).denominator
-
-
-def gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Tensor:
-    backend.begin_step(TEMPERATURE)
-    for chunk in chunks:
-        backend.accumulate([micro_batch(chunk)], 1)
-    flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
-    backend.abort_step()
-    return flat
 
 
 def error_of(call: Any) -> str:
@@ -145,17 +136,17 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     backend = FsdpBackend(backend_config(model, topology=Topology(world)), rank, world)
     rows = random_rows(20, 10)
     result: dict[str, Any] = {"groups": count_groups(rank)}
-    result["gradients"] = [gradients(backend, chunks_of(rows, seed, rank)) for seed in range(4)]
+    result["gradients"] = [flat_gradients(backend, chunks_of(rows, seed, rank)) for seed in range(4)]
     batch = micro_batch(rows[rank * 5 : rank * 5 + 5])
     result["logprobs"] = logprobs_of(backend, batch)
 
     whole, vocab_logprobs.LOGIT_ELEMENTS = vocab_logprobs.LOGIT_ELEMENTS, 4 * VOCAB
-    result["chunked"] = gradients(backend, chunks_of(rows, 0, rank))
+    result["chunked"] = flat_gradients(backend, chunks_of(rows, 0, rank))
     vocab_logprobs.LOGIT_ELEMENTS = whole
 
     nothing = [[] if rank else [row for row in rows if not row.mask.any()]]
     result["nothing"] = run_step(backend, nothing)
-    result["poisoned"] = run_step(backend, [[POISONED] if rank else rows])
+    result["poisoned"] = run_step(backend, [[poisoned_row()] if rank else rows])
     result["steps"] = [run_step(backend, chunks_of(random_rows(step, 10), step, rank)) for step in range(STEPS)]
     result["reference"] = logprobs_of(backend, batch, reference=True)
     result["weights"] = weights_of(backend)
@@ -186,17 +177,6 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> str:
-    torch.set_num_threads(1)
-    return save_tiny_model(folder / "model")
-
-
-@pytest.fixture(scope="module")
 def one(model: str, folder: Path) -> FsdpBackend:
     """Run the same steps on one rank, saved as `one`."""
     backend = FsdpBackend(backend_config(model), 0, 1)
@@ -208,16 +188,11 @@ def one(model: str, folder: Path) -> FsdpBackend:
 
 @pytest.fixture(scope="module")
 def two(model: str, folder: Path, one: FsdpBackend) -> list[dict[str, Any]]:
-    save_tiny_model(folder / "untied", tied=False)
     return run_on_ranks(on_two_ranks, 2, folder / "run", model, str(folder))
 
 
-def assert_same_step(got: dict[str, float], expected: dict[str, float]) -> None:
-    assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
 def test_gradients_are_those_of_one_rank_however_rows_are_spread(model: str, two: list[dict[str, Any]]) -> None:
-    whole = gradients(FsdpBackend(backend_config(model), 0, 1), [random_rows(20, 10)])
+    whole = flat_gradients(FsdpBackend(backend_config(model), 0, 1), [random_rows(20, 10)])
     for result in two:
         for spread in (*result["gradients"], result["chunked"]):
             assert torch.linalg.norm(spread - whole) <= 1e-6 * torch.linalg.norm(whole)
@@ -239,7 +214,7 @@ def test_three_steps_equal_a_plain_torch_trainer(model: str, two: list[dict[str,
 def test_weights_that_are_kept_change_nothing_but_how_often_they_are_gathered(
     model: str, two: list[dict[str, Any]]
 ) -> None:
-    whole = gradients(FsdpBackend(backend_config(model), 0, 1), [random_rows(0, 10)])
+    whole = flat_gradients(FsdpBackend(backend_config(model), 0, 1), [random_rows(0, 10)])
     for result in two:
         for failed in result["kept, failed"]:
             assert failed["sharded"] == [True, False, False, True]
@@ -289,7 +264,7 @@ def test_saved_at_two_goes_on_at_one_and_back(
 def test_an_error_on_the_first_rank_is_everyones(folder: Path, two: list[dict[str, Any]]) -> None:
     for result in two:
         assert result["save elsewhere"].startswith("ValueError: ")
-        assert f"{folder}/model: exists already" in result["save elsewhere"]
+        assert f"{folder}/tied: exists already" in result["save elsewhere"]
         assert "No such file or directory: '/nonexistent/x'" in result["first rank"]
     assert two[0]["first rank"].startswith("FileNotFoundError")
     assert two[1]["first rank"].startswith("OSError: rank 0: ")
@@ -311,7 +286,7 @@ def test_bfloat16_and_untied_weights(folder: Path, two: list[dict[str, Any]]) ->
 def test_a_folder_exported_by_two_ranks_loads(folder: Path, two: list[dict[str, Any]]) -> None:
     assert [result["export"] for result in two] == ["no error", "no error"]
     exported = weights_of(FsdpBackend(backend_config(str(folder / "exported")), 0, 1))
-    loaded = FsdpBackend(backend_config(str(folder / "model")), 0, 1)
+    loaded = FsdpBackend(backend_config(str(folder / "tied")), 0, 1)
     loaded.load(str(folder / "two"))
     run_step(loaded, [random_rows(9, 10)])
     for name, value in weights_of(loaded).items():

@@ -17,14 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.actors.engines.config import RouterReplayConfig
-from headrace.tests.trainers.backends.backend_ranks import COLUMNS, Row, backend_config
-from headrace.tests.trainers.backends.router_replay.routed_rows import (
-    TEMPERATURE,
-    Reference,
-    routed,
-    save_moe,
-    with_own_logprobs,
-)
+from headrace.tests.trainers.backends.backend_ranks import COLUMNS, TEMPERATURE, Row, backend_config
+from headrace.tests.trainers.backends.experts.routed_rows import Reference, routed, save_moe, with_own_logprobs
 
 CHOICE_NOISE = 0.02
 """Standard deviation of the noise on the scores that choose the experts. About one choice in ten differs with it."""

@@ -1,9 +1,11 @@
-"""The fsdp backend trains each token with the experts of its route, and computes the same in every layout."""
+"""Tests that the backends train each token with the experts of its route, and leave nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,20 @@ import torch
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.codecs.tokens.routes import RoutesDamaged
 from headrace.tests.trainers.backends.backend_ranks import (
+    TEMPERATURE,
     Row,
     backend_config,
+    flat,
+    gradients_of,
     micro_batch,
     random_rows,
     save_tiny_model,
-    summed_gradients,
 )
-from headrace.tests.trainers.backends.router_replay.routed_rows import (
-    TEMPERATURE,
+from headrace.tests.trainers.backends.experts.routed_rows import (
     Reference,
     all_missing,
     random_routes,
     routed,
-    save_moe,
     spec_of,
     with_own_logprobs,
 )
@@ -49,12 +51,6 @@ each_layout = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    return save_moe(tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
 def plain(model: str) -> FsdpBackend:
     """A backend without replay."""
     return FsdpBackend(backend_config(model), 0, 1)
@@ -62,19 +58,6 @@ def plain(model: str) -> FsdpBackend:
 
 def build(model: str, replay: RouterReplayConfig = ON, **changes: Any) -> FsdpBackend:
     return FsdpBackend(backend_config(model, router_replay=replay, **changes), 0, 1)
-
-
-def gradients(backend: FsdpBackend, micros: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Return the summed gradients of a step, which is then aborted."""
-    backend.begin_step(TEMPERATURE)
-    backend.accumulate(iter(micros), len(micros))
-    found = summed_gradients(backend)
-    backend.abort_step()
-    return found
-
-
-def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([grad.flatten() for grad in gradients.values()])
 
 
 def chunks(rows: list[Row], routes: list[np.ndarray], model: str) -> list[Any]:
@@ -119,15 +102,15 @@ def test_experts_of_the_routes_are_used_in_forward_and_backward(model: str, layo
 @each_layout
 def test_own_routes_change_nothing_and_missing_ones_not_a_bit(model: str, plain: FsdpBackend, layout: str) -> None:
     rows, routes = with_own_logprobs(random_rows(2, 7), Reference(model))
-    expected = gradients(plain, [micro_batch(rows[:4]), micro_batch(rows[4:])])
+    expected = gradients_of(plain, [micro_batch(rows[:4]), micro_batch(rows[4:])])
     backend = build(model, **LAYOUTS[layout])
-    own = gradients(backend, chunks(rows, routes, model))
+    own = gradients_of(backend, chunks(rows, routes, model))
     assert torch.linalg.norm(flat(own) - flat(expected)) <= 1e-6 * torch.linalg.norm(flat(expected))
-    missing = gradients(backend, chunks(rows, all_missing(rows, spec_of(model)), model))
+    missing = gradients_of(backend, chunks(rows, all_missing(rows, spec_of(model)), model))
     same = plain if not LAYOUTS[layout] else FsdpBackend(backend_config(model, **LAYOUTS[layout]), 0, 1)
-    native = gradients(same, [micro_batch(rows[:4]), micro_batch(rows[4:])])
+    native = gradients_of(same, [micro_batch(rows[:4]), micro_batch(rows[4:])])
     assert all(torch.equal(missing[name], native[name]) for name in native)
-    others = gradients(backend, chunks(rows, random_routes(rows, spec_of(model)), model))
+    others = gradients_of(backend, chunks(rows, random_routes(rows, spec_of(model)), model))
     assert torch.linalg.norm(flat(others) - flat(expected)) > 0.1 * torch.linalg.norm(flat(expected))
     routers = [name for name in others if name.endswith("mlp.gate.weight")]
     assert routers and all(others[name].abs().sum() > 0 for name in routers), "gradients flow through the gates"
@@ -137,10 +120,10 @@ def test_recomputing_changes_no_bit_and_chunks_do_not_matter(model: str) -> None
     rows, spec = random_rows(3, 8), spec_of(model)
     routes = random_routes(rows, spec)
     kept, again, partly = (
-        gradients(build(model, recompute=how), chunks(rows, routes, model)) for how in ("none", "full", "selective")
+        gradients_of(build(model, recompute=how), chunks(rows, routes, model)) for how in ("none", "full", "selective")
     )
     assert all(torch.equal(kept[name], again[name]) and torch.equal(kept[name], partly[name]) for name in kept)
-    single = gradients(build(model), [routed([row], [own], spec) for row, own in zip(rows, routes, strict=True)])
+    single = gradients_of(build(model), [routed([row], [own], spec) for row, own in zip(rows, routes, strict=True)])
     assert torch.linalg.norm(flat(single) - flat(kept)) <= 1e-6 * torch.linalg.norm(flat(kept))
 
 
@@ -153,7 +136,7 @@ def test_compiled_layers_replay_each_pass_with_its_own_routes(model: str, monkey
     plain, compiled = build(model, packing="packed"), build(model, packing="packed", compile=True)
     for seed in (1, 2):
         micros = chunks(rows, random_routes(rows, spec, seed), model)
-        wanted, got = flat(gradients(plain, micros)), flat(gradients(compiled, micros))
+        wanted, got = flat(gradients_of(plain, micros)), flat(gradients_of(compiled, micros))
         assert torch.linalg.norm(got - wanted) <= 1e-5 * torch.linalg.norm(wanted)
     torch._dynamo.reset()
 
@@ -185,14 +168,14 @@ def test_an_exception_leaves_no_route_behind(model: str) -> None:
     rows, spec = random_rows(6, 6), spec_of(model)
     routes = random_routes(rows, spec)
     backend = build(model)
-    expected = gradients(backend, [routed(rows, routes, spec)])
+    expected = gradients_of(backend, [routed(rows, routes, spec)])
     hook = backend._policy.model.model.norm.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        gradients(backend, [routed(rows, routes, spec)])
+        gradients_of(backend, [routed(rows, routes, spec)])
     hook.remove()
     backend.abort_step()
     assert backend._replay is not None and backend._replay._routes is None
-    again = gradients(backend, [routed(rows, routes, spec)])
+    again = gradients_of(backend, [routed(rows, routes, spec)])
     assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
@@ -240,12 +223,12 @@ def test_damaged_routes_and_other_experts_are_noticed(model: str) -> None:
     with pytest.raises(ValueError, match=r"has routes \[2, 2\] of torch.uint8, expected \[3, 2\]"):
         checked.logprobs([routed(rows, [array[:, :2] for array in routes], fewer)], 1)
     followed = build(model, RouterReplayConfig(enabled=True, verify="forward", native_agreement_every=0))
-    assert len(flat(gradients(followed, [routed(rows, routes, spec)])))
+    assert len(flat(gradients_of(followed, [routed(rows, routes, spec)])))
     gate = followed._policy.model.get_submodule(f"model.layers.{spec.layers[0]}.mlp.gate")
     gate.register_forward_hook(lambda _, __, output: (output[0], output[1], output[2].flip(0)))
     followed._replay._begun = 0  # type: ignore[union-attr]  # the next step is the first again
     with pytest.raises(RoutesDiffer, match=f"layer {spec.layers[0]} sent token"):
-        gradients(followed, [routed(rows, routes, spec)])
+        gradients_of(followed, [routed(rows, routes, spec)])
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
@@ -256,3 +239,114 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_hooked_when_replay_is_off(model: str, plain: FsdpBackend) -> None:
     for module in plain._policy.model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks, module
+
+
+@contextlib.contextmanager
+def opened(model: str, replay: RouterReplayConfig = ON, **changes: Any) -> Iterator[Any]:
+    from headrace.trainers.backends.megatron.backend import MegatronBackend
+
+    config = backend_config(model, router_replay=replay, backend="megatron", packing="packed", **changes)
+    with contextlib.closing(MegatronBackend(config, 0, 1)) as backend:
+        yield backend
+
+
+def megatron_gradients(backend: Any, micros: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the summed gradients of a step, which is then aborted."""
+    backend.begin_step(TEMPERATURE)
+    backend.accumulate(iter(micros), len(micros))
+    found = {name: param.main_grad.clone() for name, param in backend._policy.named_parameters()}
+    backend.abort_step()
+    return found
+
+
+@pytest.mark.megatron
+def test_own_missing_and_other_routes(model: str) -> None:
+    reference = Reference(model)
+    rows, routes = with_own_logprobs(random_rows(2, 7), reference)
+    others = random_routes(rows, reference.spec)
+    missing = all_missing(rows, reference.spec)
+
+    def halves(routes: Any) -> list[Any]:
+        return [routed(rows[:4], routes[:4], reference.spec), routed(rows[4:], routes[4:], reference.spec)]
+
+    with opened(model, RouterReplayConfig()) as backend:
+        assert all(getattr(layer.mlp, "router", None) is None or layer.mlp.router.router_replay is None
+                   for layer in backend._policy.decoder.layers), "nothing is hooked when replay is off"  # fmt: skip
+        native = megatron_gradients(backend, [micro_batch(rows[:4]), micro_batch(rows[4:])])
+        [logprobs] = backend.logprobs([micro_batch(rows)], 1)
+    with opened(model) as backend:
+        same = megatron_gradients(backend, halves(missing))
+        assert all(torch.equal(same[name], native[name]) for name in native)
+        own = megatron_gradients(backend, halves(routes))
+        assert torch.linalg.norm(flat(own) - flat(native)) <= 1e-6 * torch.linalg.norm(flat(native))
+        changed = megatron_gradients(backend, halves(others))
+        assert torch.linalg.norm(flat(changed) - flat(native)) > 0.1 * torch.linalg.norm(flat(native))
+        assert all(grad.abs().sum() > 0 for name, grad in changed.items() if name.endswith("router.weight"))
+        [replayed] = backend.logprobs([routed(rows, others, reference.spec)], 1)
+        assert not torch.allclose(replayed, logprobs, atol=1e-2)
+        [untouched] = backend.logprobs([micro_batch(rows)], 1, reference=True)
+        torch.testing.assert_close(untouched, logprobs, rtol=0, atol=1e-6)
+    variants: list[dict[str, Any]] = [
+        {"recompute": "full"}, {"recompute": "full", "recompute_layers": 1}, {"recompute": "selective"}
+    ]  # fmt: skip
+    for keeps in variants:
+        with opened(model, **keeps) as backend:
+            passes = [0] * len(backend._policy.decoder.layers)
+            for index, layer in enumerate(backend._policy.decoder.layers):
+                layer.mlp.register_forward_pre_hook(partial(count, passes, index))
+            again = megatron_gradients(backend, halves(others))
+            assert all(torch.equal(again[name], changed[name]) for name in changed), keeps
+            twice = len(passes) if "recompute_layers" not in keeps else 1
+            assert passes == [4] * twice + [2] * (len(passes) - twice), keeps
+
+
+def count(passes: list[int], index: int, *_: Any) -> None:
+    passes[index] += 1
+
+
+@pytest.mark.megatron
+def test_a_pass_that_fails_leaves_no_route_and_no_queue(model: str) -> None:
+    rows, spec = random_rows(3, 6), spec_of(model)
+    micro = routed(rows, random_routes(rows, spec), spec)
+    with opened(model, recompute="full") as backend:
+        expected = megatron_gradients(backend, [micro, micro])
+        replay, layers = backend._replay, backend._policy.decoder.layers
+        for where in ("register_forward_hook", "register_full_backward_hook"):
+            hook = getattr(layers[-1].mlp, where)(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                megatron_gradients(backend, [micro, micro])
+            hook.remove()
+            backend.abort_step()
+            assert replay._routes is None and not replay._queueing and not any(replay._queues)
+        again = megatron_gradients(backend, [micro, micro])
+        assert all(torch.equal(again[name], expected[name]) for name in expected)
+        replay._queues[1].append(torch.zeros(1, 2))
+        with pytest.raises(RuntimeError, match=r"computed again too rarely \(layer: microbatches\) \{2: 1\}"):
+            replay.check_drained()
+        assert not any(replay._queues)
+
+
+@pytest.mark.megatron
+def test_other_experts_and_other_routers_are_noticed(model: str) -> None:
+    rows, spec = random_rows(4, 5), spec_of(model)
+    micro = routed(rows, random_routes(rows, spec), spec)
+    with opened(model, RouterReplayConfig(enabled=True, verify="forward", native_agreement_every=0)) as backend:
+        megatron_gradients(backend, [micro])
+        router = backend._policy.decoder.layers[2].mlp.router
+        inner = router.routing
+        router.routing = lambda *args, **options: tuple(part.flip(0) for part in inner(*args, **options))
+        backend._replay._begun = 0  # the next step is the first again
+        with pytest.raises(RoutesDiffer, match="layer 2 sent token"):
+            megatron_gradients(backend, [micro])
+        from headrace.trainers.backends.megatron.megatron_routers import check_router
+
+        check_router(router)
+        for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "aux_loss")):
+            before = getattr(router.config, key)
+            setattr(router.config, key, value)
+            router.routing_type = router.config.moe_router_load_balancing_type
+            with pytest.raises(ValueError, match=f"replay does not reach routers with .*{key}={value!r}"):
+                check_router(router)
+            setattr(router.config, key, before)
+        with pytest.raises(ValueError, match=r"whose routers \(Linear\) cannot replay choices"):
+            check_router(torch.nn.Linear(1, 1))

@@ -56,19 +56,15 @@ def test_figures_of_a_run_stand_in_for_what_is_left_open(tmp_path: Path) -> None
     lengths = truth.draw_lengths(12 * 32).reshape(12, -1)
     records = [
         {
-            "step": number + 1,
-            "rollout/response_length_mean": float(of_step.mean()),
+            "step": number + 1, "rollout/response_length_mean": float(of_step.mean()),
             "rollout/response_length_max": float(of_step.max()),
             "time/rollout_s": float(of_step.max()) * truth.decode_s,
             "time/step_s": float(of_step.max()) * truth.decode_s + (float(of_step.sum()) + 256 * 10) * 1e-3 + 1.75,
-            "time/train_s": (float(of_step.sum()) + 256 * 10) * 1e-3 + 0.25,
-            "time/data_wait_s": 0.25,
-            "time/logprob_s": 0.0,
-            "time/sync_s": 0.5,
-            "sync/pause_s": 0.1,
+            "time/train_s": (float(of_step.sum()) + 256 * 10) * 1e-3 + 0.25, "time/data_wait_s": 0.25,
+            "time/logprob_s": 0.0, "time/sync_s": 0.5, "sync/pause_s": 0.1,
         }
         for number, of_step in enumerate(lengths)
-    ]
+    ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     open_section = SimulationConfig(prompt_tokens=10)
     measured = measure_run(tmp_path, config, open_section)

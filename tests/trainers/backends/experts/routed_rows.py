@@ -18,9 +18,7 @@ from headrace.actors.protocols import MicroBatch
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.schema import Schema
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec
-from headrace.tests.trainers.backends.backend_ranks import TINY, Row, micro_batch
-
-TEMPERATURE = 1.3
+from headrace.tests.trainers.backends.backend_ranks import TEMPERATURE, TINY, Row, micro_batch
 
 
 def save_moe(folder: Path, *, dense: Sequence[int] = (1,), scale: float = 3.0, **changes: Any) -> str:

@@ -14,27 +14,15 @@ import torch
 
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.tests.trainers.backends.backend_ranks import COLUMNS, Row, backend_config, micro_batch
-from headrace.tests.trainers.backends.router_replay.routed_rows import (
-    Reference,
-    routed,
-    save_moe,
-    with_own_logprobs,
-)
+from headrace.tests.trainers.backends.experts.routed_rows import Reference, routed, save_moe, with_own_logprobs
 from headrace.trainers.backends.config import BackendConfig
 from headrace.trainers.losses.config import LossConfig
 
 SHAPE: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 2,
-    "vocab_size": 4096,
-    "max_position_embeddings": 2048,
-}
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 2,
+    "vocab_size": 4096, "max_position_embeddings": 2048,
+}  # fmt: skip
 PAIRS = 2
 """Number of times that both ways are timed. Megatron keeps the parameters of a backend that was closed, so that seven
 backends in one process do not fit into 80 GB."""

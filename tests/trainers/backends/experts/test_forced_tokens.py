@@ -23,8 +23,8 @@ from headrace.actors.engines.protocol import SamplingParams
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.tokens.routes import RouteSpec, select_moe_layers
 from headrace.tests.trainers.backends.backend_ranks import COLUMNS, Row
-from headrace.tests.trainers.backends.router_replay.routed_rows import routed, save_moe, spec_of
-from headrace.tests.trainers.backends.router_replay.test_noise import fsdp, megatron, on_choice, plain
+from headrace.tests.trainers.backends.experts.routed_rows import routed, save_moe, spec_of
+from headrace.tests.trainers.backends.experts.test_noise import fsdp, megatron, on_choice, plain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.slow, pytest.mark.processes]
 
