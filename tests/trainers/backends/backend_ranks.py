@@ -118,7 +118,7 @@ def flat_gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> tor
     return flat(gradients_of(backend, [micro_batch(chunk) for chunk in chunks]))
 
 
-def gradients_of(backend: FsdpBackend, micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+def gradients_of(backend: Any, micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
     """Return the summed gradients of a step, which is then aborted."""
     backend.begin_step(TEMPERATURE)
     backend.accumulate(iter(micros), len(micros))
@@ -162,8 +162,10 @@ def backend_config(model: str, **changes: Any) -> BackendConfig:
     return BackendConfig(model, TrainerConfig.model_validate({**keys, **mesh, **changes}), **own)
 
 
-def summed_gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    """Return the open step's gradients, full and unscaled. Collective."""
+def summed_gradients(backend: Any) -> dict[str, torch.Tensor]:
+    """Return the open step's gradients, full and unscaled. Collective with fsdp; of one rank with megatron."""
+    if hasattr(backend._policy, "decoder"):
+        return {name: param.main_grad.clone() for name, param in backend._policy.named_parameters()}
     return {
         name: param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad.clone()
         for name, param in backend._policy.model.named_parameters()

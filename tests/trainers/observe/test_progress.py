@@ -31,14 +31,18 @@ ASYNC = {
 }  # fmt: skip
 
 
+def text_on(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def shown(*steps: dict[str, float], terminal: bool) -> str:
     """Return what a view prints last for these steps, without colours."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=140)
     with Progress("tiny", len(steps), console=console) as progress:
         for number, step in enumerate(steps, start=1):
             progress.update(number, figures(number) | step)
-    assert isinstance(console.file, io.StringIO)
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text_on(console))
 
 
 def run(num_steps: int, *, terminal: bool, enabled: bool = True) -> str:
@@ -49,8 +53,7 @@ def run(num_steps: int, *, terminal: bool, enabled: bool = True) -> str:
         progress.update(0, {"val/exact_match": 0.1})
         for step in range(1, num_steps + 1):
             progress.update(step, figures(step) | ({"val/exact_match": 0.75} if step == 33 else {}))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return text_on(console)
 
 
 def test_without_a_terminal_there_are_about_twenty_short_lines() -> None:
@@ -88,8 +91,7 @@ def test_the_panel_goes_away_cleanly_when_the_run_fails() -> None:
     with pytest.raises(RuntimeError, match="boom"), Progress("tiny", 10, console=console) as progress:
         progress.update(1, figures(1))
         raise RuntimeError("boom")
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert text_on(console).endswith("\x1b[?25h")  # the cursor is back
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -137,8 +139,7 @@ def test_lines_also_come_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         for step in range(1, 241):
             now[0] += 10.0
             view.update(step, figures(step))
-    assert isinstance(console.file, io.StringIO)
-    lines = [line for line in console.file.getvalue().splitlines() if "step " in line]
+    lines = [line for line in text_on(console).splitlines() if "step " in line]
     assert 35 <= len(lines) <= 45 and "step 1/100000" in lines[0]
 
 
@@ -185,5 +186,4 @@ def test_the_panel_says_what_the_step_is_doing() -> None:
     with Progress("tiny", 10, console=console) as view:
         view.doing = lambda: "logprob"
         view.update(3, figures(3))
-    assert isinstance(console.file, io.StringIO)
-    assert "step 3/10  logprob" in console.file.getvalue()
+    assert "step 3/10  logprob" in text_on(console)

@@ -196,15 +196,15 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
+def watchdog_of(memory: int, pid: int, folder: Path, margin_s: float = 1.0) -> Watchdog:
+    return Watchdog(argparse.Namespace(descriptor=memory, pid=pid, folder=folder, strangers=[], margin_s=margin_s,
+                                       grace_s=1, groups=1, group_size=1))  # fmt: skip
+
+
 def test_a_run_that_somebody_has_suspended_does_not_stand_still(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     memory = heartbeat.shared_memory()
     Heartbeat(memory).enter("train")
-    watchdog = Watchdog(
-        argparse.Namespace(
-            descriptor=memory, pid=other.pid, folder=tmp_path, strangers=[], margin_s=1, grace_s=1, groups=1,
-            group_size=1,
-        )
-    )  # fmt: skip
+    watchdog = watchdog_of(memory, other.pid, tmp_path)
     beat = HeartbeatReader(memory).read()
     os.close(memory)
     deadline = time.monotonic() + 60
@@ -224,12 +224,7 @@ def test_a_stage_has_a_margin_beyond_its_bound(
 ) -> None:
     memory = heartbeat.shared_memory()
     beat = Heartbeat(memory)
-    watchdog = Watchdog(
-        argparse.Namespace(
-            descriptor=memory, pid=other.pid, folder=tmp_path, strangers=[], margin_s=margin_s, grace_s=1, groups=1,
-            group_size=1,
-        )
-    )  # fmt: skip
+    watchdog = watchdog_of(memory, other.pid, tmp_path, margin_s)
     beat.enter("train", 0.001)
     seen = HeartbeatReader(memory).read()
     os.close(memory)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,15 +249,6 @@ def opened(model: str, replay: RouterReplayConfig = ON, **changes: Any) -> Itera
         yield backend
 
 
-def megatron_gradients(backend: Any, micros: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Return the summed gradients of a step, which is then aborted."""
-    backend.begin_step(TEMPERATURE)
-    backend.accumulate(iter(micros), len(micros))
-    found = {name: param.main_grad.clone() for name, param in backend._policy.named_parameters()}
-    backend.abort_step()
-    return found
-
-
 @pytest.mark.megatron
 def test_own_missing_and_other_routes(model: str) -> None:
     reference = Reference(model)
@@ -272,14 +262,14 @@ def test_own_missing_and_other_routes(model: str) -> None:
     with opened(model, RouterReplayConfig()) as backend:
         assert all(getattr(layer.mlp, "router", None) is None or layer.mlp.router.router_replay is None
                    for layer in backend._policy.decoder.layers), "nothing is hooked when replay is off"  # fmt: skip
-        native = megatron_gradients(backend, [micro_batch(rows[:4]), micro_batch(rows[4:])])
+        native = gradients_of(backend, [micro_batch(rows[:4]), micro_batch(rows[4:])])
         [logprobs] = backend.logprobs([micro_batch(rows)], 1)
     with opened(model) as backend:
-        same = megatron_gradients(backend, halves(missing))
+        same = gradients_of(backend, halves(missing))
         assert all(torch.equal(same[name], native[name]) for name in native)
-        own = megatron_gradients(backend, halves(routes))
+        own = gradients_of(backend, halves(routes))
         assert torch.linalg.norm(flat(own) - flat(native)) <= 1e-6 * torch.linalg.norm(flat(native))
-        changed = megatron_gradients(backend, halves(others))
+        changed = gradients_of(backend, halves(others))
         assert torch.linalg.norm(flat(changed) - flat(native)) > 0.1 * torch.linalg.norm(flat(native))
         assert all(grad.abs().sum() > 0 for name, grad in changed.items() if name.endswith("router.weight"))
         [replayed] = backend.logprobs([routed(rows, others, reference.spec)], 1)
@@ -291,17 +281,13 @@ def test_own_missing_and_other_routes(model: str) -> None:
     ]  # fmt: skip
     for keeps in variants:
         with opened(model, **keeps) as backend:
-            passes = [0] * len(backend._policy.decoder.layers)
-            for index, layer in enumerate(backend._policy.decoder.layers):
-                layer.mlp.register_forward_pre_hook(partial(count, passes, index))
-            again = megatron_gradients(backend, halves(others))
+            layers, calls = backend._policy.decoder.layers, list[int]()
+            for index, layer in enumerate(layers):
+                layer.mlp.register_forward_pre_hook(lambda *_, index=index, calls=calls: calls.append(index))
+            again = gradients_of(backend, halves(others))
             assert all(torch.equal(again[name], changed[name]) for name in changed), keeps
-            twice = len(passes) if "recompute_layers" not in keeps else 1
-            assert passes == [4] * twice + [2] * (len(passes) - twice), keeps
-
-
-def count(passes: list[int], index: int, *_: Any) -> None:
-    passes[index] += 1
+            twice = len(layers) if "recompute_layers" not in keeps else 1
+            assert list(map(calls.count, range(len(layers)))) == [4] * twice + [2] * (len(layers) - twice), keeps
 
 
 @pytest.mark.megatron
@@ -309,16 +295,16 @@ def test_a_pass_that_fails_leaves_no_route_and_no_queue(model: str) -> None:
     rows, spec = random_rows(3, 6), spec_of(model)
     micro = routed(rows, random_routes(rows, spec), spec)
     with opened(model, recompute="full") as backend:
-        expected = megatron_gradients(backend, [micro, micro])
+        expected = gradients_of(backend, [micro, micro])
         replay, layers = backend._replay, backend._policy.decoder.layers
         for where in ("register_forward_hook", "register_full_backward_hook"):
             hook = getattr(layers[-1].mlp, where)(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                megatron_gradients(backend, [micro, micro])
+                gradients_of(backend, [micro, micro])
             hook.remove()
             backend.abort_step()
             assert replay._routes is None and not replay._queueing and not any(replay._queues)
-        again = megatron_gradients(backend, [micro, micro])
+        again = gradients_of(backend, [micro, micro])
         assert all(torch.equal(again[name], expected[name]) for name in expected)
         replay._queues[1].append(torch.zeros(1, 2))
         with pytest.raises(RuntimeError, match=r"computed again too rarely \(layer: microbatches\) \{2: 1\}"):
@@ -331,13 +317,13 @@ def test_other_experts_and_other_routers_are_noticed(model: str) -> None:
     rows, spec = random_rows(4, 5), spec_of(model)
     micro = routed(rows, random_routes(rows, spec), spec)
     with opened(model, RouterReplayConfig(enabled=True, verify="forward", native_agreement_every=0)) as backend:
-        megatron_gradients(backend, [micro])
+        gradients_of(backend, [micro])
         router = backend._policy.decoder.layers[2].mlp.router
         inner = router.routing
         router.routing = lambda *args, **options: tuple(part.flip(0) for part in inner(*args, **options))
         backend._replay._begun = 0  # the next step is the first again
         with pytest.raises(RoutesDiffer, match="layer 2 sent token"):
-            megatron_gradients(backend, [micro])
+            gradients_of(backend, [micro])
         from headrace.trainers.backends.megatron.megatron_routers import check_router
 
         check_router(router)

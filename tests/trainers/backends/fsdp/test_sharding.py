@@ -20,9 +20,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     micro_batch,
     random_rows,
     run_on_ranks,
-    save_tiny_llama,
     save_tiny_model,
-    save_tiny_moe,
     summed_gradients,
     weights_of,
 )
@@ -31,14 +29,7 @@ from headrace.trainers.backends.fsdp import sharding as loading
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.hf_model import HfSource
 
-MODELS = ("tied", "untied", "moe", "llama")
-
-
-def save_all(folder: Path) -> None:
-    save_tiny_model(folder / "tied")
-    save_tiny_model(folder / "untied", tied=False)
-    save_tiny_moe(folder / "moe")
-    save_tiny_llama(folder / "llama")
+MODELS = ("tied", "untied", "moe", "biased")
 
 
 def from_pretrained(folder: str) -> Any:
@@ -89,11 +80,10 @@ def loaded(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_two_ranks_read_half_the_model_each_and_have_its_very_weights(tmp_path: Path) -> None:
-    save_all(tmp_path)
-    ranks = run_on_ranks(loaded, 2, tmp_path / "run", str(tmp_path))
+def test_two_ranks_read_half_the_model_each_and_have_its_very_weights(folder: Path) -> None:
+    ranks = run_on_ranks(loaded, 2, folder / "run", str(folder))
     for case, (weights, *_) in ranks[0].items():
-        model = from_pretrained(str(tmp_path / case.split()[0]))
+        model = from_pretrained(str(folder / case.split()[0]))
         expected = dict(model.named_parameters())
         assert weights.keys() == expected.keys(), case
         assert all(torch.equal(weights[name], expected[name]) for name in expected), case

@@ -31,6 +31,10 @@ def awake(state: PoolState) -> dict[str, int]:
     return {name: len(tenant.awake) for name, tenant in state.tenants.items()}
 
 
+def after_cycle(state: PoolState) -> PoolState:
+    return apply_plan(state, plan_cycle(state, starve_s=STARVE_S))
+
+
 @given(pool_states())
 def test_every_plan_passes_the_checks(state: PoolState) -> None:
     plan = plan_cycle(state, starve_s=STARVE_S)
@@ -90,11 +94,11 @@ def test_equal_tenants_end_within_one_shard_of_each_other(num_gpus: int, names: 
     first = "a"
     others = {name: replace(state.tenants[name], remaining=None, estimate=None) for name in names if name != first}
     state = replace(state, tenants=state.tenants | others)
-    state = apply_plan(state, plan_cycle(state, starve_s=STARVE_S))
+    state = after_cycle(state)
     assert awake(state)[first] == num_gpus  # alone, it gets all
     late = {name: replace(state.tenants[name], estimate=100) for name in others}
     state = replace(state, tenants=state.tenants | late)
-    state = apply_plan(state, plan_cycle(state, starve_s=STARVE_S))
+    state = after_cycle(state)
     counts = awake(state).values()
     if num_gpus >= len(names):
         assert max(counts) - min(counts) <= 1
@@ -109,8 +113,7 @@ def test_weights_count() -> None:
 
 
 def test_a_request_takes_gpus_from_generation_and_its_shards_come_back() -> None:
-    state = equal_tenants(4, "a")
-    state = apply_plan(state, plan_cycle(state, starve_s=STARVE_S))
+    state = after_cycle(equal_tenants(4, "a"))
     request = Request("a", "train", Priority.TRAINING, 5.0)
     plan = plan_cycle(replace(state, requests=(request,)), starve_s=STARVE_S)
     assert plan.shrinks == (ShardId("a", 0), ShardId("a", 1))
@@ -121,13 +124,12 @@ def test_a_request_takes_gpus_from_generation_and_its_shards_come_back() -> None
 
 
 def test_nothing_is_shrunk_for_a_request_that_cannot_be_granted() -> None:
-    state = equal_tenants(4)
-    state = apply_plan(state, plan_cycle(state, starve_s=STARVE_S))
+    state = after_cycle(equal_tenants(4))
     first = state.tenants["a"].map
     blocked = Grant("a", "train", Priority.TRAINING, first.train_gpus)
     state = equal_tenants(4)
     state = replace(state, grants=(blocked,))
-    state = apply_plan(state, plan_cycle(state, starve_s=STARVE_S))
+    state = after_cycle(state)
     request = Request("b", "train", Priority.TRAINING, 99.0)
     assert not plan_cycle(replace(state, requests=(request,), now_s=100.0), starve_s=STARVE_S)
 
@@ -167,8 +169,7 @@ def test_a_wide_request_is_never_starved() -> None:
 
 
 def test_a_tenant_that_ends_gives_all_shards_back() -> None:
-    state = equal_tenants(6)
-    state = apply_plan(state, plan_cycle(state, starve_s=STARVE_S))
+    state = after_cycle(equal_tenants(6))
     ending = replace(state.tenants["a"], ending=True)
     plan = plan_cycle(replace(state, tenants=state.tenants | {"a": ending}), starve_s=STARVE_S)
     assert {shard.shard for shard in plan.shrinks if shard.tenant == "a"} == state.tenants["a"].awake
@@ -185,7 +186,7 @@ def test_unknown_progress_is_skipped() -> None:
 def test_unevenness_is_seen() -> None:
     state = equal_tenants(4)
     assert is_uneven(state)
-    assert not is_uneven(apply_plan(state, plan_cycle(state, starve_s=STARVE_S)))
+    assert not is_uneven(after_cycle(state))
 
 
 BAD_PLANS = {
