@@ -32,7 +32,7 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
     source.mkdir()
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE", "py.typed"))]:
         shutil.copy(path, source)
-    for folder in ("codecs", "dataplane", "actors", "trainers", "bench", "cli", "examples"):
+    for folder in ("codecs", "dataplane", "actors", "trainers", "bench", "cli", "testing", "examples"):
         shutil.copytree(ROOT / folder, source / folder)
     run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."],

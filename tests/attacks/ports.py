@@ -30,7 +30,7 @@ from headrace.dataplane.stores.tcp import wire
 from headrace.dataplane.stores.tcp import wire as unit_messages
 from headrace.dataplane.stores.tcp.link import UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, wait_until
 
 TIMEOUT_S = 30.0

@@ -13,9 +13,9 @@ import pytest
 
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.testing.data_plane import SCHEMA, fresh_run_id
 from headrace.tests import process_pool
 from headrace.tests.dataplane.planes import OTHER_STORES, as_seen, store_config
-from headrace.tests.dataplane.rows import SCHEMA, fresh_run_id
 from headrace.tests.dataplane.stubborn import STUBBORN
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

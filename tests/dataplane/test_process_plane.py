@@ -17,8 +17,8 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import DirectoryLost, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.planes import put_one
-from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.process_pool import has_ended, kill
 from headrace.tests.two_hosts import needs_two_hosts
 

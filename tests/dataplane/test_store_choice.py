@@ -16,7 +16,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import open_data_plane
 from headrace.dataplane.store_choice import check_store
 from headrace.dataplane.stores.local import LocalHost
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 
 EXPLOIT = """
 import os, pickle, sys, zmq

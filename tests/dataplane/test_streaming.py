@@ -16,7 +16,7 @@ from headrace.dataplane.errors import ClaimTimeout, DataPlaneError
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.streaming import ROWS_A_CLAIM, StreamingDataset
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, config, wait_until
 
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("number", Kind.PER_SAMPLE, torch.int64)])

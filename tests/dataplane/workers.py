@@ -11,7 +11,8 @@ import ray
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
-from headrace.tests.dataplane.rows import FIRST, assert_rows, columns, keys_of, stop_after_first_block
+from headrace.testing.data_plane import assert_rows
+from headrace.tests.dataplane.rows import FIRST, columns, keys_of, stop_after_first_block
 
 
 class Worker:

@@ -17,7 +17,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -84,15 +84,39 @@ class Call(Generic[T_co]):
         return actor.send(self.method, self.message, self.actors)
 
 
+class Cluster:
+    """The Ray cluster, asked about calls in flight. `headrace.testing.FakeCluster` is one without processes."""
+
+    def ready(self, references: list[Any], timeout_s: float) -> list[Any]:
+        """Return those of the references whose calls have ended. Waits up to `timeout_s` for the first one."""
+        done, _ = ray.wait(references, num_returns=1, timeout=timeout_s)
+        if done:
+            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        return done
+
+    def result(self, reference: Any) -> bytes:
+        """Return the encoded result of a call that has ended. Raises the RayError of one that failed."""
+        return cast(bytes, ray.get(reference, timeout=RESULT_TIMEOUT_S))
+
+    def kill(self, ray_actor: Any) -> None:
+        """Kill an actor's process, without waiting until it is gone."""
+        ray.kill(ray_actor, no_restart=True)
+
+
+RAY = Cluster()
+
+
 class ActorHandle:
     """The driver's handle of one actor of the run. When the actor's process is replaced by another, the handle stays
     the same."""
 
-    def __init__(self, start: Callable[[], Any], name: str, meter: DriverMeter) -> None:
+    def __init__(self, start: Callable[[], Any], name: str, meter: DriverMeter, cluster: Cluster = RAY) -> None:
         """Start the actor's process without waiting for it. start: function that starts a process and returns Ray's
         handle of it."""
         self._start = start
         self._meter = meter
+        self.cluster = cluster
+        """Where the actor's process runs."""
         self.setup: Any = None
         """Settings from which the actor is made, which `configure` sends to its process; None until they are known."""
         self.info = ActorInfo(name, 0, "not up yet")
@@ -107,7 +131,7 @@ class ActorHandle:
 
     def kill(self) -> None:
         """Kill the actor's process, whatever it is doing; does not wait until it is gone."""
-        ray.kill(self.ray_actor, no_restart=True)
+        self.cluster.kill(self.ray_actor)
 
     def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have the actor's process run `function(actor, *args, **kwargs)` between two of its calls. Does not wait for
@@ -140,7 +164,7 @@ class ActorHandle:
         answer was lost."""
         elapsed = time.monotonic() - call.started
         try:
-            reply: Any = ray.get(call.reference, timeout=RESULT_TIMEOUT_S)
+            reply = self.cluster.result(call.reference)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             message = f"{stage}: {self.info} failed after {elapsed:.1f} s: {type(cause).__name__}: {cause}"
@@ -200,9 +224,7 @@ def ended(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[tuple[
     by_reference = {call.reference: call for call in calls}
     if not by_reference:
         return []
-    done, _ = ray.wait(list(by_reference), num_returns=1, timeout=timeout_s)
-    if done:
-        done, _ = ray.wait(list(by_reference), num_returns=len(by_reference), timeout=0)
+    done = calls[0].actor.cluster.ready(list(by_reference), timeout_s)
     return [(by_reference[reference], _outcome(by_reference[reference], stage)) for reference in done]
 
 

@@ -21,9 +21,9 @@ from headrace.actors.weight_sync.transports.protocol import (
     WeightUpdate,
 )
 from headrace.dataplane.handle import DataPlaneHandle
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.actors.train.replica_ranks import data_plane
 from headrace.tests.actors.weight_sync.weight_streams import change, specs, weights
-from headrace.tests.dataplane.rows import fresh_run_id
 
 BUCKET_BYTES, TIMEOUT_S = 256, 10.0
 ENGINES = [ReceiverGroup("engine 0", 1), ReceiverGroup("engine 1", 2)]

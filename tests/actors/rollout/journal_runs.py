@@ -23,8 +23,9 @@ from headrace.actors.rollout.prompts import PromptStream, base36
 from headrace.actors.rollout.results import RolloutReport
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.jagged import unpack
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig, StoreKind
-from headrace.dataplane.factory import connect, connect_async, open_data_plane
+from headrace.dataplane.config import StoreKind
+from headrace.dataplane.factory import connect, connect_async
+from headrace.testing.data_plane import open_plane
 
 PARTITION, TASK = "train", "train"
 SAMPLES = 2
@@ -100,7 +101,7 @@ class Life:
         self._journal = journal
         self._version = version
         self._rubric = Rubric([("exact_match", exact_match, 0.5), ("per_position", per_position, 0.25), *rewards])
-        self._plane = open_data_plane(DataPlaneConfig(store=StoreConfig(kind=store)), in_process=True)
+        self._plane = open_plane(store)
         self._driver = connect(self._plane.handle, name="driver")
         self._driver.register(PARTITION, ROLLOUT_SCHEMA, [TASK], group_size=SAMPLES)
 

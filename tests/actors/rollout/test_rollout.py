@@ -33,9 +33,9 @@ from headrace.actors.rollout.rows import version_spans
 from headrace.actors.rollout.worker import HeldOut, RolloutWorker, generation_spans
 from headrace.actors.samples import SampleFile, SamplesConfig
 from headrace.codecs.batch import Batch
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.traffic import ClientStats, Traffic
+from headrace.testing.data_plane import open_plane
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 from headrace.trainers.observe.samples import read_samples
 
@@ -45,7 +45,7 @@ EOS = 2
 
 @pytest.fixture
 def plane() -> Iterator[DataPlane]:
-    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local")), in_process=True) as opened:
+    with open_plane() as opened:
         connect(opened.handle).register(PARTITION, ROLLOUT_SCHEMA, ["train"], group_size=2)
         yield opened
 
@@ -535,7 +535,7 @@ def test_an_episode_of_several_rows_is_claimed_with_its_group(tokenizer: Any) ->
         assert (report.rows, report.failed) == (4, 0), report.first_error
         await rollouts.close()
 
-    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local")), in_process=True) as plane:
+    with open_plane() as plane:
         client = connect(plane.handle)
         client.register(PARTITION, ROLLOUT_SCHEMA, ["train"], group_size=6)
         asyncio.run(run(plane.handle))

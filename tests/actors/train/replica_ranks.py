@@ -34,7 +34,7 @@ from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.rpc.server import DirectoryServer
 from headrace.dataplane.store_choice import build_store_host
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import FORKSERVER, start_ray
 
 PARTITION = "train"

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.factory import DataPlane, connect, open_data_plane
-from headrace.tests.dataplane.client.local_plane import SCHEMA, config
+from headrace.dataplane.factory import DataPlane, connect
+from headrace.tests.dataplane.client.local_plane import SCHEMA, small_plane
 
 
 @pytest.fixture
 def plane() -> Iterator[DataPlane]:
-    with open_data_plane(config(), in_process=True) as plane:
+    with small_plane() as plane:
         yield plane
 
 

@@ -1,11 +1,14 @@
-"""Configuration and rows of the data planes over the store `local` that the tests of the client open."""
+"""Small data planes over the store `local` that the tests of the client open, and their rows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.factory import DataPlane
+from headrace.testing.data_plane import open_plane
 
 SCHEMA = Schema(
     [
@@ -17,9 +20,9 @@ SCHEMA = Schema(
 )
 
 
-def config(**options: object) -> DataPlaneConfig:
-    store = StoreConfig(kind="local", capacity_mib=1)
-    return DataPlaneConfig(**{"store": store, "timeout_s": 5.0, "block_rows": 4} | options)  # type: ignore[arg-type]
+def small_plane(**options: Any) -> DataPlane:
+    """A data plane of 1 MiB with four rows a block, unless `options` of `open_plane` say otherwise."""
+    return open_plane(**{"capacity_mib": 1, "timeout_s": 5.0, "block_rows": 4, **options})
 
 
 def ids(count: int, base: int = 0) -> list[torch.Tensor]:

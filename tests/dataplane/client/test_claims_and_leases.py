@@ -11,8 +11,8 @@ import torch
 
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.errors import CapacityExceeded, ClaimTimeout, LeaseLost
-from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
-from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
+from headrace.dataplane.factory import DataPlane, connect, connect_async
+from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
 
 
 def test_a_waiting_claim_is_woken_by_the_put_that_completes_it(client: DataPlaneClient, plane: DataPlane) -> None:
@@ -59,7 +59,7 @@ def test_claims_of_a_task_are_served_in_order(client: DataPlaneClient, plane: Da
 
 
 def test_rows_of_an_expired_lease_wake_a_claim() -> None:
-    with open_data_plane(config(lease_s=0.3), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(lease_s=0.3) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
         client.put("p", ["a.0"], {"ids": ids(1)})
         gone = connect(plane.handle)
@@ -74,7 +74,7 @@ def test_rows_of_an_expired_lease_wake_a_claim() -> None:
 
 @pytest.mark.long
 def test_a_lease_lasts_as_long_as_its_client() -> None:
-    with open_data_plane(config(lease_s=1.0), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(lease_s=1.0) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
         client.put("p", ["a.0", "b.0"], {"ids": ids(2)})
         holder = connect(plane.handle)
@@ -93,7 +93,7 @@ def test_a_lease_lasts_as_long_as_its_client() -> None:
 
 @pytest.mark.long
 def test_a_receipt_that_was_handed_over_is_renewed_by_its_new_holder() -> None:
-    with open_data_plane(config(lease_s=0.6), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(lease_s=0.6) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
         client.put("p", ["a.0", "b.0", "c.0"], {"ids": ids(3)})
         first = connect(plane.handle)
@@ -117,7 +117,7 @@ def test_a_receipt_that_was_handed_over_is_renewed_by_its_new_holder() -> None:
 
 @pytest.mark.long
 def test_leases_are_renewed_for_asyncio_too_and_a_blocked_loop_keeps_them() -> None:
-    with open_data_plane(config(lease_s=1.0), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(lease_s=1.0) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
         client.put("p", ["a.0"], {"ids": ids(1)})
 
@@ -134,7 +134,7 @@ def test_leases_are_renewed_for_asyncio_too_and_a_blocked_loop_keeps_them() -> N
 
 @pytest.mark.long
 def test_renewals_that_come_during_a_stall_of_the_directory_count() -> None:
-    with open_data_plane(config(lease_s=0.5), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(lease_s=0.5) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA, ("a",))
         client.put("p", ["a.0"], {"ids": ids(1)})
         held = client.claim("p", "a", ("ids",), 1)

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import ClaimTimeout, RowsCleared
-from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.status import DataPlaneStatus
 from headrace.dataplane.traffic import ClientStats
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import open_plane
 
 PARTITION = "flow"
 SCHEMA = Schema([Field("values", Kind.PER_TOKEN, torch.uint8)])
@@ -30,8 +29,7 @@ SIZES = [1000 * size for size in range(1, 9)]
 
 @pytest.fixture(scope="module")
 def local_plane() -> Iterator[DataPlane]:
-    config = DataPlaneConfig(store=StoreConfig(kind="local", capacity_mib=64), timeout_s=20)
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+    with open_plane(timeout_s=20) as plane:
         with connect(plane.handle) as client:
             client.register(PARTITION, SCHEMA, ("train",))
         yield plane

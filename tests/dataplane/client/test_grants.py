@@ -16,13 +16,12 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client import grants as renewal
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.grants import MAX_BYTES, Credit, LeaseRenewal
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory import requests
 from headrace.dataplane.directory.requests import Space
 from headrace.dataplane.errors import AlreadyWritten, CapacityExceeded, DirectoryLost, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.rpc.links import Link
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id, open_plane
 
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (50_000,))])
 ROWS = 4
@@ -31,9 +30,7 @@ ROWS = 4
 @pytest.fixture(params=["local", "shm"])
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlane]:
     """Room for 20 rows and a bit: puts of 4 rows take 200 kB."""
-    store = StoreConfig(kind=request.param, capacity_mib=1)
-    config = DataPlaneConfig(store=store, timeout_s=5, block_rows=2, reserve_s=30)
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+    with open_plane(request.param, capacity_mib=1, timeout_s=5, block_rows=2, reserve_s=30) as plane:
         yield plane
 
 

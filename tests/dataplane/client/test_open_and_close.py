@@ -11,25 +11,25 @@ import time
 import pytest
 
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.config import StoreConfig
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import ClaimTimeout, DirectoryLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
-from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
+from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
 
 
 def test_open_refuses_what_it_cannot_give(plane: DataPlane) -> None:
     with pytest.raises(ValueError, match="this process has a data plane of that name"):
-        open_data_plane(config(), run_id=plane.handle.run_id, in_process=True)
+        small_plane(run_id=plane.handle.run_id)
     with pytest.raises(ValueError, match="run_id"):
-        open_data_plane(config(), run_id="a/b", in_process=True)
+        small_plane(run_id="a/b")
 
 
 def test_a_store_that_cannot_start_says_why(ray_session: None) -> None:
     with (
-        open_data_plane(config(store=StoreConfig(kind="shm", capacity_mib=1)), run_id="twice", in_process=True),
+        small_plane(store="shm", run_id="twice") as plane,
         pytest.raises(ValueError, match="twice"),
     ):
-        open_data_plane(config(store=StoreConfig(kind="shm", capacity_mib=1)), run_id="twice")
+        open_data_plane(plane.handle.config, run_id="twice")
 
 
 def test_closed_data_plane(plane: DataPlane, client: DataPlaneClient) -> None:
@@ -76,7 +76,8 @@ def test_a_forked_process_is_told_that_the_directory_is_not_its_own(plane: DataP
 
 
 def test_directory_in_an_actor_and_its_death(ray_session: None) -> None:
-    with open_data_plane(config(timeout_s=3.0)) as plane, connect(plane.handle, name="test") as client:
+    config = DataPlaneConfig(store=StoreConfig(kind="local", capacity_mib=1), timeout_s=3.0, block_rows=4)
+    with open_data_plane(config) as plane, connect(plane.handle, name="test") as client:
         client.register("p", SCHEMA, ("a",))
         receipt = client.put("p", ["a.0", "b.0"], {"ids": ids(2), "note": ["x", "y"]})
         assert client.get(receipt).objects("note") == ["x", "y"]

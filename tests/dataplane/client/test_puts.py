@@ -11,11 +11,10 @@ import torch
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.block_io import MOST_BYTES, cut
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.config import StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, DataPlaneTimeout, StoreLost
-from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.stores.local import LocalHost
-from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
+from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
 
 
 def test_blocks_are_cut_between_groups() -> None:
@@ -30,8 +29,7 @@ def test_blocks_are_cut_between_groups() -> None:
 
 
 def test_blocks_are_bounded_by_the_bytes_of_objects_too(plane: DataPlane) -> None:
-    store = StoreConfig(kind="local", capacity_mib=64)
-    with open_data_plane(config(store=store, block_rows=None), in_process=True) as wide, connect(wide.handle) as client:
+    with small_plane(capacity_mib=64, block_rows=None) as wide, connect(wide.handle) as client:
         client.register("t", Schema([Field("talk", Kind.OBJECT), Field("n", Kind.PER_SAMPLE, torch.int32)]))
         keys = [f"k{number}.0" for number in range(2000)]
         talks = [{"role": "user", "text": str(number) * 2500} for number in range(2000)]
@@ -93,7 +91,7 @@ def test_a_late_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.3)
 
     monkeypatch.setattr(LocalHost, "write", late)
-    with open_data_plane(config(reserve_s=0.1), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(reserve_s=0.1) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA)
         with pytest.raises(DataPlaneTimeout, match="reserve_s=0.1"):
             client.put("p", ["a.0"], {"ids": ids(1)})
@@ -109,7 +107,7 @@ def test_a_writer_that_begins_too_late_is_refused_and_leaves_no_bytes(monkeypatc
         written(self, block_id, parts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalHost, "write", late)
-    with open_data_plane(config(reserve_s=0.1), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(reserve_s=0.1) as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA)
         with pytest.raises(DataPlaneTimeout, match="reserve_s=0.1.*op=put partition='p' keys=.'a.0'"):
             client.put("p", ["a.0"], {"ids": ids(1)})

@@ -16,9 +16,9 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import ByteRanges
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.errors import IntegrityError, RowsCleared
-from headrace.dataplane.factory import connect, open_data_plane
+from headrace.dataplane.factory import connect
 from headrace.dataplane.meta import BlockRef, KVBatchMeta
-from headrace.tests.dataplane.client.local_plane import config
+from headrace.tests.dataplane.client.local_plane import small_plane
 from headrace.tests.example_counts import examples
 
 ROWS = 48
@@ -73,9 +73,8 @@ def clients(request: pytest.FixtureRequest) -> Iterator[tuple[DataPlaneClient, D
         "image": [torch.from_numpy(generator.integers(0, 255, (n % 5, 40)).astype(np.uint8)) for n in range(ROWS)],
         "notes": [{"n": number, "text": "x" * (number % 7)} for number in range(ROWS)],
     }
-    options = config(integrity=request.param, block_rows=8, store={"kind": "local", "capacity_mib": 16})
     with (
-        open_data_plane(options, in_process=True) as plane,
+        small_plane(integrity=request.param, block_rows=8, capacity_mib=16) as plane,
         connect(plane.handle) as whole,
         connect(plane.handle) as ranged,
     ):

@@ -29,11 +29,11 @@ from headrace.dataplane.errors import (
     RowsCleared,
     SchemaMismatch,
 )
-from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.stores.local import LocalHost
-from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id, open_plane
+from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
 from headrace.tests.dataplane.rpc.served import Served
 
 
@@ -110,7 +110,7 @@ def test_a_partition_can_be_dropped(client: DataPlaneClient, plane: DataPlane) -
 
 
 def test_damage_is_noticed_and_named(plane: DataPlane) -> None:
-    with open_data_plane(config(integrity="verify"), in_process=True) as plane, connect(plane.handle) as client:
+    with small_plane(integrity="verify") as plane, connect(plane.handle) as client:
         client.register("p", SCHEMA)
         receipt = client.put("p", [f"k{i}.0" for i in range(8)], {"ids": ids(8), "score": torch.zeros(8)})
         assert client.get(receipt).num_rows == 8
@@ -139,9 +139,7 @@ FOREIGN = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("r", Kind.PER
 def open_with_rows(
     kind: str, integrity: str, run_id: str, value: int
 ) -> tuple[DataPlane, DataPlaneClient, KVBatchMeta]:
-    store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 4})
-    config = DataPlaneConfig.model_validate({"store": store, "integrity": integrity})
-    plane = open_data_plane(config, run_id=run_id, in_process=True)
+    plane = open_plane(kind, capacity_mib=4, integrity=integrity, run_id=run_id)
     client = connect(plane.handle)
     client.register("t", FOREIGN, ["train"])
     columns = {"ids": [torch.full((3,), value, dtype=torch.int32)] * 2, "r": torch.full((2,), float(value))}

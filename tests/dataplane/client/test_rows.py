@@ -16,9 +16,9 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.samplers import Candidates, ClaimRequest, TaskConfig
 from headrace.dataplane.errors import DuplicateKeys, KeysNotFound, SchemaMismatch
-from headrace.dataplane.factory import connect, open_data_plane
+from headrace.dataplane.factory import connect
 from headrace.dataplane.status import PartitionRows
-from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
+from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
 from headrace.tests.dataplane.directory.directory_rows import SCHEMA as DIRECTORY_SCHEMA
 from headrace.tests.dataplane.directory.directory_rows import put
 
@@ -105,7 +105,7 @@ ONE_SOURCE = f"{__name__}:OneSource"
 @pytest.fixture
 def picky() -> Iterator[DataPlaneClient]:
     with (
-        open_data_plane(config(samplers=(ONE_SOURCE,)), in_process=True) as plane,
+        small_plane(samplers=(ONE_SOURCE,)) as plane,
         connect(plane.handle) as client,
     ):
         client.register("q", SCHEMA, [TaskConfig("a", ONE_SOURCE)])

@@ -24,15 +24,15 @@ from headrace.dataplane.client import saving as saved_file
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.operations import Operations
 from headrace.dataplane.client.saving import PartitionReader, PartitionWriter
-from headrace.dataplane.config import StoreConfig
 from headrace.dataplane.directory.partition import PartitionState, TaskState
 from headrace.dataplane.directory.samplers import TaskConfig
 from headrace.dataplane.errors import CapacityExceeded, ClaimTimeout, RowsCleared
-from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.status import PartitionRows
+from headrace.testing.data_plane import SCHEMA
 from headrace.tests.dataplane.client.local_plane import SCHEMA as SMALL
-from headrace.tests.dataplane.client.local_plane import config, ids
-from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, columns
+from headrace.tests.dataplane.client.local_plane import ids, small_plane
+from headrace.tests.dataplane.rows import FIRST, LATER, columns
 from headrace.tests.example_counts import examples
 
 TASKS = ("train", TaskConfig("eval", "ready_first"), TaskConfig("stream", "windowed", {"window": 3}))
@@ -42,7 +42,7 @@ GROUP = 2
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[DataPlane]:
     """A data plane that the examples of a property share."""
-    with open_data_plane(config(store=StoreConfig(kind="local", capacity_mib=64)), in_process=True) as plane:
+    with small_plane(capacity_mib=64) as plane:
         yield plane
 
 

@@ -14,7 +14,8 @@ import pytest
 from headrace.dataplane.client.grants import LeaseRenewal
 from headrace.dataplane.errors import ClaimTimeout, LeaseLost
 from headrace.dataplane.factory import DataPlane, connect
-from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, assert_rows, columns, keys_of
+from headrace.testing.data_plane import SCHEMA, assert_rows
+from headrace.tests.dataplane.rows import FIRST, LATER, columns, keys_of
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

@@ -17,8 +17,9 @@ from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost, KeysNotFound, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.testing.data_plane import SCHEMA, assert_rows, fresh_run_id
 from headrace.tests.dataplane.planes import as_seen, store_config
-from headrace.tests.dataplane.rows import BYTES, FIRST, SCHEMA, assert_rows, block_of, columns, fresh_run_id, keys_of
+from headrace.tests.dataplane.rows import BYTES, FIRST, block_of, columns, keys_of
 from headrace.tests.dataplane.workers import leave, start
 from headrace.tests.process_pool import has_ended, kill
 

@@ -15,8 +15,9 @@ from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.owned_folder import process_start
 from headrace.dataplane.stores.registry import store_entry
+from headrace.testing.data_plane import assert_rows
 from headrace.tests.dataplane.planes import LENDING, OTHER_STORES, SOCKETS, catch_reads
-from headrace.tests.dataplane.rows import BYTES, FIRST, assert_rows, block_of, columns, keys_of
+from headrace.tests.dataplane.rows import BYTES, FIRST, block_of, columns, keys_of
 
 
 def test_receipts_are_read_without_the_directory_and_cut_at_will(client: Any, partition: str) -> None:

@@ -29,19 +29,9 @@ from headrace.dataplane.errors import (
 )
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.testing.data_plane import SCHEMA, assert_rows, fresh_run_id
 from headrace.tests.dataplane.planes import OTHER_STORES, store_config
-from headrace.tests.dataplane.rows import (
-    BYTES,
-    FIRST,
-    LATER,
-    SCHEMA,
-    assert_rows,
-    block_of,
-    columns,
-    fresh_run_id,
-    keys_of,
-    stop_after_first_block,
-)
+from headrace.tests.dataplane.rows import BYTES, FIRST, LATER, block_of, columns, keys_of, stop_after_first_block
 
 # ------------------------------------------------------------------ 1. get
 

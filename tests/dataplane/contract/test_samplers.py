@@ -20,7 +20,8 @@ from headrace.dataplane.errors import ClaimTimeout, KeysNotFound, SamplerError
 from headrace.dataplane.factory import DataPlane, connect_async
 from headrace.dataplane.meta import POSITION
 from headrace.dataplane.status import TaskReset, TaskStatus
-from headrace.tests.dataplane.rows import FIRST, SCHEMA, assert_rows, columns
+from headrace.testing.data_plane import SCHEMA, assert_rows
+from headrace.tests.dataplane.rows import FIRST, columns
 from headrace.tests.dataplane.stubborn import STUBBORN
 
 pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")

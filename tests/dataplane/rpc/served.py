@@ -15,7 +15,7 @@ from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.rpc.server import DirectoryServer
 from headrace.dataplane.store_choice import build_store_host
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 
 
 def config(**options: Any) -> DataPlaneConfig:

@@ -24,7 +24,7 @@ from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.rpc import links, socket_link
 from headrace.dataplane.rpc.frames import SERVICE, frame
 from headrace.dataplane.security.handshake import prove_to_server
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, config, wait_until
 
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1 << 20,)), Field("y", Kind.PER_SAMPLE, torch.float32)])

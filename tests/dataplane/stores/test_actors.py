@@ -21,7 +21,8 @@ from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import counting_host as unfreed
-from headrace.tests.dataplane.rows import BYTES, block_of, fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
+from headrace.tests.dataplane.rows import BYTES, block_of
 from headrace.tests.process_pool import kill, suspend
 
 SIZES = (100, 0, 300_000, 7)

@@ -26,7 +26,7 @@ from headrace.dataplane.stores import mooncake_store
 from headrace.dataplane.stores.mooncake_client import MasterAddress, MooncakeClient
 from headrace.dataplane.stores.mooncake_processes import MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import has_ended, kill, suspend
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mooncake_library")]

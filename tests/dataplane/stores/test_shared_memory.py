@@ -28,7 +28,7 @@ from headrace.dataplane.store_choice import build_store_host, check_store
 from headrace.dataplane.stores import shared_memory
 from headrace.dataplane.stores.shared_memory import SharedMemoryHost, SharedMemoryStore, pool_bytes
 from headrace.dataplane.stores.shm_folder import PIECE_BYTES, WRITER_PID, FreeRanges, free_memory
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id, open_plane
 
 MIB = 1 << 20
 
@@ -188,8 +188,7 @@ def test_a_store_that_has_no_room_says_why(host: SharedMemoryHost, monkeypatch: 
 def test_an_error_names_what_a_put_waited_for() -> None:
     rows = {"x": torch.ones(4, MIB, dtype=torch.uint8)}
     schema = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (MIB,))])
-    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=0.2)
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane, connect(plane.handle) as client:
+    with open_plane("shm", timeout_s=0.2) as plane, connect(plane.handle) as client:
         client.register("t", schema)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared_memory, "reserve_memory", _full)
@@ -217,9 +216,8 @@ def test_an_error_names_what_a_put_waited_for() -> None:
 
 def test_a_put_is_woken_by_the_end_of_a_writer_in_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (48 * MIB,))])
-    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=20)
     rows = {"x": torch.ones(1, 48 * MIB, dtype=torch.uint8)}
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+    with open_plane("shm", timeout_s=20) as plane:
         with connect(plane.handle) as client, connect(plane.handle) as other:
             client.register("t", schema)
             client.put("t", ["a.0"], rows)
@@ -238,8 +236,7 @@ def test_a_put_is_woken_by_the_end_of_a_writer_in_freed_memory(monkeypatch: pyte
 
 def test_a_put_goes_on_when_other_programs_have_freed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (MIB,))])
-    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=20)
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane, connect(plane.handle) as client:
+    with open_plane("shm", timeout_s=20) as plane, connect(plane.handle) as client:
         client.register("t", schema)
         refused = threading.Semaphore(0)
         real = shared_memory.reserve_memory

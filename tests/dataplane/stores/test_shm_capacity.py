@@ -14,13 +14,12 @@ from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded
-from headrace.dataplane.factory import connect, open_data_plane
+from headrace.dataplane.factory import connect
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import shared_memory, shm_folder
 from headrace.dataplane.stores.shared_memory import SharedMemoryHost, SharedMemoryStore
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id, open_plane
 
 KIB, MIB = 1 << 10, 1 << 20
 OLD_SLOTS = 1 << 20
@@ -29,11 +28,7 @@ OLD_SLOTS = 1 << 20
 
 @contextlib.contextmanager
 def clients(capacity_mib: int, row_bytes: int, count: int) -> Iterator[list[DataPlaneClient]]:
-    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=capacity_mib), timeout_s=5)
-    with (
-        open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane,
-        contextlib.ExitStack() as stack,
-    ):
+    with open_plane("shm", capacity_mib=capacity_mib, timeout_s=5) as plane, contextlib.ExitStack() as stack:
         found = [stack.enter_context(connect(plane.handle)) for _ in range(count)]
         found[0].register("t", Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (row_bytes,))]))
         yield found

@@ -38,7 +38,7 @@ from headrace.dataplane.stores.tcp.wire import (
     encode,
     locations,
 )
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import kill, suspend
 
 KEY = new_key()

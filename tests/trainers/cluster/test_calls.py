@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.tests.trainers.cluster import fake_ray
-from headrace.tests.trainers.cluster.fake_ray import PENDING
+from headrace.testing import PENDING, FakeCluster
 from headrace.trainers.cluster import calls as progress
 from headrace.trainers.cluster.calls import ActorFailed, ProgressWatch, gather_slow
 
@@ -24,7 +23,6 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    fake_ray.install(monkeypatch)
     clock, ended = Clock(), progress.ended
 
     def wait(calls: Any, stage: str, timeout_s: float) -> Any:
@@ -43,7 +41,7 @@ def test_a_save_may_take_as_long_as_its_worker_gets_on(clock: Clock) -> None:
         return int(clock.now) if method == "progress" else None if clock.now > 1000 else PENDING
 
     looks: list[float] = []
-    worker = fake_ray.worker(answer)
+    worker = FakeCluster().trainer(answer)
     found = gather_slow(
         [worker.save("/nowhere")], [worker], "checkpoint", silence_s=20, stall_s=100,
         on_look=lambda: looks.append(clock.now),
@@ -58,7 +56,7 @@ def test_bytes_on_the_disk_are_progress(clock: Clock) -> None:
     def answer(method: str) -> Any:
         return 7 if method == "progress" else None if clock.now > 1000 else PENDING
 
-    worker = fake_ray.worker(answer)
+    worker = FakeCluster().trainer(answer)
     found = gather_slow(
         [worker.wait_saved()], [worker], "checkpoint", silence_s=20.0, stall_s=100.0,
         num_bytes=lambda: int(clock.now / 50),
@@ -67,7 +65,7 @@ def test_bytes_on_the_disk_are_progress(clock: Clock) -> None:
 
 
 def test_nothing_written_and_nothing_computed_is_stuck(clock: Clock) -> None:
-    worker = fake_ray.worker(lambda method: 7 if method == "progress" else PENDING)
+    worker = FakeCluster().trainer(lambda method: 7 if method == "progress" else PENDING)
     with pytest.raises(
         ActorFailed, match="checkpoint: train worker 0 .* wrote and computed nothing for 100 s"
     ) as failed:
@@ -76,8 +74,8 @@ def test_nothing_written_and_nothing_computed_is_stuck(clock: Clock) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_stuck_sooner_and_named(clock: Clock) -> None:
-    slow = fake_ray.worker(lambda method: int(clock.now) if method == "progress" else PENDING)
-    hung = fake_ray.worker(lambda method: PENDING, 1)
+    slow = FakeCluster().trainer(lambda method: int(clock.now) if method == "progress" else PENDING)
+    hung = FakeCluster().trainer(lambda method: PENDING, 1)
     with pytest.raises(ActorFailed, match="no sign of life within 20 s from train worker 1 "):
         gather_slow([slow.save("/a"), hung.save("/a")], [slow, hung], "checkpoint", silence_s=20, stall_s=100)
     assert 20 <= clock.now <= 25
@@ -85,7 +83,7 @@ def test_a_worker_that_does_not_answer_is_stuck_sooner_and_named(clock: Clock) -
 
 def test_still_and_silent_are_told_apart(clock: Clock) -> None:
     figure: list[Any] = [1]
-    engine = fake_ray.engine(lambda method: figure[0])
+    engine = FakeCluster().engine(lambda method: figure[0])
     watch = ProgressWatch([engine])
     for _ in range(5):
         clock.now += 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,85 +16,54 @@ from headrace.actors.rollout.actor import RolloutActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import TrainWorker, WorkerReport
 from headrace.codecs import messages
-from headrace.tests.trainers.cluster import fake_ray
+from headrace.testing import PENDING, FakeActor, FakeCluster
 from headrace.trainers.cluster import calls, handles
 from headrace.trainers.cluster.calls import ActorFailed, DriverMeter, gather, gather_each
-from headrace.trainers.cluster.handles import EngineHandle, RolloutHandle, TrainHandle
+from headrace.trainers.cluster.handles import RolloutHandle, TrainHandle
 
 SHARD = TrainShard(1, b"receipt", np.array([3, 4]), "digest", False)
 
 
-class Actor:
-    """A Ray actor as its handle sees it: calls arrive at once, the reference is the answer."""
-
-    def __init__(self, answer: Callable[[str, bytes], bytes]) -> None:
-        self.sent: list[tuple[str, bytes, tuple[Any, ...]]] = []
-        self.groups: list[str] = []
-        self._answer = answer
-        self.call = self
-
-    def options(self, concurrency_group: str) -> Actor:
-        self.groups.append(concurrency_group)
-        return self
-
-    def remote(self, method: str, message: bytes, *actors: Any) -> Any:
-        self.sent.append((method, message, actors))
-        return functools.partial(self._answer, method, message)
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray that has every answer at once, unless it never comes (None)."""
-
-    def wait(references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        there = [reference for reference in references if reference() is not None]
-        return there[:num_returns], []
-
-    monkeypatch.setattr(calls.ray, "wait", wait)
-    monkeypatch.setattr(calls.ray, "get", lambda reference, timeout: reference())
-
-
-def test_a_call_is_two_messages_which_are_counted_by_their_bytes(ray: None) -> None:
+def test_a_call_is_two_messages_which_are_counted_by_their_bytes() -> None:
     report = WorkerReport({"train/loss": 0.5}, 0.1, b"", 0, SpanTable(0.0, ()))
-    actor = Actor(lambda method, message: messages.encode(report if method == "finish" else None))
-    meter = DriverMeter()
-    worker = TrainHandle(lambda: actor, "train worker 0", meter)
+    cluster = FakeCluster()
+    worker = cluster.trainer(lambda method: report if method == "finish" else None)
+    actor, meter = worker.ray_actor, cluster.meter
     assert gather([worker.begin(SHARD)], "plan", 1.0) == [None]
-    [(name, message, _)] = actor.sent
+    [(name, message, _, group)] = actor.sent
     [decoded] = decode_arguments(TrainWorker.begin, message)
     assert (name, decoded.digest, decoded.sizes.tolist()) == ("begin", "digest", [3, 4])
     assert message[1:] == messages.encode(SHARD), "one byte says how many arguments there are"
     assert meter.take() == len(message) + 1
     assert gather([worker.finish()], "train", 1.0) == [report]
     assert meter.take() == 1 + len(messages.encode(report)) and meter.num_bytes == 0
-    assert not actor.groups
+    assert {group, actor.sent[-1].group} == {"main"}
     gather([worker.abort_update("why")], "abort", 1.0)
-    assert actor.groups == ["abort"], "beside the main thread, as TrainWorker says"
+    assert actor.sent[-1].group == "abort", "beside the main thread, as TrainWorker says"
 
 
 @pytest.mark.parametrize("smuggled", [torch.zeros(2), {"rows": torch.zeros(2)}, [torch.zeros(2)]])
 def test_a_tensor_does_not_pass_the_driver(smuggled: Any) -> None:
-    actor = Actor(lambda method, message: b"")
+    worker = FakeCluster().trainer(lambda method: None)
     with pytest.raises(TypeError, match="Tensor"):
-        TrainHandle(lambda: actor, "train worker 0", DriverMeter()).begin(smuggled)
-    assert not actor.sent
+        worker.begin(smuggled)
+    assert not worker.ray_actor.sent
 
 
 def test_ray_handles_travel_beside_the_message() -> None:
-    actor, other = (Actor(lambda method, message: b"") for _ in range(2))
-    rollout = RolloutHandle(lambda: actor, "rollout 0", DriverMeter())
-    engine = EngineHandle(lambda: other, "engine 3", DriverMeter())
+    rollout, engine = FakeCluster().rollout(lambda method: None), FakeCluster().engine(lambda method: None, 3)
+    sent, other = rollout.ray_actor.sent, engine.ray_actor
     rollout.set_engines([engine])
     rollout.add_engine(engine)
     rollout.remove_engine(engine)
     rollout.suspend_engine(engine, True)
     rollout.readmit_engine(engine)
-    assert [sent[2] for sent in actor.sent] == [([other],), (other,), (), (), (other,)]
-    assert decode_arguments(RolloutActor.set_engines, actor.sent[0][1], 1) == (["engine 3"],)
-    assert decode_arguments(RolloutActor.add_engine, actor.sent[1][1], 1) == ("engine 3",)
-    assert decode_arguments(RolloutActor.remove_engine, actor.sent[2][1]) == ("engine 3", 0.0)
-    assert decode_arguments(RolloutActor.suspend_engine, actor.sent[3][1]) == ("engine 3", True)
-    assert decode_arguments(RolloutActor.readmit_engine, actor.sent[4][1], 1) == ("engine 3",)
+    assert [call.actors for call in sent] == [([other],), (other,), (), (), (other,)]
+    assert decode_arguments(RolloutActor.set_engines, sent[0].message, 1) == (["engine 3"],)
+    assert decode_arguments(RolloutActor.add_engine, sent[1].message, 1) == ("engine 3",)
+    assert decode_arguments(RolloutActor.remove_engine, sent[2].message) == ("engine 3", 0.0)
+    assert decode_arguments(RolloutActor.suspend_engine, sent[3].message) == ("engine 3", True)
+    assert decode_arguments(RolloutActor.readmit_engine, sent[4].message, 1) == ("engine 3",)
 
 
 def test_arguments_of_another_method_are_refused() -> None:
@@ -106,7 +73,7 @@ def test_arguments_of_another_method_are_refused() -> None:
 
 def test_every_call_names_a_method_whose_types_are_known() -> None:
     """What pyright cannot see: that the host's annotations can be read at run time."""
-    actor = Actor(lambda method, message: b"")
+    actor = FakeActor(lambda method: None)
     for kind in (TrainHandle, RolloutHandle):
         handle = kind(lambda: actor, "actor", DriverMeter())
         for name in ("ping", *(name for name in vars(kind) if not name.startswith("_"))):
@@ -114,18 +81,14 @@ def test_every_call_names_a_method_whose_types_are_known() -> None:
             count = method.__code__.co_argcount - 1
             if not name.endswith(("_engine", "_engines")):  # those take handles: see above
                 call = method(*[None] * count)
-                assert call.method.__name__ == actor.sent[-1][0]
+                assert call.method.__name__ == actor.sent[-1].method
                 with pytest.raises(ValueError, match="bytes are not a"):
                     decode_arguments(call.method, messages.encode([object.__doc__] * 9))
     assert handles.ActorHandle is calls.ActorHandle
 
 
-def test_an_actor_that_does_not_answer_is_named(ray: None) -> None:
-    quick = Actor(lambda method, message: messages.encode(3))
-    slow: Any = Actor(lambda method, message: None)  # pyright: ignore[reportArgumentType]
-    engines = [
-        EngineHandle(lambda actor=actor: actor, f"engine {n}", DriverMeter()) for n, actor in enumerate((quick, slow))
-    ]
+def test_an_actor_that_does_not_answer_is_named() -> None:
+    engines = [FakeCluster().engine(lambda method, answer=answer: answer, n) for n, answer in enumerate((3, PENDING))]
     with pytest.raises(ActorFailed, match="start: no answer within 0.01 s from engine 1 "):
         gather([engine.num_workers() for engine in engines], "start", 0.01)
     first, second = gather_each([engine.num_workers() for engine in engines], "start", 0.01)
@@ -157,13 +120,12 @@ def test_ray_s_account_of_a_death_becomes_one_sentence(account: str, sentence: s
     assert calls.death_in_words(account) == sentence
 
 
-def test_an_actor_without_its_engine_s_process_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ray.install(monkeypatch)
+def test_an_actor_without_its_engine_s_process_counts_as_dead() -> None:
     cause = EngineDied("request 'g': vLLM's engine process died")
     error = RayTaskError("rollout", "a traceback", cause)
-    [failure] = gather_each([fake_ray.engine(lambda method: error).num_workers()], "rollout", 1.0)
+    [failure] = gather_each([FakeCluster().engine(lambda method: error).num_workers()], "rollout", 1.0)
     assert isinstance(failure, ActorFailed) and failure.died and failure.cause is cause
     assert "engine 0" in str(failure) and "vLLM's engine process died" in str(failure)
     error = RayTaskError("rollout", "a traceback", ValueError("of a reward"))
-    [failure] = gather_each([fake_ray.engine(lambda method: error).num_workers()], "rollout", 1.0)
+    [failure] = gather_each([FakeCluster().engine(lambda method: error).num_workers()], "rollout", 1.0)
     assert isinstance(failure, ActorFailed) and not failure.died

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, SpanTable
-from headrace.actors.rollout.prompts import base36
+from headrace.actors.protocols import SpanTable
 from headrace.actors.train.shard_plans import Budget
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import TrainWorker, WorkerReport, WorkerSetup
-from headrace.codecs.batch import Batch, Jagged, Ragged
+from headrace.codecs.batch import Jagged, Ragged
 from headrace.dataplane.factory import DataPlane
-from headrace.dataplane.meta import POSITION, KVBatchMeta
+from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.weight_sync.memory_sender import MemorySender
 from headrace.tests.trainers.grpo.feed_world import World
@@ -182,26 +181,23 @@ class RowWorld(World):
     stretch = 1
     """Factor by which answers are longer than 2 to 8 tokens."""
 
-    def _put(self, position: int, version: int) -> None:
-        dice, size = np.random.default_rng(position), self.config.algorithm.group_size
+    def _values(self, position: int, size: int) -> tuple[dict[str, Jagged | Ragged], np.ndarray, np.ndarray]:
+        dice = np.random.default_rng(position)
         response = dice.integers(2, 9, size) * self.stretch
         lengths = PROMPT + response
         mask = np.concatenate([np.arange(length) >= PROMPT for length in lengths])
         ids = dice.integers(3, self.vocab, len(mask))
         ids[np.concatenate([np.arange(length) < PROMPT for length in lengths])] = np.tile(ids[:PROMPT], size)
         logprobs = dice.normal(-np.log(self.vocab), 0.1, len(mask)) * mask
-        columns = {
-            "input_ids": Jagged(torch.from_numpy(ids.astype(np.int32)), lengths),
-            "response_mask": Jagged(torch.from_numpy(mask.astype(np.uint8)), lengths),
-            "rollout_logprobs": Jagged(torch.from_numpy(logprobs.astype(np.float32)), lengths),
-            "version_spans": Ragged(torch.tensor([0, version] * size, dtype=torch.int32), np.tile([1, 2], (size, 1))),
+        parts = {
+            "input_ids": ids.astype(np.int32),
+            "response_mask": mask.astype(np.uint8),
+            "rollout_logprobs": logprobs.astype(np.float32),
         }
-        reward = dice.random(size).astype(np.float32)
-        tags = {"reward": reward, "valid": np.ones(size, np.float32), "response_length": response.astype(np.float32)}
-        tags |= {"reward/exact_match": reward, POSITION: np.full(size, position)}
-        keys = [f"{base36(position)}.{sample}" for sample in range(size)]
-        batch = Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), size, columns)
-        self.inner.put(self.partition, keys, batch, versions=np.full(size, version), tags=tags)
+        columns: dict[str, Jagged | Ragged] = {
+            name: Jagged(torch.from_numpy(values), lengths) for name, values in parts.items()
+        }
+        return columns, dice.random(size).astype(np.float32), response
 
 
 def trained(

@@ -166,21 +166,22 @@ class World:
 
     def _put(self, position: int, version: int) -> None:
         size = self.config.algorithm.group_size
+        columns, reward, response = self._values(position, size)
+        spans = Ragged(torch.tensor([0, version] * size, dtype=torch.int32), np.tile([1, 2], (size, 1)))
+        keys = [f"{base36(position)}.{sample}" for sample in range(size)]
+        tags = {"reward": reward, "valid": np.ones(size, np.float32), "response_length": response.astype(np.float32)}
+        tags |= {"reward/exact_match": reward, POSITION: np.full(size, position)}
+        batch = Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), size, {**columns, "version_spans": spans})
+        self.inner.put(self.partition, keys, batch, versions=np.full(size, version), tags=tags)
+
+    def _values(self, position: int, size: int) -> tuple[dict[str, Jagged | Ragged], np.ndarray, np.ndarray]:
+        """Columns, rewards and answers' lengths of a group."""
         reward = np.zeros(size, np.float32)
         if random.Random(position).random() >= self.flat:
             reward[0] = 1.0
-        lengths = np.full(size, 3)
-        tokens = torch.zeros(3 * size)
-        spans = Ragged(torch.tensor([0, version] * size, dtype=torch.int32), np.tile([1, 2], (size, 1)))
-        columns = {
-            "input_ids": Jagged(tokens.int(), lengths), "response_mask": Jagged(tokens.to(torch.uint8), lengths),
-            "rollout_logprobs": Jagged(tokens, lengths), "version_spans": spans,
-        }  # fmt: skip
-        keys = [f"{base36(position)}.{sample}" for sample in range(size)]
-        tags = {"reward": reward, "valid": np.ones(size, np.float32), "response_length": lengths.astype(np.float32)}
-        tags |= {"reward/exact_match": reward, POSITION: np.full(size, position)}
-        batch = Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), size, columns)
-        self.inner.put(self.partition, keys, batch, versions=np.full(size, version), tags=tags)
+        lengths, tokens = np.full(size, 3), torch.zeros(3 * size)
+        parts = {"input_ids": tokens.int(), "response_mask": tokens.to(torch.uint8), "rollout_logprobs": tokens}
+        return {name: Jagged(values, lengths) for name, values in parts.items()}, reward, lengths
 
     # ---------------------------------------------------------------- the feed's rollouts
 

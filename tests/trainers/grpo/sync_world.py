@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
-from ray.exceptions import RayActorError, RayTaskError
 
-from headrace.actors.engine_actor import EngineHost
 from headrace.actors.engines.protocol import (
     CommitReport,
     Completion,
@@ -27,19 +23,15 @@ from headrace.actors.engines.protocol import (
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.process.memory import ProcessMemory
 from headrace.actors.process.own_process import ActorInfo
-from headrace.actors.process.remote_methods import decode_arguments
 from headrace.actors.protocols import OffloadReport
-from headrace.actors.train.worker import TrainWorker
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
 from headrace.actors.weight_sync.publisher import WeightPublisher
 from headrace.actors.weight_sync.stream import SendReport
 from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, WeightUpdate
-from headrace.codecs import messages
 from headrace.codecs.weights.parameter_digests import ParameterDigests
-from headrace.trainers.cluster import calls
-from headrace.trainers.cluster.calls import DriverMeter
+from headrace.testing.cluster import FakeCluster, HostedEngine, HostedTrainer
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool
 from headrace.trainers.cluster.handles import EngineHandle, TrainHandle
 from headrace.trainers.grpo.weight_sync import WeightSync
@@ -48,56 +40,11 @@ WEIGHTS = {"w": torch.arange(4000.0), "v": torch.ones(30)}
 BUCKET_BYTES = 4096
 
 
-class Process(ABC):
-    """An actor as Ray's handle of it: every call is a future, and a killed one answers no more."""
-
-    def __init__(self) -> None:
-        self.call = self
-        self.alive = True
-        self._open: set[Future[bytes]] = set()
-
-    def options(self, concurrency_group: str) -> Process:
-        return self
-
-    def remote(self, method: str, message: bytes, *actors: Any) -> Future[bytes]:
-        if not self.alive:
-            return _failed(RayActorError())
-        future = self.start(method, message)
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
-        return future
-
-    @abstractmethod
-    def start(self, method: str, message: bytes) -> Future[bytes]:
-        """Begin a call of `method` with encoded arguments; the future has the encoded result."""
-
-    def kill(self) -> None:
-        self.alive = False
-        for future in list(self._open):
-            future.cancel()
-
-
-class EngineProcess(Process, EngineHost):
-    """Hosts an engine in the world's event loop."""
-
-    def __init__(self, name: str, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
-        Process.__init__(self)
-        self._name, self._hosted, self._loop = name, engine, loop
-
-    def _build(self) -> Any:
-        return self._hosted
-
-    def start(self, method: str, message: bytes) -> Future[bytes]:
-        return asyncio.run_coroutine_threadsafe(EngineHost.call(self, method, message), self._loop)
-
-
-class TrainProcess(Process):
-    """Train rank 0: a publisher over `ipc`, one thread for the main calls and one for each concurrency group."""
+class Trainer:
+    """Train rank 0 without a model: a publisher over `ipc`."""
 
     def __init__(self, run_id: str, config: SyncConfig) -> None:
-        super().__init__()
         self._publisher = WeightPublisher(IpcSender(run_id, config.timeout_s), config, BUCKET_BYTES)
-        self._threads = {name: ThreadPoolExecutor(1) for name in ("main", "weights", "abort")}
         self._specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()}
         self.scale = 1.0
         self.on_weight: Callable[[str], None] = lambda name: None
@@ -107,12 +54,6 @@ class TrainProcess(Process):
         self.offloaded = False
         self.held_bytes = 0
         """GPU memory that the process says it holds."""
-
-    def start(self, method: str, message: bytes) -> Future[bytes]:
-        function = getattr(TrainWorker, method, None)
-        group = getattr(function, "concurrency_group", "main")
-        arguments = () if function is None else decode_arguments(function, message)
-        return self._threads[group].submit(lambda: messages.encode(getattr(self, method)(*arguments)))
 
     def info(self) -> ActorInfo:
         return ActorInfo.here("train worker 0")
@@ -160,10 +101,7 @@ class TrainProcess(Process):
         return self._publisher.sent
 
     def close(self) -> None:
-        self.alive = False
         self._publisher.close()
-        for thread in self._threads.values():
-            thread.shutdown(wait=True)
 
 
 class DirectEngine(ScriptedEngine):
@@ -227,27 +165,23 @@ class DirectEngine(ScriptedEngine):
         self._inbox.close()
 
 
-class World:
+class World(FakeCluster):
     """Engines and a trainer, and the driver's sync of them."""
 
     def __init__(self, config: SyncConfig, kinds: Sequence[type[ScriptedEngine]], latency_s: float) -> None:
+        super().__init__()
         self.config = config
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
         self._run_id = uuid.uuid4().hex[:8]
-        self.hosted: list[Any] = [
-            asyncio.run_coroutine_threadsafe(self._engine(kind, f"engine {n}", latency_s), self.loop).result()
-            for n, kind in enumerate(kinds)
-        ]
-        self.processes = [EngineProcess(f"engine {n}", engine, self.loop) for n, engine in enumerate(self.hosted)]
+        made = [self.run(self._engine(kind, f"engine {n}", latency_s)) for n, kind in enumerate(kinds)]
+        self.hosted: list[Any] = [engine.result() for engine in made]
+        self.processes = [HostedEngine(f"engine {n}", engine, self.loop) for n, engine in enumerate(self.hosted)]
         engines = [
-            Engine(EngineHandle(lambda process=process: process, process._name, DriverMeter()), 1)
-            for process in self.processes
+            Engine(EngineHandle(lambda process=process: process, f"engine {n}", self.meter, self), 1)
+            for n, process in enumerate(self.processes)
         ]
         self.pool = EnginePool(engines, embedded=False)
-        self.trainer = TrainProcess(self._run_id, config)
-        self._worker = TrainHandle(lambda: self.trainer, "train worker 0", DriverMeter())
+        self.trainer = Trainer(self._run_id, config)
+        self._worker = TrainHandle(lambda: HostedTrainer(self.trainer), "train worker 0", self.meter, self)
         self.sync = WeightSync(config, [self._worker], self.pool, lasting=True)
 
     async def _engine(self, kind: type[ScriptedEngine], name: str, latency_s: float) -> ScriptedEngine:
@@ -256,8 +190,8 @@ class World:
 
     def restart_trainer(self) -> None:
         """Put another process in the place of the train worker, which was killed."""
-        self.trainer.close()
-        self.trainer = TrainProcess(self._run_id, self.config)
+        self._end_trainer()
+        self.trainer = Trainer(self._run_id, self.config)
         self._worker.restart()
         self.sync.forget()
 
@@ -271,7 +205,7 @@ class World:
             taken.set()
             return await work
 
-        future = asyncio.run_coroutine_threadsafe(generate(), self.loop)
+        future = self.run(generate())
         assert taken.wait(10)
         return future
 
@@ -284,49 +218,17 @@ class World:
 
     def close(self) -> None:
         for engine in self.hosted:
-            asyncio.run_coroutine_threadsafe(engine.close(), self.loop).result(10)
+            self.run(engine.close()).result(10)
+        self._end_trainer()
+        super().close()
+
+    def _end_trainer(self) -> None:
         self.trainer.close()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        self._worker.ray_actor.close()
 
 
 @contextmanager
-def world(
-    monkeypatch: pytest.MonkeyPatch,
-    kinds: Sequence[type[ScriptedEngine]],
-    *,
-    latency_s: float = 0.0,
-    **sync: Any,
-) -> Iterator[World]:
+def world(kinds: Sequence[type[ScriptedEngine]], *, latency_s: float = 0.0, **sync: Any) -> Iterator[World]:
     """A world of engines of these kinds; `sync` are keys of the section."""
-    monkeypatch.setattr(calls.ray, "wait", _wait)
-    monkeypatch.setattr(calls.ray, "get", _get)
-    monkeypatch.setattr(calls.ray, "kill", lambda process, no_restart: process.kill())
-    made = World(SyncConfig(**{"staging": "none", "timeout_s": 5.0, **sync}), kinds, latency_s)
-    try:
+    with World(SyncConfig(**{"staging": "none", "timeout_s": 5.0, **sync}), kinds, latency_s) as made:
         yield made
-    finally:
-        made.close()
-
-
-def _wait(references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-    done, _ = wait(references, timeout, FIRST_COMPLETED)
-    return [reference for reference in references if reference in done][:num_returns], []
-
-
-def _get(reference: Future[bytes], timeout: float) -> bytes:
-    if reference.cancelled():
-        raise RayActorError()
-    error = reference.exception(timeout)
-    if error is None:
-        return reference.result()
-    if isinstance(error, SystemExit):  # the process ended itself
-        raise RayActorError()
-    raise error if isinstance(error, RayActorError) else RayTaskError("call", str(error), error)
-
-
-def _failed(error: Exception) -> Future[bytes]:
-    future: Future[bytes] = Future()
-    future.set_exception(error)
-    return future

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from headrace.tests.trainers.cluster import fake_ray
+from headrace.testing import FakeActor, FakeCluster
 from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.rollout_specs import journal
 from headrace.trainers.config.load import build_config
@@ -48,12 +48,11 @@ class Workers:
     """A run of two train workers that write at once, unless a call is refused."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **run: Any) -> None:
-        fake_ray.install(monkeypatch)
         self.config = build_config(
             {"run": {"dir": str(folder), "journal": not run.get("checkpoint_minutes", 1), **run}}
         )
         self.stages = Stages(Tracer(0), Heartbeat())
-        self.handles = [fake_ray.worker(self.answer, rank) for rank in range(2)]
+        self.handles = [FakeCluster().trainer(self.answer, rank) for rank in range(2)]
         self.roles = BothResident(None)  # pyright: ignore[reportArgumentType]
         self.timeout_s, self.active = 1.0, ()
         self.folder = folder
@@ -150,7 +149,7 @@ def test_the_last_checkpoint_is_tried_twice(tmp_path: Path, monkeypatch: pytest.
 def test_a_death_while_a_checkpoint_is_written_is_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Workers(monkeypatch, tmp_path)
     run.save(1)
-    run.handles[1].ray_actor = fake_ray.FakeActor(lambda method: RayActorError())
+    run.handles[1].ray_actor = FakeActor(lambda method: RayActorError())
     with pytest.raises(ActorFailed, match="train worker 1 .* died"):
         run.save(2)
     assert not run.warnings

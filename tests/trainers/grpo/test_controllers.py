@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from headrace.actors.train.shard_plans import Budget
-from headrace.dataplane.config import DataPlaneConfig
-from headrace.dataplane.factory import DataPlane, open_data_plane
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.dataplane.factory import DataPlane
+from headrace.testing.data_plane import open_plane
 from headrace.tests.trainers.backends.backend_ranks import save_tiny_model
 from headrace.tests.trainers.grpo.controller_world import (
     CountingWorker,
@@ -36,8 +35,7 @@ PROMPTS, SAMPLES = 6, 4
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[DataPlane]:
-    config = DataPlaneConfig.model_validate({"store": {"kind": "local"}})
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+    with open_plane() as plane:
         yield plane
 
 
@@ -290,11 +288,10 @@ def test_a_resume_inside_an_epoch_is_exact(plane: DataPlane, model: str, tmp_pat
 
 @pytest.mark.parametrize("mode", ["streaming", "async_streaming"])
 def test_a_store_smaller_than_a_step_suffices_as_chunks_give_their_bytes_back(mode: str) -> None:
-    small = DataPlaneConfig.model_validate({"store": {"kind": "local", "capacity_mib": 1}, "timeout_s": 2.0})
     config = settings(mode, 2, chunk_groups=1)
     if config.overlap.window:
         config = settings(mode, 2, chunk_groups=1, max_staleness=0)
-    with open_data_plane(small, run_id=fresh_run_id(), in_process=True) as plane:
+    with open_plane(capacity_mib=1, timeout_s=2.0) as plane:
         world = RowWorld(plane, config, random.Random(3))
         world.stretch = 1600
         worker, state = CountingWorker(world), State()

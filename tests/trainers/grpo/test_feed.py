@@ -13,11 +13,10 @@ import pytest
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.rollout.rows import RouteCounts
 from headrace.dataplane.client.grants import LeaseRenewal
-from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import LeaseLost
-from headrace.dataplane.factory import DataPlane, open_data_plane
+from headrace.dataplane.factory import DataPlane
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.testing.data_plane import open_plane
 from headrace.tests.trainers.grpo.feed_world import World, positions_of, saved
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
@@ -31,9 +30,7 @@ FOR_EVER = 1 << 30
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[DataPlane]:
-    with open_data_plane(
-        DataPlaneConfig.model_validate({"store": {"kind": "local"}}), run_id=fresh_run_id(), in_process=True
-    ) as plane:
+    with open_plane() as plane:
         yield plane
 
 
@@ -158,8 +155,7 @@ LEASE_S = 1.0
 @pytest.fixture
 def short_leases() -> Iterator[DataPlane]:
     """A data plane whose leases are shorter than a step."""
-    config = DataPlaneConfig.model_validate({"store": {"kind": "local"}, "lease_s": LEASE_S})
-    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+    with open_plane(lease_s=LEASE_S) as plane:
         yield plane
 
 

@@ -66,7 +66,7 @@ class Turns:
 
 @contextmanager
 def turns(monkeypatch: pytest.MonkeyPatch, kinds: Sequence[type[ScriptedEngine]], **sync: Any) -> Iterator[Turns]:
-    with world(monkeypatch, kinds, **sync) as it:
+    with world(kinds, **sync) as it:
         yield Turns(it, monkeypatch)
 
 
@@ -136,7 +136,7 @@ def test_a_trainer_that_keeps_its_memory_is_named(monkeypatch: pytest.MonkeyPatc
 def test_a_trainer_that_dies_offloaded_is_found_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     with turns(monkeypatch, [ScriptedEngine]) as it:
         it.step(1)
-        it.it.trainer.kill()
+        it.it._worker.kill()
         with pytest.raises(ActorFailed, match="onload: train worker 0") as failure:
             it.roles.to_training()
         assert failure.value.died and isinstance(failure.value.__cause__, RayActorError)

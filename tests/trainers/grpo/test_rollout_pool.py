@@ -8,7 +8,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from headrace.actors.engines.protocol import EngineDied
-from headrace.tests.trainers.cluster import fake_ray
+from headrace.testing import PENDING, FakeActor, FakeCluster
+from headrace.testing.cluster import Answer
 from headrace.trainers.cluster import calls, run_actors
 from headrace.trainers.cluster import calls as progress
 from headrace.trainers.cluster.calls import ActorFailed
@@ -27,17 +28,17 @@ class Run:
     """A rollout actor behind whose router are two engines; `gone` says how an engine answers, by number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_replaced: int) -> None:
-        fake_ray.install(monkeypatch)
         self.now = 0.0
         self.gone: dict[int, Any] = {}
         self.events: list[str] = []
         monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(calls.ray, "kill", lambda actor, no_restart: self.events.append("killed"))
+        cluster = FakeCluster()
+        monkeypatch.setattr(cluster, "kill", lambda actor: self.events.append("killed"))
         monkeypatch.setattr(run_actors.ray, "nodes", lambda: [{"Alive": True, "NodeID": "here"}])
-        engines = [Engine(fake_ray.engine(self.answer(index), index), 1) for index in range(2)]
+        engines = [Engine(cluster.engine(self.answer(index), index), 1) for index in range(2)]
         for index, engine in enumerate(engines):
             engine.handle.restart = lambda index=index: self.restarted(index)
-        self.rollout = fake_ray.rollout(lambda method: 7)
+        self.rollout = cluster.rollout(lambda method: 7)
         self.actors = RunActors(EnginePool(engines, embedded=False), [self.rollout], [], max_replaced, (), BOUND_S)
         self.actors.on_death.append(lambda died: self.events.append(f"died: {died}"))
         stages = Stages(Tracer(0), Heartbeat())
@@ -45,7 +46,7 @@ class Run:
         self.pool = RolloutPool(self.actors, roles, stages, BOUND_S)
         self.pool.begin_watch()
 
-    def answer(self, index: int) -> fake_ray.Answer:
+    def answer(self, index: int) -> Answer:
         def answer(method: str) -> Any:
             if method in ("info", "configure"):
                 return calls.ActorInfo(f"engine {index}", 1, "here")
@@ -108,7 +109,7 @@ def test_an_engine_that_hangs_is_replaced_and_not_the_rollout_actor_that_waits_f
 ) -> None:
     run = Run(monkeypatch, max_replaced=3)
     run.look(3)
-    run.gone[1] = fake_ray.PENDING
+    run.gone[1] = PENDING
     run.look(BOUND_S + 5)
     assert run.events[-1] == "restarted 1" and "no answer within 100 s from engine 1" in run.events[-3]
     assert run.pool.still_s(run.rollout) < BOUND_S
@@ -118,7 +119,7 @@ def test_a_rollout_actor_gets_on_while_its_engines_do_and_it_answers(monkeypatch
     run = Run(monkeypatch, max_replaced=3)
     run.look(3 * BOUND_S)
     assert run.pool.still_s(run.rollout) < 5 and not run.events
-    run.rollout.ray_actor = fake_ray.FakeActor(lambda method: fake_ray.PENDING)
+    run.rollout.ray_actor = FakeActor(lambda method: PENDING)
     run.look(BOUND_S + 5)
     assert run.pool.still_s(run.rollout) >= BOUND_S
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from headrace import testing
 from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
 from headrace.actors.train.shard_plans import Budget
 from headrace.actors.train.step_rows import TrainShard
 from headrace.codecs import messages
 from headrace.codecs.batch import Batch, Jagged
-from headrace.dataplane.config import DataPlaneConfig
-from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.config.config import Config
 from headrace.trainers.grpo.train_workers import PlanRules, plan_step
@@ -37,12 +36,10 @@ def meta() -> Iterator[KVBatchMeta]:
         "valid": (np.arange(ROWS) % 7 > 0).astype(np.float32),
         "response_length": (lengths // 2).astype(np.float32),
     }
-    with open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}}), in_process=True) as plane:
-        with connect(plane.handle) as client:
-            client.register("train", ROLLOUT_SCHEMA, ("train",), group_size=8)
-            keys = [f"{row // 8:x}.{row % 8}" for row in range(ROWS)]
-            got = client.put("train", keys, batch, versions=3, tags=tags)
-            yield got.with_tags(advantage=rng.normal(size=ROWS).astype(np.float32))
+    with testing.plane(ROLLOUT_SCHEMA, group_size=8) as client:
+        keys = [f"{row // 8:x}.{row % 8}" for row in range(ROWS)]
+        got = client.put("train", keys, batch, versions=3, tags=tags)
+        yield got.with_tags(advantage=rng.normal(size=ROWS).astype(np.float32))
 
 
 def ship(meta: KVBatchMeta, **sections: dict[str, Any]) -> tuple[list[TrainShard], int]:

@@ -23,8 +23,8 @@ from headrace.trainers.grpo.rollout_pool import RolloutPool
 from headrace.trainers.grpo.weight_sync import WeightSync
 
 
-def test_a_direct_update_that_fails_in_the_middle_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(monkeypatch, [DirectEngine, DirectEngine]) as it:
+def test_a_direct_update_that_fails_in_the_middle_is_tried_once_more() -> None:
+    with world([DirectEngine, DirectEngine]) as it:
         it.hosted[0].damage = 1
         report = it.sync.sync(1)
         assert (report.engines, report.left_out) == (2, 0)
@@ -47,8 +47,8 @@ class Changing(DirectEngine):
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
-def test_an_engine_whose_weights_differ_loads_them_again(monkeypatch: pytest.MonkeyPatch, in_flight: str) -> None:
-    with world(monkeypatch, [Changing, ScriptedEngine], verify="full", in_flight=in_flight) as it:
+def test_an_engine_whose_weights_differ_loads_them_again(in_flight: str) -> None:
+    with world([Changing, ScriptedEngine], verify="full", in_flight=in_flight) as it:
         it.hosted[0].changes = 1
         report = it.sync.sync(1)
         assert (report.engines, report.left_out, report.verified) == (2, 0, 2 * len(WEIGHTS))
@@ -56,8 +56,8 @@ def test_an_engine_whose_weights_differ_loads_them_again(monkeypatch: pytest.Mon
         assert len(it.request(0, "a").result(10)[0].token_ids) == 20, "it was resumed"
 
 
-def test_an_engine_whose_weights_differ_twice_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(monkeypatch, [Changing, ScriptedEngine], verify="sample") as it:
+def test_an_engine_whose_weights_differ_twice_is_left_out() -> None:
+    with world([Changing, ScriptedEngine], verify="sample") as it:
         it.hosted[0].changes = 2
         report = it.sync.sync(1)
         assert (report.engines, report.left_out, report.verified) == (1, 1, len(WEIGHTS))
@@ -69,8 +69,8 @@ def test_an_engine_whose_weights_differ_twice_is_left_out(monkeypatch: pytest.Mo
         assert set(waiting.result(10)[0].versions.tolist()) == {2}
 
 
-def test_nothing_is_compared_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(monkeypatch, [Changing]) as it:
+def test_nothing_is_compared_unless_asked_for() -> None:
+    with world([Changing]) as it:
         it.hosted[0].changes = 1
         assert it.sync.sync(1).verified == 0
 
@@ -78,7 +78,7 @@ def test_nothing_is_compared_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
 def test_weights_damaged_in_the_cache_are_found_when_an_engine_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksums of buckets are those of the bytes in the cache, the digests those of the trainer's weights."""
     monkeypatch.setattr(IpcSender, "lasting", False)  # as between GPUs: the publisher then keeps a cache
-    with world(monkeypatch, [ScriptedEngine], cache=True, verify="full", staging="full") as it:
+    with world([ScriptedEngine], cache=True, verify="full", staging="full") as it:
         it.trainer.cache_weights(1)
         sync = WeightSync(it.config, [it._worker], it.pool, lasting=False, in_cache=1)
         [engine], cache = it.pool.engines, it.trainer._publisher._cache
@@ -95,10 +95,8 @@ def test_weights_damaged_in_the_cache_are_found_when_an_engine_catches_up(monkey
         assert sync.sync(1).verified == len(WEIGHTS), "counted in the next report"
 
 
-def test_an_engine_that_fails_twice_is_left_out_and_the_others_have_the_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with world(monkeypatch, [DirectEngine, DirectEngine, ScriptedEngine]) as it:
+def test_an_engine_that_fails_twice_is_left_out_and_the_others_have_the_version() -> None:
+    with world([DirectEngine, DirectEngine, ScriptedEngine]) as it:
         it.hosted[0].damage = 2
         report = it.sync.sync(1)
         assert (report.engines, report.left_out) == (2, 1)
@@ -109,9 +107,9 @@ def test_an_engine_that_fails_twice_is_left_out_and_the_others_have_the_version(
         it.expect(2, 2.0)
 
 
-def test_no_engine_goes_back_to_an_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_goes_back_to_an_older_version() -> None:
     """As after a restart, in which the trainer continues from a checkpoint and the engines live on."""
-    with world(monkeypatch, [DirectEngine, ScriptedEngine]) as it:
+    with world([DirectEngine, ScriptedEngine]) as it:
         it.sync.sync(3, it.pool.engines[:1])
         it.restart_trainer()
         it.trainer.scale = 2.0
@@ -120,8 +118,8 @@ def test_no_engine_goes_back_to_an_older_version(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(it.hosted[0].loaded["v"], WEIGHTS["v"])
 
 
-def test_engines_that_only_joined_are_not_lost_with_one_that_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(monkeypatch, [DirectEngine, DirectEngine]) as it:
+def test_engines_that_only_joined_are_not_lost_with_one_that_cannot_join() -> None:
+    with world([DirectEngine, DirectEngine]) as it:
 
         async def refuse(update: Any) -> Any:
             raise WeightTransferError("no way to the sender")
@@ -133,8 +131,8 @@ def test_engines_that_only_joined_are_not_lost_with_one_that_cannot_join(monkeyp
         assert "no way to the sender" in it.pool.engines[0].left_out
 
 
-def test_who_is_blamed_for_a_lost_broadcast_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(monkeypatch, [DirectEngine, DirectEngine]) as it:
+def test_who_is_blamed_for_a_lost_broadcast_is_left_out_alone() -> None:
+    with world([DirectEngine, DirectEngine]) as it:
         send, culprit = it.trainer.send_weights, it.pool.engines[1].name
 
         def broken(update: Any) -> Any:
@@ -156,9 +154,9 @@ def test_who_is_blamed_for_a_lost_broadcast_is_left_out_alone(monkeypatch: pytes
 
 @pytest.mark.parametrize("in_flight", ["keep", "wait"])
 def test_a_trainer_that_dies_in_a_direct_update_leaves_engines_whose_requests_wait_for_the_next_version(
-    monkeypatch: pytest.MonkeyPatch, in_flight: str
+    in_flight: str,
 ) -> None:
-    with world(monkeypatch, [DirectEngine, DirectEngine], latency_s=0.4, in_flight=in_flight) as it:
+    with world([DirectEngine, DirectEngine], latency_s=0.4, in_flight=in_flight) as it:
         it.sync.sync(1)
         it.trainer.on_weight = lambda name: _die_at(it, name)
         running = it.request(0, "running")
@@ -203,7 +201,7 @@ def _die_at(it: World, name: str) -> None:
         while not all(hosted.partial for hosted in it.hosted):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        it.trainer.kill()
+        it._worker.kill()
         it.trainer._publisher._sender.close()
         raise SystemExit
 
@@ -215,7 +213,7 @@ def _die_at(it: World, name: str) -> None:
 @pytest.mark.parametrize("kind", [ScriptedEngine, DirectEngine])
 def test_wait_waits_for_requests_as_long_as_they_get_on(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(weight_sync, "MARGIN_S", 0.2)
-    with world(monkeypatch, [kind], latency_s=2.5, timeout_s=0.4, in_flight="wait") as it:
+    with world([kind], latency_s=2.5, timeout_s=0.4, in_flight="wait") as it:
         running = it.request(0, "long")
         report = it.sync.sync(1)
         assert running.done() and report.engines == 1 and report.pause_s > 1.0
@@ -226,7 +224,7 @@ def test_wait_waits_for_requests_as_long_as_they_get_on(monkeypatch: pytest.Monk
 def test_an_engine_whose_requests_stand_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync, "MARGIN_S", 0.2)
     monkeypatch.setattr(weight_sync, "HEALTH_S", 0.5)
-    with world(monkeypatch, [_Stuck, ScriptedEngine], latency_s=60.0, timeout_s=0.4, in_flight="wait") as it:
+    with world([_Stuck, ScriptedEngine], latency_s=60.0, timeout_s=0.4, in_flight="wait") as it:
         it.request(0, "stuck")
         started = time.monotonic()
         report = it.sync.sync(1)
@@ -237,8 +235,8 @@ def test_an_engine_whose_requests_stand_still_is_given_up(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- who died
 
 
-def test_an_engine_that_died_within_a_living_actor_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
+def test_an_engine_that_died_within_a_living_actor_is_dead() -> None:
+    with world([ScriptedEngine, ScriptedEngine]) as it:
         it.hosted[0].died = "its process is gone"
         it.pool.exclude(it.pool.engines[0], "a router found it dead")
         assert it.sync.sync(1).engines == 1

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from headrace.actors.process.own_process import ActorInfo
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.factory import open_data_plane
+from headrace.testing.data_plane import open_plane
 from headrace.trainers.run.launch import needed_processes
 from headrace.trainers.run.processes import everyone
 from headrace.trainers.supervision.stuck_run import write_actors
@@ -24,5 +23,5 @@ def test_processes_of_the_data_plane_are_on_its_host_not_on_the_drivers(tmp_path
 
 
 def test_a_data_plane_knows_its_host() -> None:
-    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local")), in_process=True) as plane:
+    with open_plane() as plane:
         assert plane.host == platform.node()

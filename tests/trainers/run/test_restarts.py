@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.actors.engines.protocol import EngineDied
 from headrace.dataplane.errors import ClaimTimeout, DirectoryLost, StoreLost
-from headrace.tests.trainers.cluster import fake_ray
+from headrace.testing import FakeCluster
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.run_actors import RunActors
@@ -63,9 +63,8 @@ def test_an_error_of_its_own_is_none(
 
 
 @pytest.fixture
-def actors(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunActors]:
+def actors() -> Callable[..., RunActors]:
     """Make train workers that answer, or whose death Ray tells after some questions: the numbers of these, or None."""
-    fake_ray.install(monkeypatch)
 
     def make(*dies_after: int | None) -> RunActors:
         def answer(rank: int, questions: int | None) -> Callable[[str], Any]:
@@ -77,7 +76,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunActors]:
 
             return progress
 
-        workers = [fake_ray.worker(answer(rank, after), rank) for rank, after in enumerate(dies_after)]
+        workers = [FakeCluster().trainer(answer(rank, after), rank) for rank, after in enumerate(dies_after)]
         return RunActors(EnginePool([], True), [], workers, 3, (), 300.0)
 
     return make

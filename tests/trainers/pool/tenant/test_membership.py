@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.process.memory import ProcessMemory
-from headrace.tests.trainers.cluster import fake_ray
+from headrace.testing import FakeCluster
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.config.load import build_config
 from headrace.trainers.pool.tenant import membership as pool_membership
@@ -15,7 +15,6 @@ from headrace.trainers.pool.tenant.membership import PoolMembership
 
 
 def test_a_process_that_keeps_its_memory_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ray.install(monkeypatch)
     monkeypatch.setattr(pool_membership, "FALL_S", 0.0)
     held: dict[str, ProcessMemory] = {}
 
@@ -28,7 +27,8 @@ def test_a_process_that_keeps_its_memory_at_the_start_is_named(monkeypatch: pyte
     pool = {"address": "a"}
     sections = {"pool": pool, "rollout": rollout, "resources": gpus}
     member._config = build_config({**sections, "algorithm": {"mode": "async"}, "sync": {"in_flight": "keep"}})
-    engine, worker = fake_ray.engine(answering("engine")), fake_ray.worker(answering("worker"))
+    cluster = FakeCluster()
+    engine, worker = cluster.engine(answering("engine")), cluster.trainer(answering("worker"))
     held |= {"engine": ProcessMemory(200 << 20, 0), "worker": ProcessMemory(100 << 20, 0)}
     member.expect_freed([engine, worker])
     held["engine"] = ProcessMemory(900 << 20, 0, whole_device=True)

@@ -80,7 +80,7 @@ def lent(
     monkeypatch: pytest.MonkeyPatch, kinds: Sequence[type[ScriptedEngine]], timeout_s: float = 5.0
 ) -> Iterator[Lent]:
     monkeypatch.setattr(IpcSender, "lasting", False)  # as in a run with a pool, the publisher keeps the versions
-    with world(monkeypatch, kinds, cache=True) as it:
+    with world(kinds, cache=True) as it:
         yield Lent(it, monkeypatch, timeout_s)
 
 

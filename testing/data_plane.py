@@ -1,0 +1,148 @@
+"""A data plane in this process, and rows for it whose every byte follows from their key, so that a read can be checked.
+
+with plane() as client:
+    keys = ["p0.0", "p0.1"]
+    client.put("train", keys, rows(keys))
+    meta = client.claim("train", "train", list(SCHEMA), 2)
+    assert_rows(client.get(meta), meta.keys)
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..codecs.batch import Batch
+from ..codecs.jagged import unpack
+from ..codecs.schema import Field, Kind, Schema
+from ..dataplane.client.client import DataPlaneClient
+from ..dataplane.config import DataPlaneConfig
+from ..dataplane.factory import DataPlane, connect, open_data_plane
+
+SCHEMA = Schema(
+    [
+        Field("ids", Kind.PER_TOKEN, torch.int32, pad_value=-1),
+        Field("mask", Kind.PER_TOKEN, torch.bool),
+        Field("routes", Kind.PER_TOKEN, torch.int8, trailing=(2, 3)),
+        Field("reward", Kind.PER_SAMPLE, torch.float32),
+        Field("image", Kind.RAGGED, torch.uint8, ndim=2),
+        Field("info", Kind.OBJECT),
+        Field("logp", Kind.PER_TOKEN, torch.float32),
+        Field("advantage", Kind.PER_SAMPLE, torch.bfloat16, trailing=(2,)),
+    ]
+)
+"""A field of every kind: what a rollout writes, and `logp` and `advantage` of a train worker."""
+
+
+def open_plane(store: str = "local", *, capacity_mib: int = 64, run_id: str = "", **settings: Any) -> DataPlane:
+    """Open a data plane whose directory runs in this process. Use it as a context manager, or close it.
+
+        with open_plane("shm", timeout_s=1.0) as plane, connect(plane.handle) as client:
+            ...
+
+    store: its `store.kind`. capacity_mib: its `store.capacity_mib`. run_id: a name of its own by default, with which
+    the test process and its shared memory can be found. settings: other keys of `data_plane`; calls time out after 10
+    seconds unless these say otherwise. Raises ValueError for a key that does
+    not exist.
+    """
+    chosen = {"kind": store, "capacity_mib": capacity_mib}
+    config = DataPlaneConfig.model_validate({"timeout_s": 10.0, **settings, "store": chosen})
+    return open_data_plane(config, run_id=run_id or fresh_run_id(), in_process=True)
+
+
+def fresh_run_id() -> str:
+    """Return a run id by which the end of the tests finds what this process left behind in /dev/shm."""
+    return f"test{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+@contextmanager
+def plane(
+    schema: Schema = SCHEMA,
+    tasks: Sequence[str] = ("train",),
+    *,
+    partition: str = "train",
+    group_size: int = 1,
+    **settings: Any,
+) -> Iterator[DataPlaneClient]:
+    """Open a data plane in this process; yields a client of it, with `partition` registered.
+
+        with plane() as client:
+            client.put("train", ["a.0"], rows(["a.0"]))
+
+    settings: see `open_plane`.
+    """
+    with open_plane(**settings) as opened, connect(opened.handle, name="test") as client:
+        client.register(partition, schema, tasks, group_size=group_size)
+        yield client
+
+
+def rows(
+    keys: Sequence[str], fields: Sequence[str] | None = None, schema: Schema = SCHEMA
+) -> dict[str, list[Any] | torch.Tensor]:
+    """Return columns to put for `keys`: the values of each field, which follow from the keys alone.
+
+    A row has 0 to 37 tokens, and one in eight has none. fields: names of fields; all of the schema by default.
+
+        client.put("train", keys, rows(keys, ["ids", "reward"]))
+    """
+    found: dict[str, list[Any] | torch.Tensor] = {}
+    for name in tuple(schema) if fields is None else fields:
+        values = [_value(schema[name], key) for key in keys]
+        found[name] = torch.stack(values) if schema[name].kind is Kind.PER_SAMPLE and values else values
+    return found
+
+
+def assert_rows(
+    batch: Batch, keys: Sequence[str], fields: Sequence[str] | None = None, schema: Schema = SCHEMA
+) -> None:
+    """Check that `batch` holds exactly the `fields` of `keys` as `rows` makes them, in this order, to the bit.
+
+    Raises AssertionError with the key and the field that differ.
+
+        assert_rows(client.get(meta), meta.keys)
+    """
+    fields = tuple(schema) if fields is None else fields
+    assert batch.num_rows == len(keys)
+    assert set(batch) == set(fields), (list(batch), list(fields))
+    found = unpack(batch)
+    for name in fields:
+        assert len(found[name]) == len(keys)
+        for key, value in zip(keys, found[name], strict=True):
+            expected = _value(schema[name], key)
+            if isinstance(expected, torch.Tensor):
+                assert value.dtype == expected.dtype and value.shape == expected.shape, (key, name, value.shape)
+                assert torch.equal(value, expected), (key, name)
+            else:
+                assert value == expected, (key, name)
+
+
+def length_of(key: str) -> int:
+    """Return the number of tokens of a row of `rows`."""
+    seed = zlib.crc32(key.encode())
+    return 0 if seed % 8 == 0 else 1 + seed % 37
+
+
+def _value(field: Field, key: str) -> Any:
+    """Return the value of one field of one row."""
+    if field.kind is Kind.OBJECT:
+        return {"key": key, "text": "Zürich \u2603", "turns": [1, None, 2.5]}
+    generator = np.random.default_rng(zlib.crc32(f"{field.name} {key}".encode()))
+    leading = {
+        Kind.PER_TOKEN: (length_of(key),),
+        Kind.RAGGED: tuple(generator.integers(0, 5, field.ndim).tolist()),
+    }.get(field.kind, ())
+    shape = (*leading, *field.trailing)
+    if field.dtype is torch.bool:
+        return torch.tensor(generator.random(shape) < 0.5)
+    if field.dtype.is_floating_point:
+        return torch.tensor(generator.standard_normal(shape), dtype=torch.float32).to(field.dtype)
+    values = torch.empty(shape, dtype=field.dtype)
+    data = bytearray(generator.bytes(values.nbytes))
+    return torch.frombuffer(data, dtype=field.dtype).reshape(shape) if data else values
