@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..trainers.backends.scripted import ScriptedBackend
     from .cluster import PENDING, FakeActor, FakeCluster
     from .data_plane import SCHEMA, assert_rows, open_plane, plane, rows
+    from .engines import TalkingEngine
 
 __all__ = [
     "PENDING",
@@ -21,6 +22,7 @@ __all__ = [
     "FakeCluster",
     "ScriptedBackend",
     "ScriptedEngine",
+    "TalkingEngine",
     "assert_rows",
     "open_plane",
     "plane",
@@ -33,6 +35,7 @@ _MODULES = {
     "..trainers.backends.scripted": "ScriptedBackend",
     ".cluster": "PENDING FakeActor FakeCluster",
     ".data_plane": "SCHEMA assert_rows open_plane plane rows",
+    ".engines": "TalkingEngine",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

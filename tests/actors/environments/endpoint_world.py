@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace.actors.engines.chat import build_chat_format
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.endpoint_server import EndpointServer
 from headrace.actors.environments.episode import Episode
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, Sample
+from headrace.testing import TalkingEngine
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
 
 platform.processor()  # openai's client asks for it, and the first answer takes a process
@@ -34,24 +34,11 @@ TOOLS: list[Any] = [
 ]
 
 
-class Recorder(ScriptedEngine):
-    """An engine that says one text after another in each episode, letter by letter, and remembers all requests."""
+class Recorder(TalkingEngine):
+    """An engine that says one text after another in each episode, and remembers all requests."""
 
     def __init__(self, *texts: str, **settings: Any) -> None:
-        super().__init__(self._say, tokenizer=TOKENIZER, **settings)
-        self._texts = texts
-        self.seen: list[tuple[str, list[int], list[int]]] = []
-
-    def _say(self, request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
-        text = self._texts[int(request_id.rpartition("/")[2]) % len(self._texts)]
-        pieces = [text] if text.startswith("<") else list(text)
-        ids = [token for piece in pieces for token in TOKENIZER(piece, add_special_tokens=False)["input_ids"]]
-        return [*ids, END]
-
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Any:
-        completions = await super().generate(request_id, prompt_ids, params)
-        self.seen += [(request_id, list(prompt_ids), one.token_ids.tolist()) for one in completions]
-        return completions
+        super().__init__(TOKENIZER, *texts, **settings)
 
 
 class World:

@@ -12,7 +12,6 @@ import pytest
 from headrace.actors.engines.chat import TemplateFormat, build_chat_format
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import Router
-from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments import host as hosting
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.episode import Clock, Episode
@@ -20,36 +19,12 @@ from headrace.actors.environments.factory import build_environment, check_enviro
 from headrace.actors.environments.host import EpisodeHost, Gate
 from headrace.actors.process.user_code import MAX_HUNG, TooManyHang
 from headrace.actors.protocols import Prompt, Sample
+from headrace.testing import TalkingEngine
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer
 
 TOKENIZER = make_chat_tokenizer()
 END: Any = TOKENIZER.eos_token_id
 DEFAULTS = EnvironmentConfig()
-
-
-class Recorder(ScriptedEngine):
-    """An engine that remembers the tokens that it was given and those that it answered, by request."""
-
-    def __init__(self, script: Any, **settings: Any) -> None:
-        super().__init__(script, tokenizer=TOKENIZER, **settings)
-        self.seen: list[tuple[str, list[int], list[int]]] = []
-
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Any:
-        completions = await super().generate(request_id, prompt_ids, params)
-        self.seen += [(request_id, list(prompt_ids), one.token_ids.tolist()) for one in completions]
-        return completions
-
-
-def says(*texts: str) -> Any:
-    """A script that says one text per turn, character by character. `ab` is then two tokens where encoding makes
-    one."""
-
-    def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
-        turn = int(request_id.rpartition("/")[2])
-        text = texts[turn % len(texts)]
-        return [token for letter in text for token in TOKENIZER(letter)["input_ids"]] + [END]
-
-    return script
 
 
 def play(
@@ -81,7 +56,7 @@ async def ten_questions(episode: Episode) -> float:
 def test_ten_turns_of_chat_are_one_row_of_exactly_the_tokens_that_the_engine_saw(renderer: str) -> None:
     if renderer != "template":
         pytest.importorskip("renderers")
-    engine = Recorder(says("ab ab"), version=4)
+    engine = TalkingEngine(TOKENIZER, "ab ab", version=4)
     [sample] = play(ten_questions, engine, chat=lambda: build_chat_format(TOKENIZER, renderer, {}, {}))
     assert not sample.error and sample.rewards == {"reward": 0.5} and not sample.more_rows
     assert len(sample.turns) == len(engine.seen) == 10
@@ -129,7 +104,7 @@ def test_a_text_that_is_added_is_masked_and_earlier_tokens_stay() -> None:
         episode.reward(1, "tries")
         episode.answer = "mine"
 
-    engine = Recorder(says("abc", "xbz"))
+    engine = TalkingEngine(TOKENIZER, "abc", "xbz")
     [sample] = play(guess, engine)
     a, b, ab = (TOKENIZER.convert_tokens_to_ids(token) for token in ("a", "b", "ab"))
     q, x = TOKENIZER("q")["input_ids"][0], TOKENIZER("x")["input_ids"][0]
@@ -144,7 +119,7 @@ def test_a_row_has_no_more_tokens_than_the_run_allows() -> None:
             await episode.generate()
             episode.reward(len(episode.turns))
 
-    [sample] = play(chatter, Recorder(says("abcd")), most=12)
+    [sample] = play(chatter, TalkingEngine(TOKENIZER, "abcd"), most=12)
     assert sample.finish_reason == "length" and not sample.error and len(sample.input_ids) == 13
     assert sample.rewards == {"reward": 3.0}, "what it had when the tokens ran out"
 
@@ -169,7 +144,7 @@ def test_an_error_and_a_hang_cost_their_own_episodes_only(monkeypatch: pytest.Mo
         return float("nan") if episode.index == 3 else 1.0
 
     config = EnvironmentConfig(turn_timeout_s=0.2)
-    samples = play(moody, Recorder(says("ab")), n=5, config=config)
+    samples = play(moody, TalkingEngine(TOKENIZER, "ab"), n=5, config=config)
     assert [sample.finish_reason for sample in samples] == ["error"] * 4 + ["stop"]
     assert "RuntimeError: the sandbox" in samples[0].error
     late = "TimeoutError: it took longer than environment.turn_timeout_s=0.2 s for one turn"
@@ -187,7 +162,7 @@ def test_an_episode_out_of_time_may_keep_its_rewards() -> None:
         return 1.0
 
     config = EnvironmentConfig(episode_timeout_s=0.2, on_timeout="partial")
-    [sample] = play(slow, Recorder(says("ab"), latency_s=0.05), config=config)
+    [sample] = play(slow, TalkingEngine(TOKENIZER, "ab", latency_s=0.05), config=config)
     assert sample.finish_reason == "timeout" and not sample.error
     assert sample.rewards == {"reward": len(sample.turns) / 10} and 2 <= len(sample.turns) <= 5
 
@@ -206,12 +181,13 @@ def test_time_stands_still_while_the_policy_generates() -> None:
             await episode.generate()
         return 1.0
 
-    [sample] = play(patient, Recorder(says("ab"), latency_s=0.1), config=EnvironmentConfig(episode_timeout_s=0.2))
+    engine = TalkingEngine(TOKENIZER, "ab", latency_s=0.1)
+    [sample] = play(patient, engine, config=EnvironmentConfig(episode_timeout_s=0.2))
     assert sample.rewards == {"reward": 1.0}
 
 
 def test_an_engine_that_is_gone_ends_the_rollout_whatever_the_environment_makes_of_it() -> None:
-    class Gone(ScriptedEngine):
+    class Gone(TalkingEngine):
         async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Any:
             raise EngineDied("engine 0 is gone")
 
@@ -223,7 +199,7 @@ def test_an_engine_that_is_gone_ends_the_rollout_whatever_the_environment_makes_
         return 0.0
 
     with pytest.raises(EngineDied):
-        play(careless, Gone(says("a")), n=3)
+        play(careless, Gone(TOKENIZER, "a"), n=3)
 
 
 def test_too_many_hanging_episodes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +216,7 @@ def test_too_many_hanging_episodes_end_the_run(monkeypatch: pytest.MonkeyPatch) 
     async def main() -> None:
         nonlocal release
         host = EpisodeHost(stubborn, EnvironmentConfig(turn_timeout_s=0.01))
-        engine, params = Recorder(says("a")), SamplingParams(n=MAX_HUNG)
+        engine, params = TalkingEngine(TOKENIZER, "a"), SamplingParams(n=MAX_HUNG)
         await host.run(Prompt("p", "q", "", {}), engine, TOKENIZER, params)
         with pytest.raises(TooManyHang, match="16 cancelled episodes do not end"):
             await host.run(Prompt("p", "q", "", {}), engine, TOKENIZER, params)
@@ -258,7 +234,7 @@ def test_so_many_episodes_run_at_once_and_fewer_when_engines_are_gone() -> None:
     async def main() -> None:
         router = Router(timeout_s=1)
         for name in ("a", "b"):
-            router.add(name, ScriptedEngine(says("a"), tokenizer=TOKENIZER))
+            router.add(name, TalkingEngine(TOKENIZER, "a"))
         gate, most, running = Gate(4), 0, 0
 
         async def one() -> None:
