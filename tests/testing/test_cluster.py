@@ -60,7 +60,7 @@ def test_a_trainer_runs_each_group_in_a_thread_of_its_own(cluster: FakeCluster) 
         def __init__(self) -> None:
             self.stopped = ""
 
-        def accumulate(self) -> None:
+        def export_model(self, path: str) -> None:
             asyncio.run(self._until_stopped())
 
         async def _until_stopped(self) -> None:
@@ -77,7 +77,7 @@ def test_a_trainer_runs_each_group_in_a_thread_of_its_own(cluster: FakeCluster) 
             raise SystemExit
 
     worker = cluster.trainer(trainer := Trainer())
-    working = worker.accumulate()
+    working = worker.export_model("/b")
     assert gather([worker.abort_update("enough")], "abort", 5.0) == [None]
     [done, refused] = gather_each([working, worker.save("/a")], "train", 5.0)
     assert not isinstance(done, ActorFailed) and trainer.stopped == "enough"

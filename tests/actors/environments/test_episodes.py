@@ -249,7 +249,7 @@ def test_so_many_episodes_run_at_once_and_fewer_when_engines_are_gone() -> None:
 
         await asyncio.gather(*(one() for _ in range(20)))
         assert (most, gate.running) == (4, 0)
-        router._leave_out(router._members["a"], EngineDied("gone"))
+        router._exclude(router._members["a"], EngineDied("gone"))
         most = 0
         tasks = [asyncio.create_task(one()) for _ in range(20)]
         await asyncio.sleep(0.001)
