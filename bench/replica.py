@@ -34,7 +34,7 @@ from rich.table import Table
 
 from ..actors.protocols import ROLLOUT_SCHEMA
 from ..actors.train.reader import ReplicaReader, build_links
-from ..actors.train.shard_plans import Budget, plan_shards
+from ..actors.train.row_plan import Budget, plan_shards
 from ..actors.train.step_rows import TrainShard
 from ..actors.train.topology import Topology
 from ..codecs.batch import Batch, Jagged

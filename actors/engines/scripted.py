@@ -26,7 +26,7 @@ from .protocol import (
     SamplingParams,
     expect_pause_mode,
 )
-from .sampling import StopTexts
+from .token_sampling import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
 """Type of a function that makes up a response: it takes the request id, the prompt's token ids and the index of the

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..engines.protocol import SESSION_SEPARATOR, Completion, CutOff, Generator, SamplingParams
-from ..engines.sampling import StopTexts
+from ..engines.token_sampling import StopTexts
 from ..protocols import RowTokens
 
 

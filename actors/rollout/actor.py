@@ -29,8 +29,8 @@ from ..environments.factory import build_endpoint, build_environment
 from ..environments.host import EpisodeHost
 from ..rewards.config import RewardConfig
 from ..rewards.rubric import build_rubric
-from ..samples import SampleFile
-from .config import DataConfig
+from ..sample_file import SampleFile
+from .data_config import DataConfig
 from .evaluation import FigureScheme
 from .journal import GroupJournal, JournalConfig
 from .prompts import PromptStream, open_prompts

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...dataplane.imports import MissingExtra
 from ..protocols import PromptRow
-from .config import JSONL_SUFFIXES, DataConfig
+from .data_config import JSONL_SUFFIXES, DataConfig
 
 HELD_OUT_SPLITS = ("validation", "test")
 """Names of the splits that validation reads when `data.validation_split` is unset, in order of preference."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
-from .config import DataConfig
+from .data_config import DataConfig
 from .prompt_sources import (
     ENVIRONMENT,
     PREFIX,

@@ -30,7 +30,7 @@ from ..process.user_code import UserThreads
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric
-from ..samples import TRAINING, SampleFile, episode_line
+from ..sample_file import TRAINING, SampleFile, episode_line
 from .evaluation import FigureScheme, FigureSums
 from .journal import GroupJournal, JournaledGroup
 from .prompts import PromptStream, row_key

@@ -31,7 +31,7 @@ from ..protocols import (
     offloaded_error,
     row_schema,
 )
-from ..samples import SampleFile, trained_line
+from ..sample_file import SampleFile, trained_line
 from ..weight_sync.config import SyncConfig
 from ..weight_sync.publisher import WeightPublisher
 from ..weight_sync.stream import SendReport

@@ -44,7 +44,7 @@ from headrace.trainers.cluster.weight_route import POOL_BUCKET_MIB
 from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
 from headrace.trainers.config.config import RunConfig
 from headrace.trainers.grpo.controllers import MOST_SKIPPED
-from headrace.trainers.grpo.roles import FALL_S
+from headrace.trainers.grpo.gpu_turns import FALL_S
 from headrace.trainers.grpo.train_workers import STALL_S
 from headrace.trainers.observe.report import RELOAD_S
 from headrace.trainers.pool.state.pool import PoolBounds

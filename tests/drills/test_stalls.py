@@ -15,7 +15,7 @@ import pytest
 from headrace.tests.drills.test_kill_drill import figures_of
 from headrace.tests.drills.test_random_kills import num_steps
 from headrace.tests.runs import cli_runs as runs
-from headrace.trainers.supervision.stuck_run import read_actors
+from headrace.trainers.supervision.stuck_report import read_actors
 
 pytestmark = pytest.mark.drill
 

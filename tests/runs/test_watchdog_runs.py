@@ -14,7 +14,7 @@ import pytest
 from headrace.dataplane.owned_folder import process_start
 from headrace.tests.runs import cli_runs as runs
 from headrace.trainers.supervision.cleanup import is_running
-from headrace.trainers.supervision.stuck_run import read_actors
+from headrace.trainers.supervision.stuck_report import read_actors
 
 pytestmark = pytest.mark.processes
 

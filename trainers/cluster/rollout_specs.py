@@ -12,11 +12,12 @@ from ...actors.engines.protocol import SamplingParams
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.actor import EvaluationSetup, RolloutSetup
-from ...actors.rollout.config import DataConfig, RolloutConfig
+from ...actors.rollout.config import RolloutConfig
+from ...actors.rollout.data_config import DataConfig
 from ...actors.rollout.evaluation import VALIDATION as VALIDATION_PREFIX
 from ...actors.rollout.journal import JournalConfig
 from ...actors.rollout.rows import RouteRules
-from ...actors.samples import SampleFile, SamplesConfig
+from ...actors.sample_file import SampleFile, SamplesConfig
 from ...dataplane.config import Section
 from ...dataplane.handle import DataPlaneHandle
 from ..advantages.config import AdvantageConfig

@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from ...actors.engines.config import ModelConfig
-from ...actors.train.shard_plans import Budget
+from ...actors.train.row_plan import Budget
 from ...actors.train.worker import WorkerSetup
 from ...actors.weight_sync.transports.factory import build_sender
 from ...actors.weight_sync.transports.protocol import SenderConfig, WeightSender

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
-from ...actors.rollout.config import DataConfig, RolloutConfig
+from ...actors.rollout.config import RolloutConfig
+from ...actors.rollout.data_config import DataConfig
 from ...actors.rollout.evaluation import find_figure, needs_answers
 from ...actors.train.topology import Topology
 from ...actors.weight_sync.config import SyncConfig

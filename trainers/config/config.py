@@ -13,9 +13,10 @@ from pydantic import Field, field_validator
 from ...actors.engines.config import ModelConfig, RouterReplayConfig, ScriptedConfig
 from ...actors.environments.config import EnvironmentConfig
 from ...actors.rewards.config import RewardConfig
-from ...actors.rollout.config import MIXTURE, DataConfig, RolloutConfig
+from ...actors.rollout.config import RolloutConfig
+from ...actors.rollout.data_config import MIXTURE, DataConfig
 from ...actors.rollout.evaluation import figure_names, find_figure
-from ...actors.samples import SamplesConfig
+from ...actors.sample_file import SamplesConfig
 from ...actors.weight_sync.config import SyncConfig
 from ...dataplane.config import Count, CountOrZero, DataPlaneConfig, NonNegative, Positive, Section
 from ..advantages.config import AdvantageConfig

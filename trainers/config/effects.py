@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...actors.rollout.config import JSONL_SUFFIXES, MIXTURE, is_generated
+from ...actors.rollout.data_config import JSONL_SUFFIXES, MIXTURE, is_generated
 from .config import AlgorithmConfig, Config, RunConfig
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...actors.rewards.config import RewardConfig
-from ...actors.rollout.config import REPLACED, DataConfig, SourceConfig, replaced
+from ...actors.rollout.data_config import REPLACED, DataConfig, SourceConfig, replaced
 from ...actors.rollout.evaluation import REWARD
 from ...dataplane.config import Count, CountOrZero, NonNegative, Section, Share
 

@@ -40,7 +40,7 @@ from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import sampling
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
-from .demand import Demand
+from .pool_demand import Demand
 from .row_tags import flat_groups
 from .run_state import State
 from .stages import Stages

@@ -10,7 +10,7 @@ from ..cluster.calls import ActorFailed, Call, ProgressWatch, ended, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle, RolloutHandle
 from ..cluster.run_actors import RunActors
-from .roles import Roles
+from .gpu_turns import Roles
 from .stages import Stages
 from .weight_sync import HEALTH_S, SyncReport
 

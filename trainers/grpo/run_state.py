@@ -11,7 +11,7 @@ from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.reward_errors import RewardErrors
-from .roles import Roles
+from .gpu_turns import Roles
 from .rollout_pool import RolloutPool
 from .stages import Stages
 from .train_workers import TrainWorkers

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...actors.samples import EPISODE, TRAINED, TRAINING
+from ...actors.sample_file import EPISODE, TRAINED, TRAINING
 from ..errors import UserError
 
 FILE = "samples.jsonl"
@@ -24,10 +24,10 @@ Row = dict[str, Any]
 def read_samples(path: str | os.PathLike[str]) -> list[Row]:
     """Read a samples.jsonl as one dict for each episode, in the order of generation; [] without such a file.
 
-    The dict has the entries of the line `episode` (see `actors/samples.py`). Of a training prompt it also has `step`,
-    `advantage` and `trained_logprobs`, which are None until a step trains on the row. Of a held-out prompt, `step` is
-    the version that was evaluated. A row that was generated again replaces the earlier one. An incomplete last line is
-    ignored. For any other line that is none of ours, raises ValueError that names file and line.
+    The dict has the entries of the line `episode` (see `actors/sample_file.py`). Of a training prompt it also has
+    `step`, `advantage` and `trained_logprobs`, which are None until a step trains on the row. Of a held-out prompt,
+    `step` is the version that was evaluated. A row that was generated again replaces the earlier one. An incomplete
+    last line is ignored. For any other line that is none of ours, raises ValueError that names file and line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")

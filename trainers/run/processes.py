@@ -30,7 +30,7 @@ from ..cluster.weight_route import WeightRoute
 from ..cluster.worker_specs import with_packing
 from ..config.config import Config
 from ..errors import UserError
-from ..grpo.roles import BothResident, Roles, TakeTurns
+from ..grpo.gpu_turns import BothResident, Roles, TakeTurns
 from ..grpo.run_state import Observers, Run
 from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
@@ -38,7 +38,7 @@ from ..observe.trace import Tracer
 from ..pool.tenant.membership import PoolMembership
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
-from ..supervision.stuck_run import read_actors, write_actors
+from ..supervision.stuck_report import read_actors, write_actors
 from .under_watchdog import WatchdogProcess
 
 CLOSE_TIMEOUT_S = 120.0

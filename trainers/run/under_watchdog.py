@@ -24,7 +24,7 @@ from ..cluster.run_actors import RunActors
 from ..config.config import ResourcesConfig
 from ..supervision import watchdog
 from ..supervision.heartbeat import Heartbeat, shared_memory
-from ..supervision.stuck_run import Opened, answer_with_stacks, remove_stacks, stop_answering
+from ..supervision.stuck_report import Opened, answer_with_stacks, remove_stacks, stop_answering
 
 END_TIMEOUT_S = 10.0
 """Seconds within which the watchdog must exit after it was asked to; then it is killed."""

@@ -25,7 +25,7 @@ import psutil
 
 from .cleanup import Family, is_alive, remove_shared_memory
 from .heartbeat import Beat, HeartbeatReader
-from .stuck_run import Opened, heading, is_caught, read_actors, write_report
+from .stuck_report import Opened, heading, is_caught, read_actors, write_report
 
 POLL_S = 1.0
 """Seconds between two reads of the heartbeat."""

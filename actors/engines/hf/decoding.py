@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from ..protocol import Completion, EngineStats, SamplingParams
-from ..sampling import StopTexts, draw, log_distribution, uniforms
+from ..token_sampling import StopTexts, draw, log_distribution, uniforms
 from .model import RouteRecorder, cache_argument
 
 COMPACT_BELOW = 0.75

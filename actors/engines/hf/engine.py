@@ -27,7 +27,7 @@ from ..protocol import (
     SamplingParams,
     expect_pause_mode,
 )
-from ..sampling import StopTexts, checked_prompt, row_keys
+from ..token_sampling import StopTexts, checked_prompt, row_keys
 from ..tokenizer import load_tokenizer
 from .decoding import Batch, DecodeRequest, Decoding, Pending
 from .model import ParameterSet, RouteRecorder, load_model, model_stop_ids

@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from ....codecs.tokens.routes import RouteSpec, select_moe_layers
 from ..protocol import Completion, EngineStats, SamplingParams
-from ..sampling import checked_prompt, row_keys
+from ..token_sampling import checked_prompt, row_keys
 from . import library
 
 _REASONS = ("stop", "length", "abort")

@@ -10,7 +10,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.engines.sampling import draw, log_distribution, row_keys, uniforms
+from headrace.actors.engines.token_sampling import draw, log_distribution, row_keys, uniforms
 
 
 def logits(rows: int = 64, vocab: int = 50) -> torch.Tensor:

@@ -21,7 +21,7 @@ from headrace.actors.environments.config import EndpointConfig, EnvironmentConfi
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rollout.actor import EvaluationSetup, RolloutActor, RolloutSetup
-from headrace.actors.rollout.config import DataConfig
+from headrace.actors.rollout.data_config import DataConfig
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.traffic import Traffic

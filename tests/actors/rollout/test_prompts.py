@@ -15,7 +15,7 @@ from headrace.actors.engines.tokenizer import count_tokens, encode_prompts
 from headrace.actors.protocols import Prompt
 from headrace.actors.rewards.config import RewardConfig
 from headrace.actors.rewards.rubric import build_rubric
-from headrace.actors.rollout.config import DataConfig
+from headrace.actors.rollout.data_config import DataConfig
 from headrace.actors.rollout.prompt_sources import TaskSource, is_held_out
 from headrace.actors.rollout.prompts import (
     BLOCK,

@@ -31,7 +31,7 @@ from headrace.actors.rollout.prompts import PromptStream
 from headrace.actors.rollout.results import merge_reports
 from headrace.actors.rollout.rows import version_spans
 from headrace.actors.rollout.worker import HeldOut, RolloutWorker, generation_spans
-from headrace.actors.samples import SampleFile, SamplesConfig
+from headrace.actors.sample_file import SampleFile, SamplesConfig
 from headrace.codecs.batch import Batch
 from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.dataplane.traffic import ClientStats, Traffic

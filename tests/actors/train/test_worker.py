@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
-from headrace.actors.samples import SampleFile, SamplesConfig
+from headrace.actors.sample_file import SampleFile, SamplesConfig
 from headrace.actors.train.actor import CONCURRENCY_GROUPS, MeetingPoint, TrainActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.topology import Topology

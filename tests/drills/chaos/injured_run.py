@@ -21,7 +21,7 @@ from headrace.tests.drills.chaos.control import VARIABLE, Control
 from headrace.tests.drills.chaos.faults import ProcessKind, StoreKind
 from headrace.tests.drills.chaos.hook import RUN_FOLDER, SITE
 from headrace.trainers.supervision.cleanup import is_alive, kill_process
-from headrace.trainers.supervision.stuck_run import read_actors
+from headrace.trainers.supervision.stuck_report import read_actors
 
 PROMPTS_PER_STEP, GROUP_SIZE = 8, 2
 CAPACITY_MIB = 64

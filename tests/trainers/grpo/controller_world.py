@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from headrace.actors.protocols import SpanTable
-from headrace.actors.train.shard_plans import Budget
+from headrace.actors.train.row_plan import Budget
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import TrainWorker, WorkerReport, WorkerSetup
 from headrace.codecs.batch import Jagged, Ragged
@@ -30,7 +30,7 @@ from headrace.trainers.cluster.worker_specs import backend_config
 from headrace.trainers.config.config import Config
 from headrace.trainers.grpo.controllers import AfterStep, run_steps
 from headrace.trainers.grpo.feed import Feed
-from headrace.trainers.grpo.roles import BothResident
+from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
 from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages

@@ -18,7 +18,7 @@ from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo import checkpoints as module
 from headrace.trainers.grpo.checkpoints import Checkpoints
-from headrace.trainers.grpo.roles import BothResident
+from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.train_workers import size_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.train.shard_plans import Budget
+from headrace.actors.train.row_plan import Budget
 from headrace.dataplane.factory import DataPlane
 from headrace.testing.data_plane import open_plane
 from headrace.tests.trainers.backends.backend_ranks import save_tiny_model

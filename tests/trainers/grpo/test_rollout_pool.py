@@ -15,7 +15,7 @@ from headrace.trainers.cluster import calls as progress
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.run_actors import RunActors
-from headrace.trainers.grpo.roles import BothResident
+from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer

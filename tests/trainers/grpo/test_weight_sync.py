@@ -18,7 +18,7 @@ from headrace.tests.trainers.grpo.sync_world import WEIGHTS, DirectEngine, World
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import NoEngineLeft
 from headrace.trainers.grpo import weight_sync
-from headrace.trainers.grpo.roles import BothResident
+from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
 from headrace.trainers.grpo.weight_sync import WeightSync
 

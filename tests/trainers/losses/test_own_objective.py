@@ -10,7 +10,7 @@ import torch
 from headrace.actors.columns import ColumnConfig
 from headrace.tests.trainers.losses.reference import group_tokens, loss_inputs, random_rows
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.losses.policy_loss import build_loss
+from headrace.trainers.losses.step_loss import build_loss
 from headrace.trainers.losses.terms import LossInputs
 
 HERE = "headrace.tests.trainers.losses.test_own_objective"

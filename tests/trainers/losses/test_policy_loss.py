@@ -27,7 +27,7 @@ from headrace.tests.trainers.losses.reference import (
     reference_metrics,
 )
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.losses.policy_loss import build_loss
+from headrace.trainers.losses.step_loss import build_loss
 from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 
 EXTRAS = (

@@ -18,8 +18,8 @@ from headrace.tests.trainers.losses.reference import (
 )
 from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.losses.kl import ReferenceKl
-from headrace.trainers.losses.objective import PpoClip
-from headrace.trainers.losses.policy_loss import EntropyBonus, PolicyTerm, build_loss
+from headrace.trainers.losses.policy_objectives import PpoClip
+from headrace.trainers.losses.step_loss import EntropyBonus, PolicyTerm, build_loss
 from headrace.trainers.losses.terms import Aggregation, Denominator, LossInputs, PolicyLoss, TermSums
 
 

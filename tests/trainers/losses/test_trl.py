@@ -21,7 +21,7 @@ from headrace.tests.trainers.losses.reference import (
     random_rows,
 )
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.losses.policy_loss import build_loss
+from headrace.trainers.losses.step_loss import build_loss
 
 pytestmark = [
     pytest.mark.processes,  # TRL's import looks at the machine with commands

@@ -10,7 +10,7 @@ from headrace.actors.process.own_process import ActorInfo
 from headrace.testing.data_plane import open_plane
 from headrace.trainers.run.launch import needed_processes
 from headrace.trainers.run.processes import everyone
-from headrace.trainers.supervision.stuck_run import write_actors
+from headrace.trainers.supervision.stuck_report import write_actors
 
 
 def test_processes_of_the_data_plane_are_on_its_host_not_on_the_drivers(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from headrace.trainers.run.under_watchdog import StepSize, under_watchdog
 from headrace.trainers.supervision import heartbeat
 from headrace.trainers.supervision.cleanup import Family, is_running, kill_process
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
-from headrace.trainers.supervision.stuck_run import Opened, write_actors
+from headrace.trainers.supervision.stuck_report import Opened, write_actors
 from headrace.trainers.supervision.watchdog import Watchdog
 
 pytestmark = pytest.mark.processes

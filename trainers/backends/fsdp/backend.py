@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....actors.protocols import MicroBatch, OffloadReport
 from ....codecs.batch import Batch
-from ...losses.policy_loss import build_loss
+from ...losses.step_loss import build_loss
 from ..checkpoint_files import Checkpointer, training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance

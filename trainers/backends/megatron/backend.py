@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ....actors.protocols import MicroBatch, OffloadReport
 from ....codecs.tokens.routes import RouteSpec
-from ...losses.policy_loss import build_loss
+from ...losses.step_loss import build_loss
 from ..checkpoint_files import Checkpointer
 from ..config import BackendConfig
 from ..hf_model import HfSource, collect, write_folder

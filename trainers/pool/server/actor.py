@@ -25,7 +25,7 @@ from ....codecs import messages
 from ....dataplane.owned_folder import process_start
 from ...errors import UserError
 from ...supervision.cleanup import Family, is_alive
-from ...supervision.stuck_run import read_actors
+from ...supervision.stuck_report import read_actors
 from ..state.commands import BY_NAME, Alive, Command, Order, Outcome, Processes, Tick, Unregister
 from ..state.plan import Role
 from ..state.planner import Gap, gaps

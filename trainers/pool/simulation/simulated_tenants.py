@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...grpo.demand import Demand
+from ...grpo.pool_demand import Demand
 from ..state.commands import (
     Ask,
     Command,

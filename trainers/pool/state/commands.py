@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...grpo.demand import Demand
+from ...grpo.pool_demand import Demand
 from .plan import Priority, Role, TenantMap
 
 

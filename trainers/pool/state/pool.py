@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from ...errors import UserError
-from ...grpo.demand import Demand
+from ...grpo.pool_demand import Demand
 from .commands import (
     Alive,
     Ask,

@@ -24,8 +24,8 @@ from ....dataplane.client.client import DataPlaneClient
 from ...cluster.calls import ActorFailed, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
-from ...grpo.demand import Demand
-from ...grpo.roles import HasDemand, TrainerMemory
+from ...grpo.gpu_turns import HasDemand, TrainerMemory
+from ...grpo.pool_demand import Demand
 from ...grpo.stages import Stages
 from ...grpo.weight_sync import HEALTH_S, SyncReport, WeightSync
 from ..state.plan import Priority

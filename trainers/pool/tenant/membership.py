@@ -19,7 +19,7 @@ from ...cluster.handles import EngineHandle, TrainHandle
 from ...cluster.placement import PlacementRequest, plan_placement
 from ...cluster.run_actors import RunActors
 from ...config.config import Config
-from ...grpo.roles import TrainerMemory, residual_limit, wait_until_freed
+from ...grpo.gpu_turns import TrainerMemory, residual_limit, wait_until_freed
 from ...grpo.stages import Stages
 from ...grpo.weight_sync import WeightSync
 from ...supervision.cleanup import wait_until_ended

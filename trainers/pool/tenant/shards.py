@@ -26,7 +26,7 @@ from ....actors.engines.router import Suspension
 from ...cluster.calls import ActorFailed, Call, gather_each
 from ...cluster.engine_pool import Engine
 from ...cluster.run_actors import RunActors
-from ...grpo.roles import residual_limit, wait_until_freed
+from ...grpo.gpu_turns import residual_limit, wait_until_freed
 from ...grpo.weight_sync import HEALTH_S, WeightSync
 from ...supervision.cleanup import Family
 from ..state.commands import Order, Outcome

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...grpo.demand import Demand
+from ...grpo.pool_demand import Demand
 from ..server.client import PoolClient
 from ..state.commands import Alive, Ask, Order, Outcome, Processes, Register, Release, Report, StepFinished, Unregister
 from ..state.plan import Priority, Role, TenantMap

@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 
 from ....actors.rewards.config import RewardConfig
-from ....actors.rollout.config import RolloutConfig, is_generated
+from ....actors.rollout.config import RolloutConfig
+from ....actors.rollout.data_config import is_generated
 from ....dataplane.imports import MissingExtra
 from ...config.config import Config, LoggingConfig
 from ...errors import ConfigError

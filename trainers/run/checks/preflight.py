@@ -16,7 +16,8 @@ from ....actors.environments.factory import check_environment
 from ....actors.process.memory import assumed_machine, total_memory
 from ....actors.rewards.config import RewardConfig
 from ....actors.rewards.rubric import check_rewards
-from ....actors.rollout.config import DataConfig, RolloutConfig
+from ....actors.rollout.config import RolloutConfig
+from ....actors.rollout.data_config import DataConfig
 from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
 from ....dataplane.owned_folder import try_lock
@@ -181,7 +182,7 @@ def _check_loss(loss: LossConfig, data: DataConfig, max_new_tokens: int) -> None
     """Try a loss of the user's own on made-up rows, and check the names of the columns that it reads."""
     if ":" in loss.kind:
         from ....actors.protocols import row_schema  # imports torch, which checks do without
-        from ...losses.policy_loss import build_loss
+        from ...losses.step_loss import build_loss
 
         row_schema(None, data.columns)
         build_loss(loss.with_length_norm(max_new_tokens), data.columns)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....actors.protocols import PromptRow, PromptSource
-from ....actors.rollout.config import is_generated
+from ....actors.rollout.data_config import is_generated
 from ...cluster.rollout_specs import evaluation_plans
 from ...config.config import Config
 

@@ -35,7 +35,7 @@ from headrace.trainers.backends.row_layout import lay_out
 from headrace.trainers.backends.train_step import TrainStep
 from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.losses.policy_loss import build_loss
+from headrace.trainers.losses.step_loss import build_loss
 from headrace.trainers.losses.terms import LossInputs
 
 

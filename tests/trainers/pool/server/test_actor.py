@@ -18,7 +18,7 @@ from headrace.actors.process.remote_methods import decode_result, encode_argumen
 from headrace.codecs import messages
 from headrace.dataplane.owned_folder import process_start
 from headrace.tests.trainers.pool.state.pool_states import tenant_map
-from headrace.trainers.grpo.demand import Demand
+from headrace.trainers.grpo.pool_demand import Demand
 from headrace.trainers.pool.server import actor as pool_actor
 from headrace.trainers.pool.server.actor import PoolActor, PoolSetup
 from headrace.trainers.pool.state.commands import (

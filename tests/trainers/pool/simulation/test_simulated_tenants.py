@@ -17,7 +17,7 @@ from headrace import cli
 from headrace.tests.trainers.pool.state.pool_states import tenant_map
 from headrace.trainers.config.load import read_sections
 from headrace.trainers.errors import ConfigError
-from headrace.trainers.grpo.demand import Demand
+from headrace.trainers.grpo.pool_demand import Demand
 from headrace.trainers.pool.server.gpu_trace import pool_trace
 from headrace.trainers.pool.simulation.config import PhaseSeconds, Policy, PoolFile, partition, place_tenants, pool_file
 from headrace.trainers.pool.simulation.policies import (

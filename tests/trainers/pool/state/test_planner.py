@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.tests.trainers.pool.state.pool_states import equal_tenants, pool_states, tenant_map
-from headrace.trainers.grpo.demand import BUCKETS, Demand
+from headrace.trainers.grpo.pool_demand import BUCKETS, Demand
 from headrace.trainers.pool.state.plan import (
     Grant,
     Plan,

@@ -12,7 +12,7 @@ import pytest
 from headrace.codecs import messages
 from headrace.tests.trainers.pool.state.pool_states import tenant_map
 from headrace.trainers.errors import UserError
-from headrace.trainers.grpo.demand import Demand
+from headrace.trainers.grpo.pool_demand import Demand
 from headrace.trainers.pool.server.folder import PoolJournal, replay
 from headrace.trainers.pool.state.commands import (
     Alive,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.rollout import prompt_sources
-from headrace.actors.rollout.config import DataConfig
+from headrace.actors.rollout.data_config import DataConfig
 from headrace.cli import main
 from headrace.dataplane.imports import MissingExtra
 from headrace.trainers.config.load import build_config

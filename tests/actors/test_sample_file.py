@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors import samples
+from headrace.actors import sample_file as samples
 from headrace.actors.protocols import Prompt, Sample, Score
-from headrace.actors.samples import SampleFile, SamplesConfig, episode_line, token_texts, trained_line
+from headrace.actors.sample_file import SampleFile, SamplesConfig, episode_line, token_texts, trained_line
 
 
 class ByteTokenizer:

@@ -13,7 +13,7 @@ from ...actors.columns import ColumnConfig
 from .config import LossConfig
 from .correction import CORRECTION_METRICS, Correction, IcePop, MaskedSequences, TruncatedSequences, TruncatedTokens
 from .kl import ReferenceKl, RewardKl
-from .objective import Cispo, Gspo, Objective, PpoClip, Reinforce, build_own_objective, count
+from .policy_objectives import Cispo, Gspo, Objective, PpoClip, Reinforce, build_own_objective, count
 from .terms import Aggregation, Denominator, LossInputs, LossTerm, PolicyLoss, TermSums
 
 

@@ -17,8 +17,8 @@ from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.engine_pool import NoEngineLeft
-from headrace.trainers.grpo import roles
-from headrace.trainers.grpo.roles import TakeTurns
+from headrace.trainers.grpo import gpu_turns as roles
+from headrace.trainers.grpo.gpu_turns import TakeTurns
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.weight_sync import WeightSync
 from headrace.trainers.observe.trace import Tracer

@@ -34,7 +34,7 @@ from ..cluster.calls import ActorFailed, gather, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle, TrainHandle
 from ..cluster.run_actors import RunActors
-from .demand import Demand
+from .pool_demand import Demand
 from .stages import Stages
 from .weight_sync import HEALTH_S, SyncReport, WeightSync
 
