@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.protocol import ReceiverConfig, ReceiverGroup, WeightUpdate
 from headrace.codecs.weights.parameter_digests import ParameterDigests
 from headrace.testing.cluster import FakeCluster, HostedEngine, HostedTrainer
+from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool
 from headrace.trainers.cluster.handles import EngineHandle, TrainHandle
 from headrace.trainers.grpo.weight_sync import WeightSync
@@ -165,23 +166,25 @@ class DirectEngine(ScriptedEngine):
         self._inbox.close()
 
 
-class World(FakeCluster):
+class World:
     """Engines and a trainer, and the driver's sync of them."""
 
     def __init__(self, config: SyncConfig, kinds: Sequence[type[ScriptedEngine]], latency_s: float) -> None:
-        super().__init__()
+        self.cluster = FakeCluster()
         self.config = config
         self._run_id = uuid.uuid4().hex[:8]
-        made = [self.run(self._engine(kind, f"engine {n}", latency_s)) for n, kind in enumerate(kinds)]
+        made = [self.cluster.run(self._engine(kind, f"engine {n}", latency_s)) for n, kind in enumerate(kinds)]
         self.hosted: list[Any] = [engine.result() for engine in made]
-        self.processes = [HostedEngine(f"engine {n}", engine, self.loop) for n, engine in enumerate(self.hosted)]
+        self.processes = [
+            HostedEngine(f"engine {n}", engine, self.cluster.loop) for n, engine in enumerate(self.hosted)
+        ]
         engines = [
-            Engine(EngineHandle(lambda process=process: process, f"engine {n}", self.meter, self), 1)
+            Engine(EngineHandle(lambda process=process: process, f"engine {n}", DriverMeter(), self.cluster), 1)
             for n, process in enumerate(self.processes)
         ]
         self.pool = EnginePool(engines, embedded=False)
         self.trainer = Trainer(self._run_id, config)
-        self._worker = TrainHandle(lambda: HostedTrainer(self.trainer), "train worker 0", self.meter, self)
+        self._worker = TrainHandle(lambda: HostedTrainer(self.trainer), "train worker 0", DriverMeter(), self.cluster)
         self.sync = WeightSync(config, [self._worker], self.pool, lasting=True)
 
     async def _engine(self, kind: type[ScriptedEngine], name: str, latency_s: float) -> ScriptedEngine:
@@ -205,7 +208,7 @@ class World(FakeCluster):
             taken.set()
             return await work
 
-        future = self.run(generate())
+        future = self.cluster.run(generate())
         assert taken.wait(10)
         return future
 
@@ -218,9 +221,9 @@ class World(FakeCluster):
 
     def close(self) -> None:
         for engine in self.hosted:
-            self.run(engine.close()).result(10)
+            self.cluster.run(engine.close()).result(10)
         self._end_trainer()
-        super().close()
+        self.cluster.close()
 
     def _end_trainer(self) -> None:
         self.trainer.close()
@@ -230,5 +233,5 @@ class World(FakeCluster):
 @contextmanager
 def world(kinds: Sequence[type[ScriptedEngine]], *, latency_s: float = 0.0, **sync: Any) -> Iterator[World]:
     """A world of engines of these kinds; `sync` are keys of the section."""
-    with World(SyncConfig(**{"staging": "none", "timeout_s": 5.0, **sync}), kinds, latency_s) as made:
+    with closing(World(SyncConfig(**{"staging": "none", "timeout_s": 5.0, **sync}), kinds, latency_s)) as made:
         yield made
