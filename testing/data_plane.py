@@ -131,7 +131,8 @@ def length_of(key: str) -> int:
 
 def _value(field: Field, key: str) -> Any:
     """Return the value of one field of one row."""
-    if field.kind is Kind.OBJECT:
+    dtype = field.dtype
+    if dtype is None:  # an OBJECT
         return {"key": key, "text": "Zürich \u2603", "turns": [1, None, 2.5]}
     generator = np.random.default_rng(zlib.crc32(f"{field.name} {key}".encode()))
     leading = {
@@ -139,10 +140,10 @@ def _value(field: Field, key: str) -> Any:
         Kind.RAGGED: tuple(generator.integers(0, 5, field.ndim).tolist()),
     }.get(field.kind, ())
     shape = (*leading, *field.trailing)
-    if field.dtype is torch.bool:
+    if dtype is torch.bool:
         return torch.tensor(generator.random(shape) < 0.5)
-    if field.dtype.is_floating_point:
-        return torch.tensor(generator.standard_normal(shape), dtype=torch.float32).to(field.dtype)
-    values = torch.empty(shape, dtype=field.dtype)
+    if dtype.is_floating_point:
+        return torch.tensor(generator.standard_normal(shape), dtype=torch.float32).to(dtype)
+    values = torch.empty(shape, dtype=dtype)
     data = bytearray(generator.bytes(values.nbytes))
-    return torch.frombuffer(data, dtype=field.dtype).reshape(shape) if data else values
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else values
