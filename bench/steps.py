@@ -30,7 +30,7 @@ from ..trainers.config.load import build_config
 from ..trainers.observe.metrics import read_metrics
 from ..trainers.run.launch import run_training
 from ..trainers.simulation.config import SimulationConfig
-from ..trainers.simulation.scenario import build_scenario, measure_run
+from ..trainers.simulation.scenario import Scenario, build_scenario, measure_run
 from ..trainers.simulation.simulate import simulate
 from .records import conditions, markdown, one_line, table, write_page, write_records, write_summary
 from .transfer.plots import COLOURS, Figure
@@ -157,7 +157,10 @@ def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
         measured.append(measured_steps(options.out / case.name, case, options))
     overheads = measure_run(options.out / CASES[0].name, configs[CASES[0]], SimulationConfig())
     tell("simulating the same")
-    simulated = [simulated_steps(config, case, options, overheads) for case, config in configs.items()]
+    simulated = [
+        simulated_steps(build_scenario(config, SimulationConfig(), overheads), case, options)
+        for case, config in configs.items()
+    ]
     summary = summarise(measured, simulated)
     facts |= {"load_average_after": conditions()["load_average"], "overheads": overheads}
     records = [_record("measured", result) for result in measured]
@@ -236,10 +239,9 @@ def measured_steps(folder: Path, case: Case, options: StepOptions) -> ModeResult
     )
 
 
-def simulated_steps(config: Config, case: Case, options: StepOptions, overheads: Mapping[str, float]) -> ModeResult:
-    """Simulate the same steps and return their figures. overheads: the overheads of the sync run, as `measure_run`
-    returns them."""
-    run = simulate(build_scenario(config, SimulationConfig(), overheads), case.mode)
+def simulated_steps(scenario: Scenario, case: Case, options: StepOptions) -> ModeResult:
+    """Simulate the same steps and return their figures. scenario: the case with the overheads of the sync run."""
+    run = simulate(scenario, case.mode)
     kept = run.steps[options.warm : options.warm + options.counted]
     return ModeResult(
         case.name,

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,9 +16,6 @@ from ..trainers.errors import UserError
 from .arguments import chosen, config_and_overrides, import_from_here
 from .outcome import DONE, FAILED, stop_on_sigterm
 from .terminal import print_table, show_results, status_line
-
-if TYPE_CHECKING:
-    from ..trainers.config.config import Config
 
 
 def add_run_commands(commands: Any) -> None:
@@ -166,18 +163,17 @@ def _train(arguments: argparse.Namespace) -> int:
     except UserError:
         raise  # the mistake may be about the folder, and then what is in the folder belongs to another run
     except BaseException:
-        _leave_report(config)
+        _leave_report(config.run.dir)
         raise
     return DONE
 
 
-def _leave_report(config: Config) -> None:
-    """Write the report of a run that did not finish. If the report cannot be built, print the reason instead of raising
-    an error, so that the error of the run itself stays visible."""
+def _leave_report(folder: str | None) -> None:
+    """Write the report of the run in `folder`, which did not finish. If the report cannot be built, print the reason
+    instead of raising an error, so that the error of the run itself stays visible."""
     from ..trainers.observe.report import write_report
     from ..trainers.observe.run_folder import has_figures
 
-    folder = config.run.dir
     if folder is None or not has_figures(folder):
         return
     try:
@@ -301,7 +297,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     # Without a file all keys but these have their defaults.
     config = load_config(os.devnull, [f"model.path={json.dumps(arguments.model)}", *arguments.overrides])
     with status_line("loading the model") as (console, tell):
-        report = probe_trust(config, tell)
+        report = probe_trust(config.model, config.rollout, config.trainer, config.run.seed, tell)
     show_trust(console, arguments.model, report)
     return DONE if report.sound else FAILED
 

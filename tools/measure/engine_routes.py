@@ -144,7 +144,8 @@ def run_engine_routes(options: EngineOptions, report: WorkReport) -> None:
             raise UserError(f"--model: {bench.config.model.path} has no experts, expected a model that has")
         asyncio.run(_measure(bench, spec, found, report.tell))
         report.tell(TRUST)
-        found.trust = compare_rows(bench.config, spec, found.rows)
+        config = bench.config
+        found.trust = compare_rows(config.model, config.rollout, config.trainer, spec, found.rows)
         note(options.out / "notes.jsonl", **trust_figures(found.trust))
         report.tell.finish(TRUST)
 

@@ -13,7 +13,7 @@ from ...actors.engines.config import BUILTIN_MODELS, ModelConfig, RouterReplayCo
 from ...codecs.tokens.routes import RouteSpec
 from ..backends.model_split import check_split
 from ..config.checks import StoreDemand
-from ..config.config import Config
+from ..config.config import Config, WarmupConfig
 from ..errors import UserError
 from ..observe.progress import Progress
 from ..observe.run_folder import RunFolder
@@ -50,16 +50,14 @@ TINY_QWEN3_MOE: dict[str, Any] = {
 `builtin:tiny-qwen3`."""
 
 
-def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
-    """Return the path or hub id of the model to start from.
+def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder: RunFolder, progress: Progress) -> str:
+    """Return the path or hub id of the model to start from, which must have passed `check_model`.
 
-    The built-in model is made in the run folder (`base_model/`) from `run.seed` alone and warmed up as `warmup` says; a
-    resumed run finds it there. Warm-up is a separate phase that no training metric includes. Raises UserError when
-    the model does not fit the configuration, see `check_model`.
+    The built-in model is made in the run folder (`base_model/`) from `seed` alone and warmed up as `training` says; a
+    resumed run finds it there. Warm-up is a separate phase that no training metric includes.
     """
-    check_model(config)
-    if not config.model.builtin:
-        return config.model.path
+    if not wanted.builtin:
+        return wanted.path
     path = folder.path / "base_model"
     if path.exists():
         return str(path)
@@ -68,15 +66,15 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     start = time.perf_counter()
     progress.phase("making the base model")
     tokenizer = made_tokenizers.make_tokenizer()
-    model = warmup.make_model(model_config(config.model), config.run.seed)
+    model = warmup.make_model(model_config(wanted), seed)
     fields = {}
-    if config.warmup.corpus != "none":
-        steps = config.warmup.steps
+    if training.corpus != "none":
+        steps = training.steps
 
         def show(step: int, loss: float) -> None:
             progress.phase("supervised warm-up of the base model", step, steps, f"loss {loss:.3f}")
 
-        fields["loss"] = warmup.warm_up(model, tokenizer, config.warmup, config.run.seed, show)
+        fields["loss"] = warmup.warm_up(model, tokenizer, training, seed, show)
     draft = path.with_name("base_model.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)

@@ -20,7 +20,7 @@ from ..backends.config import TrainerConfig
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
 from ..base_model.prepare import model_config
 from ..config.checks import switch_obstacles
-from ..config.config import Config
+from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
 from .engine_specs import neighbour_bytes
 from .placement import Placement
@@ -75,11 +75,10 @@ class RolesDecision:
     why: str
     """Sentence for the user; "" if there was nothing to decide."""
 
-    def applied_to(self, config: Config) -> Config:
-        """Return `config` with `resources.switch_roles` as it was decided, `always` or `never`."""
+    def applied_to(self, resources: ResourcesConfig) -> ResourcesConfig:
+        """Return `resources` with `switch_roles` as it was decided, `always` or `never`."""
         chosen = "always" if self.take_turns else "never"
-        resources = config.resources.model_copy(update={"switch_roles": chosen})
-        return config.model_copy(update={"resources": resources})
+        return resources.model_copy(update={"switch_roles": chosen})
 
 
 def smallest_gpu() -> int | None:
@@ -103,7 +102,10 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
         return RolesDecision(False, "resources.switch_roles=always has no effect: no GPU holds an engine and a trainer")
     if asked == "always":
         return RolesDecision(True, "engines and train workers take turns in memory (resources.switch_roles=always)")
-    both, obstacles = "engines and train workers share GPUs", switch_obstacles(config)
+    both = "engines and train workers share GPUs"
+    obstacles = switch_obstacles(
+        config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay
+    )
     memory = estimate(config, gpu_bytes)
     if memory is None or gpu_bytes is None:
         unknown = "the size of the model" if memory is None else "the memory of the GPUs"

@@ -58,7 +58,7 @@ def rollout_setup(
         keeps_old_kv=config.sync.keeps_old_kv,
         engine_timeout_s=config.resources.stage_timeout_s,
         samples=sample_file(config.logging.samples, config.run, config.algorithm.prompts_per_step),
-        journal=journal(config),
+        journal=journal(config.run, fingerprint(config)),
         routes=None if spec is None else RouteRules(spec, config.router_replay),
     )
 
@@ -95,15 +95,14 @@ def sample_file(samples: SamplesConfig, run: RunConfig, prompts_per_step: int) -
 # ---------------- the journal
 
 
-def journal(config: Config) -> JournalConfig | None:
+def journal(run: RunConfig, settings: str) -> JournalConfig | None:
     """Return the settings of the journal, whose files rollout actors write finished groups to or read them from. None
-    for a run without a journal."""
-    run = config.run
+    for a run without a journal. settings: their `fingerprint`."""
     if not run.keeps_journal:
         return None
     folder = os.path.join(run.replay or run.dir or ".", "journal")
     purpose = "replay" if run.replay else "record" if run.record else "resume"
-    return JournalConfig(folder, _fingerprint(config), purpose=purpose)
+    return JournalConfig(folder, settings, purpose=purpose)
 
 
 _FIRST_DATA = ("split", "prompt_field", "answer_field", "template", "options")
@@ -116,7 +115,7 @@ _LATER_REWARD = ("per", "runs", "timeout_s", "retries")
 """Keys that came after the first journals: the fingerprint has them only where they differ from their defaults."""
 
 
-def _fingerprint(config: Config) -> str:
+def fingerprint(config: Config) -> str:
     """Return a JSON text with all settings that determine what the rollouts generate.
 
     The text is stored in the journals of earlier runs, so it must never change for a given configuration.

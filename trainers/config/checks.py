@@ -18,7 +18,7 @@ from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..backends.model_split import mesh_problems
 from ..losses.config import LossConfig
-from .config import AlgorithmConfig, Config, Overlap, ResourcesConfig, RunConfig
+from .config import AlgorithmConfig, Config, Mode, Overlap, ResourcesConfig, RunConfig
 from .evaluation_sets import EvaluationConfig, ValidationConfig
 
 ROLLOUT_TOKEN_BYTES = 9
@@ -36,7 +36,7 @@ model, and of the policy before a step with several updates."""
 def contradictions(config: Config) -> list[str]:
     """Return one sentence for each contradiction between the keys of `config`; [] when there is none."""
     return (
-        size_problems(config)
+        size_problems(config.algorithm, config.trainer, config.rollout, config.data, config.longest_sequence)
         + mesh_problems(config.trainer)
         + gpu_map_problems(config.resources, config.rollout, config.trainer)
         + pool_problems(config)
@@ -45,10 +45,10 @@ def contradictions(config: Config) -> list[str]:
     )
 
 
-def cautions(config: Config) -> list[str]:
-    """Return one line for each setting that is allowed but makes training differ from what the user may expect."""
-    algorithm, loss, window = config.algorithm, config.loss, config.overlap.window
-    if config.trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
+def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, *, window: int) -> list[str]:
+    """Return one line for each setting that is allowed but makes training differ from what the user may expect.
+    window: largest number of versions by which a row is older than the policy that trains on it."""
+    if trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
         return []
     lines = []
     if window:
@@ -117,36 +117,38 @@ def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool
     return oversample
 
 
-def size_problems(config: Config) -> list[str]:
+def size_problems(
+    algorithm: AlgorithmConfig, trainer: TrainerConfig, rollout: RolloutConfig, data: DataConfig, needed: int
+) -> list[str]:
     """Return one sentence for each mismatch of sizes. Sizes are compared between groups and replicas, groups and
-    rollout actors, or rows and microbatches."""
+    rollout actors, or rows and microbatches. needed: number of tokens that an engine must take."""
     problems = []
-    prompts, dp = config.algorithm.prompts_per_step, config.trainer.dp
+    prompts, dp = algorithm.prompts_per_step, trainer.dp
     if prompts % dp:
         problems.append(
             f"algorithm.prompts_per_step: got {prompts}, expected a multiple of trainer.dp={dp}, "
             "because every replica trains on the same number of whole groups"
         )
-    actors = config.rollout.num_actors or config.rollout.num_engines
-    key = "num_engines" if config.rollout.num_actors is None else "num_actors"
+    actors = rollout.num_actors or rollout.num_engines
+    key = "num_engines" if rollout.num_actors is None else "num_actors"
     if prompts < actors:
         problems.append(
             f"algorithm.prompts_per_step: got {prompts}, expected at least rollout.{key}={actors}, because every "
             "rollout actor needs a group to generate"
         )
-    given, needed = config.rollout.max_model_len, config.longest_sequence
+    given = rollout.max_model_len
     if given is not None and given < needed:
         problems.append(
             f"rollout.max_model_len: got {given}, expected at least {needed}, the length of the longest prompt and "
             "answer (data.max_prompt_tokens + rollout.max_new_tokens or that of an evaluation)"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    multiple = Topology(dp=1, tp=config.trainer.tp, cp=config.trainer.cp).pad_multiple
+    longest = data.max_prompt_tokens + rollout.max_new_tokens
+    multiple = Topology(dp=1, tp=trainer.tp, cp=trainer.cp).pad_multiple
     padded = round_up(longest, multiple)
-    if config.trainer.tokens_per_microbatch < padded:
+    if trainer.tokens_per_microbatch < padded:
         rounded = f", rounded up to a multiple of {multiple}" if padded > longest else ""
         problems.append(
-            f"trainer.tokens_per_microbatch: got {config.trainer.tokens_per_microbatch}, expected at least {padded}, "
+            f"trainer.tokens_per_microbatch: got {trainer.tokens_per_microbatch}, expected at least {padded}, "
             f"the length of the longest row (data.max_prompt_tokens + rollout.max_new_tokens{rounded})"
         )
     return problems
@@ -229,7 +231,10 @@ def meaning_problems(config: Config) -> list[str]:
     if config.router_replay.enabled:
         problems += route_problems(config.environment, config.rollout)
     if config.resources.switch_roles == "always":
-        problems += [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in switch_obstacles(config)]
+        obstacles = switch_obstacles(
+            config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay
+        )
+        problems += [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in obstacles]
     return problems
 
 
@@ -254,35 +259,40 @@ def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> list[str]:
     return problems
 
 
-def switch_obstacles(config: Config) -> list[str]:
+def switch_obstacles(
+    mode: Mode,
+    sync: SyncConfig,
+    validation: ValidationConfig,
+    evaluation: Mapping[str, EvaluationConfig],
+    replay: str | None,
+) -> list[str]:
     """Return one clause for each setting with which engines and train workers cannot take turns on their GPUs. It says
-    the setting, what it would have to be, and why."""
+    the setting, what it would have to be, and why. replay: the folder in `run.replay`."""
     obstacles = []
-    mode = config.algorithm.mode
     if mode != "sync":
         obstacles.append(
             f"algorithm.mode={mode!r}, expected algorithm.mode='sync', because in other modes both roles are busy at "
             "the same time"
         )
-    if config.validation.every and config.validation.background:
+    if validation.every and validation.background:
         obstacles.append(
             "validation.background=true, expected false, because the engines would answer while the trainer computes"
         )
-    for name, one in config.evaluation.items():
+    for name, one in evaluation.items():
         if one.every and one.background:
             obstacles.append(
                 f"evaluation.{name}.background=true, expected false, because the engines would answer while the "
                 "trainer computes"
             )
-    if config.sync.delta:
+    if sync.delta:
         obstacles.append(
             "sync.delta=true, expected false, because a sleeping engine keeps no version that a delta could refer to"
         )
-    if config.sync.staging == "full":
+    if sync.staging == "full":
         obstacles.append(
             "sync.staging='full', expected 'auto', because the engine's second copy would take the trainer's place"
         )
-    if config.run.replay is not None:
+    if replay is not None:
         obstacles.append("run.replay set, expected it unset, because a replay has no engine")
     return obstacles
 
@@ -450,41 +460,7 @@ def pool_problems(config: Config) -> list[str]:
     if config.pool.address is None:
         return []
     because = "with pool.address set"
-    return _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because) + _mode_problems(
-        config, because
-    )
-
-
-def _map_problems(resources: ResourcesConfig, engines: int, shards: Sequence[Sequence[int]], because: str) -> list[str]:
-    if resources.trainer_gpus is None or resources.rollout_gpus is None:
-        return [f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool"]
-    problems = []
-    train, rollout = set(resources.trainer_gpus), resources.rollout_gpus
-    if beyond := sorted(train.difference(rollout)):
-        problems.append(
-            f"resources.trainer_gpus: got GPU {beyond[0]} {because}, expected GPUs of resources.rollout_gpus, because "
-            "engines use the GPUs of training in the meantime"
-        )
-    if engines < 2:
-        problems.append(
-            f"rollout.num_engines: got {engines} {because}, expected at least 2, because one engine "
-            "alone would have to sleep whenever the run trains"
-        )
-    elif all(train.intersection(shard) for shard in shards):
-        problems.append(
-            f"resources.trainer_gpus: got {sorted(train)} {because}, expected that one engine of "
-            "resources.rollout_gpus has none of them, because it goes on generating while the run trains"
-        )
-    for shard in shards:
-        if list(shard) != list(range(shard[0], shard[0] + len(shard))):
-            problems.append(
-                f"resources.rollout_gpus: got {list(shard)} for one engine {because}, expected neighbouring GPUs"
-            )
-    return problems
-
-
-def _mode_problems(config: Config, because: str) -> list[str]:
-    problems = []
+    problems = _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because)
     if not config.overlap.window:
         problems.append(
             f"algorithm.mode: got {config.algorithm.mode!r} {because}, expected 'async' or 'async_streaming' with "
@@ -524,4 +500,32 @@ def _mode_problems(config: Config, because: str) -> list[str]:
         for key, is_background in background
         if is_background
     ]
+    return problems
+
+
+def _map_problems(resources: ResourcesConfig, engines: int, shards: Sequence[Sequence[int]], because: str) -> list[str]:
+    if resources.trainer_gpus is None or resources.rollout_gpus is None:
+        return [f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool"]
+    problems = []
+    train, rollout = set(resources.trainer_gpus), resources.rollout_gpus
+    if beyond := sorted(train.difference(rollout)):
+        problems.append(
+            f"resources.trainer_gpus: got GPU {beyond[0]} {because}, expected GPUs of resources.rollout_gpus, because "
+            "engines use the GPUs of training in the meantime"
+        )
+    if engines < 2:
+        problems.append(
+            f"rollout.num_engines: got {engines} {because}, expected at least 2, because one engine "
+            "alone would have to sleep whenever the run trains"
+        )
+    elif all(train.intersection(shard) for shard in shards):
+        problems.append(
+            f"resources.trainer_gpus: got {sorted(train)} {because}, expected that one engine of "
+            "resources.rollout_gpus has none of them, because it goes on generating while the run trains"
+        )
+    for shard in shards:
+        if list(shard) != list(range(shard[0], shard[0] + len(shard))):
+            problems.append(
+                f"resources.rollout_gpus: got {list(shard)} for one engine {because}, expected neighbouring GPUs"
+            )
     return problems

@@ -9,8 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...actors.rollout.data_config import JSONL_SUFFIXES, MIXTURE, is_generated
+from ...actors.rollout.data_config import JSONL_SUFFIXES, MIXTURE, DataConfig, is_generated
+from ...dataplane.config import Section
+from ..backends.config import TrainerConfig
+from ..losses.config import LossConfig
 from .config import AlgorithmConfig, Config, RunConfig
+from .evaluation_sets import EvaluationConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,9 @@ class Need:
     """Whether `key` turns a part of the run on or off, rather than choosing between two ways of doing it."""
 
 
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of the dotted key `key` in `config`."""
-    here: Any = config
+def value_of(section: Section, key: str) -> Any:
+    """Return the value of the dotted key `key` in `section`, which can be the whole configuration."""
+    here: Any = section
     for name in key.split("."):
         here = getattr(here, name)
     return here
@@ -61,9 +65,9 @@ def _unset(key: str) -> Need:
     return Need(key, f"{key} unset", lambda config: value_of(config, key) is None)
 
 
-def _sources(config: Config) -> tuple[str, ...]:
-    sets = (one.data.source for one in config.evaluation.values())
-    return tuple(source for source in (*config.data.trained, config.data.validation, *sets) if source)
+def _sources(data: DataConfig, evaluation: Mapping[str, EvaluationConfig]) -> tuple[str, ...]:
+    sets = (one.data.source for one in evaluation.values())
+    return tuple(source for source in (*data.trained, data.validation, *sets) if source)
 
 
 def _overtakes(algorithm: AlgorithmConfig, run: RunConfig) -> bool:
@@ -90,17 +94,19 @@ WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
 TASK_PROMPTS = Need(
     "data.train",
     "prompts of a generated task (task:NAME or reasoning-gym:NAME)",
-    lambda config: any(s.startswith(("task:", "reasoning-gym:")) for s in _sources(config)),
+    lambda config: any(s.startswith(("task:", "reasoning-gym:")) for s in _sources(config.data, config.evaluation)),
 )
 TABLE_PROMPTS = Need(
     "data.train",
     "prompts from a file or dataset",
-    lambda config: not all(is_generated(s) for s in _sources(config)),
+    lambda config: not all(is_generated(s) for s in _sources(config.data, config.evaluation)),
 )
 DATASET_PROMPTS = Need(
     "data.train",
     "prompts from a Hugging Face dataset",
-    lambda config: any(not is_generated(s) and not s.endswith(JSONL_SUFFIXES) for s in _sources(config)),
+    lambda config: any(
+        not is_generated(s) and not s.endswith(JSONL_SUFFIXES) for s in _sources(config.data, config.evaluation)
+    ),
 )
 SLEEPS = Need(
     "resources.switch_roles",
@@ -252,7 +258,7 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
     run that the key belongs to: `validation.every=0` requires no other change.
     """
     problems = []
-    problems += _doubtful(config, overridden)
+    problems += _doubtful(config.algorithm, config.loss, config.trainer, config.overlap.window, overridden)
     for key, needs in EFFECTS.items():
         value, default = value_of(config, key), value_of(_DEFAULTS, key)
         if value == default:
@@ -269,10 +275,11 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
     return problems
 
 
-def _doubtful(config: Config, overridden: Collection[str]) -> list[str]:
+def _doubtful(
+    algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, window: int, overridden: Collection[str]
+) -> list[str]:
     """Return one sentence for each setting that has an effect, but not the one that its name suggests."""
     problems = []
-    algorithm, loss, trainer = config.algorithm, config.loss, config.trainer
     # An override that shortens the run requires no other change.
     excused = _among("algorithm.steps", overridden) and not _among("trainer.warmup_steps", overridden)
     if trainer.warmup_steps > algorithm.steps and not excused:
@@ -285,7 +292,7 @@ def _doubtful(config: Config, overridden: Collection[str]) -> list[str]:
             "loss.kl_kind: got 'k1' with loss.kl_in='loss', expected 'k2' or 'k3' (or loss.kl_in='reward'), because "
             "the gradient of k1 is 0 on average"
         )
-    stale = config.overlap.window > 0 and trainer.backend != "scripted"
+    stale = window > 0 and trainer.backend != "scripted"
     if stale and algorithm.prev_logprobs == "recompute" and loss.correction == "none":
         problems.append(
             f"loss.correction: got 'none' with algorithm.mode={algorithm.mode!r} and "

@@ -96,7 +96,7 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
             warnings.warn(sentence, FutureWarning, stacklevel=3)
     else:
         problems += idle
-    problems = problems or _missing_paths(config)
+    problems = problems or _missing_paths(config.model.path, config.sources)
     if problems:
         raise ConfigError(problems)
     return config
@@ -410,13 +410,12 @@ def _without_none(annotation: Any) -> Any:
     return parts[0] if isinstance(annotation, types.UnionType) and len(parts) == 1 else annotation
 
 
-def _missing_paths(config: Config) -> list[str]:
+def _missing_paths(model: str, sources: Sequence[tuple[str, str | None]]) -> list[str]:
     """Return one sentence for each setting whose value can only be a local path but does not exist."""
     problems = []
-    model = config.model.path
     if _only_a_path(model) and not Path(model).expanduser().is_dir():
         problems.append(f"model.path: got {model!r}, expected an existing model folder")
-    for key, source in config.sources:
+    for key, source in sources:
         if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
             problems.append(f"{key}: got {source!r}, expected an existing .jsonl file or dataset folder")
     return problems

@@ -130,8 +130,9 @@ class Steps:
         self._after_step = after_step
         self._skipped = 0
         """Number of consecutive steps without an optimizer step, counted back from the last finished step."""
-        plans, goal = evaluation_plans(run.config), Goal.of(run.config)
-        self._evaluations = Evaluations(plans, run.rollouts, run.workers, goal)
+        config = run.config
+        goal = Goal.of(config.validation, config.run, config.figures, config.judged_figure)
+        self._evaluations = Evaluations(evaluation_plans(config), run.rollouts, run.workers, goal)
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
             after_step(state, {**metrics, "policy/version": float(state.version)})

@@ -26,7 +26,8 @@ from ...actors.rollout.results import EvaluationReport
 from ..cluster.calls import ActorFailed, Call, ended
 from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import VALIDATION, EvaluationPlan
-from ..config.config import Config
+from ..config.config import RunConfig
+from ..config.evaluation_sets import ValidationConfig
 from ..errors import UserError
 from .feed import LOOK_AFTER_S
 from .rollout_pool import RolloutPool
@@ -189,11 +190,11 @@ class Goal:
     """The run folder."""
 
     @classmethod
-    def of(cls, config: Config) -> Goal:
-        """Return the goal of the run that `config` describes."""
-        validation, run = config.validation, config.run
-        known, folder = tuple(config.figures), Path(run.dir or ".")
-        return cls(config.judged_figure, validation.metric, known, validation.stop_at, run.keep_best, folder)
+    def of(cls, validation: ValidationConfig, run: RunConfig, known: Sequence[str], judged: str) -> Goal:
+        """Return the goal of a run. known: keys that `validation.metric` can name. judged: full key of the one that it
+        names."""
+        folder = Path(run.dir or ".")
+        return cls(judged, validation.metric, tuple(known), validation.stop_at, run.keep_best, folder)
 
 
 class Validation(Evaluation):

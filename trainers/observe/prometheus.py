@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from ...actors.rollout.evaluation import EXACT_MATCH, REWARD
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.traffic import EDGES, STEPS_PER_OCTAVE, Traffic, at_most
-from ..config.config import Config
+from ..config.config import LoggingConfig
 from ..errors import UserError
 from .data_plane_watch import DataPlaneWatch
 from .metrics import time_split
@@ -266,10 +266,9 @@ class PrometheusEndpoint:
 class RunEndpoint(PrometheusEndpoint):
     """Context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        """folder: the run folder."""
-        self.run = RunCollector(config.run.name, config.judged_figure)
-        logging = config.logging
+    def __init__(self, run: str, judged: str, logging: LoggingConfig, folder: Path) -> None:
+        """run: name of the run. judged: full key of the metric by which models are judged. folder: the run folder."""
+        self.run = RunCollector(run, judged)
         super().__init__(self.run, logging.prometheus_host, logging.prometheus_port, folder, "logging.prometheus_port")
 
     def __enter__(self) -> RunEndpoint:

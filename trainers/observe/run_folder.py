@@ -80,7 +80,7 @@ class RunFolder:
             if not resume:
                 shutil.rmtree(self.path / "journal", ignore_errors=True)  # left by a run without metrics
                 (self.path / "samples.jsonl").unlink(missing_ok=True)
-            self._write_config(config)
+            self._write_config(resolved_yaml(config))
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)
             trackers = {tracker.kind: build_tracker(tracker) for tracker in wanted_trackers(config.logging)}
@@ -119,10 +119,9 @@ class RunFolder:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return descriptor
 
-    def _write_config(self, config: Config) -> None:
-        """Write config.yaml atomically. If a resumed run changes it, the earlier version is kept as
+    def _write_config(self, text: str) -> None:
+        """Write `text` to config.yaml atomically. If a resumed run changes it, the earlier version is kept as
         config.before-resume-N.yaml."""
-        text = resolved_yaml(config)
         if self.holds_run and self.config_path.exists():
             before = self.config_path.read_text(encoding="utf-8")
             if before == text:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ...dataplane.errors import DataPlaneError
-from ..base_model.prepare import model_has_experts, prepare_model
+from ..base_model.prepare import check_model, model_has_experts, prepare_model
 from ..cluster.calls import ActorFailed
 from ..cluster.ray_cluster import Cluster
 from ..cluster.start_times import StartTimes
@@ -55,7 +55,10 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
         raise ConfigError(problems)
     check_quickly(config, resume=resume)
     times.mark("checks")
-    with RunFolder(config, resume=resume) as folder, RunEndpoint(config, folder.path) as endpoint:
+    with (
+        RunFolder(config, resume=resume) as folder,
+        RunEndpoint(config.run.name, config.judged_figure, config.logging, folder.path) as endpoint,
+    ):
         steps, size = config.algorithm.steps, StepSize(config.algorithm.prompts_per_step, config.rows_per_group)
         if resume and (done := _steps_done(folder)) >= steps:
             print(
@@ -67,7 +70,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config.resources, folder.path, size, cluster.processes() if cluster else ()) as watch,
         ):
-            for line in cautions(config):
+            for line in cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window):
                 progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
@@ -162,7 +165,9 @@ class _Training:
     def _prepare(self) -> str:
         """Return the model to start from, a local folder or hub id, after making it if need be."""
         self._watch.heartbeat.enter("preparing the model", math.inf)  # the warm-up can take long
-        model = prepare_model(self._config, self._folder, self._progress)
+        config = self._config
+        check_model(config)
+        model = prepare_model(config.model, config.warmup, config.run.seed, self._folder, self._progress)
         self._progress.phase("building the actors")
         return model
 
@@ -210,7 +215,8 @@ class _Training:
 
     def _tell_distrust(self, state: State, metrics: dict[str, float]) -> None:
         """Warn the user if the log-probs of engine and trainer differ too much in the first step."""
-        warning = distrust(self._config, metrics, has_experts=model_has_experts(self._config.model))
+        config, experts = self._config, model_has_experts(self._config.model)
+        warning = distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=experts)
         if warning is not None:
             self._progress.message(f"warning: {warning}")
             self._folder.metrics.event("distrust", state.step, note=warning)

@@ -141,9 +141,9 @@ class _Launch:
         placement = reservation.placement
         route = WeightRoute.of(config.sync, placement, pooled=self._request.pooled)
         decision = decide_roles(config, placement, smallest_gpu())
-        config = decision.applied_to(config)
         trainer = with_packing(config.trainer, config.model, gpu=placement.layout != "cpu")
-        config = config.model_copy(update={"trainer": trainer})
+        resources = decision.applied_to(config.resources)
+        config = config.model_copy(update={"resources": resources, "trainer": trainer})
         return Places(config, reservation, route, decision, membership, one_host=cluster.num_nodes == 1)
 
     def start(self, places: Places) -> StartingActors:

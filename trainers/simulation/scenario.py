@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ...actors.engines.config import engine_batch
+from ...actors.engines.config import ScriptedConfig, engine_batch
 from ..config.config import Config, Mode
 from ..errors import UserError
 from ..observe.metrics import read_metrics
@@ -178,7 +178,7 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
             "streaming": section.streaming_staleness,
             **dict.fromkeys(("async", "async_streaming"), section.async_staleness),
         },
-        sampler={mode: _sampler(config, section, mode) for mode in MODES},
+        sampler={mode: section.sampler or _sampler(algorithm.sampler, mode) for mode in MODES},
         window=section.window or algorithm.sampler_options.get("window") or prompts,
         in_flight=config.sync.in_flight,
         response_tokens=value("response_tokens", max(1.0, rollout.max_new_tokens / 4)),
@@ -211,9 +211,9 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
     )
 
 
-def _sampler(config: Config, section: SimulationConfig, mode: Mode) -> Sampler:
+def _sampler(name: str, mode: Mode) -> Sampler:
     known: dict[str, Sampler] = {name: name for name in get_args(Sampler)}
-    return section.sampler or known.get(config.algorithm.sampler, DEFAULT_SAMPLERS[mode])
+    return known.get(name, DEFAULT_SAMPLERS[mode])
 
 
 def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dict[str, float]:
@@ -257,20 +257,23 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
         "plan_s": median("time/plan_s"),
     }
     if config.rollout.engine == config.trainer.backend == "scripted":
-        measured |= _scripted_overheads(records, config)
+        scenario = build_scenario(config, SimulationConfig(), {})
+        measured |= _scripted_overheads(records, scenario, config.scripted, config.trainer.dp)
     return measured
 
 
-def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) -> dict[str, float]:
+def _scripted_overheads(
+    records: Sequence[Mapping[str, float]], scenario: Scenario, scripted: ScriptedConfig, dp: int
+) -> dict[str, float]:
     """Return the overheads of a run with scripted engine and backend: the seconds beyond the configured sleeps.
 
-    The run must be in the mode `sync`. The result maps keys of the section `simulation` to seconds; `train_step_s`
+    scenario: what `build_scenario` makes of the run without measurements. dp: number of replicas. The run must be in
+    the mode `sync`. The result maps keys of the section `simulation` to seconds; `train_step_s`
     includes the configured time of a step.
     """
-    scripted, prompts = config.scripted, config.algorithm.prompts_per_step
-    scenario = build_scenario(config, SimulationConfig(), {})
+    prompts = scenario.prompts_per_step
     longest = scenario.draw_latencies(prompts * int(records[-1]["step"])).reshape(-1, prompts).max(axis=1)
-    train_s = scripted.train_row_s * config.rows_per_step / config.trainer.dp + scripted.train_step_s
+    train_s = scripted.train_row_s * (prompts * scenario.group_size) / dp + scripted.train_step_s
     call_s = statistics.median(record["time/data_wait_s"] for record in records)
     around = [record["time/rollout_s"] - float(longest[int(record["step"]) - 1]) for record in records]
     trained = statistics.median(record["time/train_s"] - record["time/data_wait_s"] for record in records)

@@ -89,7 +89,7 @@ def test_memory_decides(tmp_path: Path, gpu_gib: int | None, takes_turns: bool, 
     decision = decide_roles(chosen, placed(chosen, 1), None if gpu_gib is None else gpu_gib * GIB)
     assert decision.take_turns is takes_turns
     assert re.search(words, decision.why), decision.why
-    applied = decision.applied_to(config(tmp_path)).resources.switch_roles
+    applied = decision.applied_to(config(tmp_path).resources).switch_roles
     assert applied == ("always" if takes_turns else "never")
 
 

@@ -12,6 +12,7 @@ import yaml
 
 import headrace
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
+from headrace.trainers.cluster.rollout_specs import fingerprint
 from headrace.trainers.cluster.rollout_specs import journal as journal_of
 from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.effects import EFFECTS, idle_key_problems, value_of
@@ -247,7 +248,7 @@ def test_former_keys_beside_the_present_one(tmp_path: Path) -> None:
 def test_a_journal_s_fingerprint_is_what_it_was(tmp_path: Path) -> None:
     """A run that is resumed takes its journal up only when the text is the same to the letter."""
     config = build_config({"run": {"checkpoint_every": 5}, "reward": {"functions": [{"kind": "my:f", "weight": 2}]}})
-    journal = journal_of(config)
+    journal = journal_of(config.run, fingerprint(config))
     assert journal is not None and journal.fingerprint == (
         '{"data": {"answer_field": "answer", "held_out": false, "options": {}, "prompt_field": "prompt", "seed": 0, '
         '"source": "task:reverse", "split": "train", "template": "{prompt}"}, "environment": ["single_turn", '
@@ -262,7 +263,7 @@ def test_a_journal_s_fingerprint_is_what_it_was(tmp_path: Path) -> None:
 def test_a_journal_s_fingerprint_of_tools_is_what_it_was(environment: Any) -> None:
     with pytest.warns(FutureWarning, match="is now called environment"):
         config = build_config({**FORMER, "environment": environment, "run": {"checkpoint_every": 5}})
-    journal = journal_of(config)
+    journal = journal_of(config.run, fingerprint(config))
     assert journal is not None and "own_environment" not in journal.fingerprint
     assert '"environment": ["tool_use", ["calculator", "my:tool"], 2]' in journal.fingerprint
 

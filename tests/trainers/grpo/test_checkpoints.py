@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.testing import FakeActor, FakeCluster
+from headrace.trainers.cluster import rollout_specs
 from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.rollout_specs import journal
 from headrace.trainers.config.load import build_config
@@ -175,14 +176,15 @@ def test_a_run_without_checkpoints_leaves_none(tmp_path: Path, monkeypatch: pyte
 
 def fingerprint(**sections: Any) -> str:
     sections["run"] = {"dir": "/somewhere", "checkpoint_every": 5, **sections.get("run", {})}
-    found = journal(build_config(sections))
+    config = build_config(sections)
+    found = journal(config.run, rollout_specs.fingerprint(config))
     assert found is not None and found.folder == "/somewhere/journal"
     return found.fingerprint
 
 
 def test_a_run_that_cannot_be_resumed_has_no_journal() -> None:
-    assert journal(build_config({"run": {"checkpoint_minutes": 0}})) is None
-    assert journal(build_config({"run": {"checkpoint_every": 5, "journal": False}})) is None
+    assert journal(build_config({"run": {"checkpoint_minutes": 0}}).run, "") is None
+    assert journal(build_config({"run": {"checkpoint_every": 5, "journal": False}}).run, "") is None
 
 
 def test_the_journal_s_groups_are_for_the_same_settings_only(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ class Validations:
         workers: Any = SimpleNamespace(export_model=self._export)
         ended = lambda calls, stage, timeout_s: [(call, call.report) for call in calls]  # noqa: E731
         monkeypatch.setattr(evaluation, "ended", ended)
-        self.validation = subject.Validation(rollouts, evaluation_plans(config)[0], workers, subject.Goal.of(config))
+        goal = subject.Goal.of(config.validation, config.run, config.figures, config.judged_figure)
+        self.validation = subject.Validation(rollouts, evaluation_plans(config)[0], workers, goal)
 
     def _export(self, path: str) -> None:
         Path(path).mkdir()

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.dataplane.errors import DirectoryLost
 from headrace.dataplane.status import DataPlaneStatus
 from headrace.dataplane.traffic import Traffic
+from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.prometheus import STEP_GAUGES, RunEndpoint
@@ -56,13 +57,17 @@ def vars_of(status: DataPlaneStatus) -> dict[str, Any]:
     return {name: getattr(status, name) for name in status.__dataclass_fields__}
 
 
+def opened(config: Config, folder: Path) -> RunEndpoint:
+    return RunEndpoint(config.run.name, config.judged_figure, config.logging, folder)
+
+
 def config(port: int | None = 0, host: str = "127.0.0.1") -> Any:
     return build_config({"run": {"name": "probe"}, "logging": {"prometheus_port": port, "prometheus_host": host}})
 
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[RunEndpoint]:
-    with RunEndpoint(config(), tmp_path) as endpoint:
+    with opened(config(), tmp_path) as endpoint:
         yield endpoint
 
 
@@ -146,7 +151,7 @@ def test_the_queue_and_its_staleness_are_of_the_last_step_and_lost_groups_add_up
 
 
 def test_the_address_stands_in_the_folder_while_somebody_listens(tmp_path: Path) -> None:
-    with RunEndpoint(config(), tmp_path) as endpoint:
+    with opened(config(), tmp_path) as endpoint:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", endpoint.address)
         assert (tmp_path / "prometheus.txt").read_text() == endpoint.address + "\n"
     assert not (tmp_path / "prometheus.txt").exists()
@@ -157,7 +162,7 @@ def test_the_address_stands_in_the_folder_while_somebody_listens(tmp_path: Path)
 
 def test_nothing_listens_unless_asked_for(tmp_path: Path) -> None:
     (tmp_path / "prometheus.txt").write_text("http://of-a-run-that-was-killed\n")
-    with RunEndpoint(config(None), tmp_path) as endpoint:
+    with opened(config(None), tmp_path) as endpoint:
         endpoint.run.publish(1, STEP)
         assert endpoint.address == "" and not (tmp_path / "prometheus.txt").exists()
 
@@ -167,9 +172,9 @@ def test_a_port_that_is_taken_or_a_host_that_is_not_ours_is_a_users_mistake(
 ) -> None:
     port = int(endpoint.address.rpartition(":")[2].partition("/")[0])
     with pytest.raises(UserError, match=rf"logging.prometheus_port: got {port} on '127.0.0.1', expected a port"):
-        RunEndpoint(config(port), tmp_path)
+        opened(config(port), tmp_path)
     with pytest.raises(UserError, match=r"logging.prometheus_port: got 0 on '192.0.2.1'"):
-        RunEndpoint(config(0, "192.0.2.1"), tmp_path)
+        opened(config(0, "192.0.2.1"), tmp_path)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "true"])

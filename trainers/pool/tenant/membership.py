@@ -38,11 +38,13 @@ END_S = 30.0
 """Seconds within which the processes of a run that ends must be gone."""
 
 
-def tenant_map(config: Config) -> TenantMap:
-    """Return the GPUs that the run may be granted, by the numbers of `resources.trainer_gpus` and `rollout_gpus`."""
-    train = config.resources.trainer_gpus
+def tenant_map(
+    name: str, weight: float, train: tuple[int, ...] | None, engines: tuple[tuple[int, ...], ...]
+) -> TenantMap:
+    """Return the GPUs that the run `name` can be granted, by the numbers of `resources.trainer_gpus` and those of each
+    engine in `rollout_gpus`. weight: `pool.weight`."""
     assert train is not None, "pool_problems demands it, and resources.rollout_gpus"
-    return TenantMap(config.run.name, config.pool.weight, train, config.engine_gpus)
+    return TenantMap(name, weight, train, engines)
 
 
 class PoolMembership:
@@ -57,7 +59,8 @@ class PoolMembership:
         assert start is not None, "this process runs"
         processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()))
         self._client = PoolClient(config.pool.name)
-        self.tenant = Tenant(self._client, tenant_map(config), processes, config.pool.order_timeout_s)
+        gpus = tenant_map(config.run.name, config.pool.weight, config.resources.trainer_gpus, config.engine_gpus)
+        self.tenant = Tenant(self._client, gpus, processes, config.pool.order_timeout_s)
         self.tenant.join()
 
     def places(self) -> Reservation:

@@ -284,9 +284,11 @@ def _layout() -> list[Finding]:
     """Return where a run with the default configuration would stand; nothing on a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
+    from ...cluster.placement import PlacementRequest
     from .dry_run import gpu_lines, plan_here  # imports torch, which takes a core seconds that the probes need
 
-    placement = plan_here(Config())
+    plain = Config()
+    placement = plan_here(PlacementRequest.of(plain), plain.resources, plain.sync)
     if placement is None or placement.layout == "cpu":
         return []
     table = "; ".join(" ".join(line.split()) for line in gpu_lines(placement)[1:])

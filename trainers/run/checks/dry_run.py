@@ -16,6 +16,7 @@ from ....actors.engines.vllm.options import default_on_cpu, token_bytes
 from ....actors.process.memory import assumed_machine, available_memory, gpu_sizes
 from ....actors.rollout.config import RolloutConfig
 from ....actors.train.topology import Topology
+from ....actors.weight_sync.config import SyncConfig
 from ....codecs.integers import ceil_div, round_up
 from ....codecs.tokens.routes import RouteSpec
 from ....dataplane.config import StoreConfig
@@ -34,22 +35,21 @@ from ...cluster.gpu_memory import (
 from ...cluster.placement import Host, Placement, PlacementRequest, plan_placement
 from ...cluster.weight_route import WeightRoute
 from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
-from ...config.config import Config, PoolConfig
+from ...config.config import Config, PoolConfig, ResourcesConfig
 from ...errors import UserError
 
 
-def plan_here(config: Config) -> Placement | None:
-    """Return the placement of a run on this machine, or on the assumed one. Returns None for a run that joins a Ray
-    cluster, whose hosts are known only then. Raises UserError if the run does not fit on the machine's GPUs, or its
-    weight transport not to them."""
+def plan_here(request: PlacementRequest, resources: ResourcesConfig, sync: SyncConfig) -> Placement | None:
+    """Return the placement of a run that asks for `request` on this machine, or on the assumed one. Returns None for
+    a run that joins a Ray cluster, whose hosts are known only then. Raises UserError if the run does not fit on the
+    machine's GPUs, or its weight transport not to them."""
     assumed = assumed_machine()
-    if config.resources.ray_address is not None and assumed is None:
+    if resources.ray_address is not None and assumed is None:
         return None
-    request = PlacementRequest.of(config)
-    here = local_host(config.resources.num_cpus or max(os.cpu_count() or 1, request.num_cpus))
+    here = local_host(resources.num_cpus or max(os.cpu_count() or 1, request.num_cpus))
     hosts = [replace(here, name=f"host {index}") for index in range(assumed.num_hosts)] if assumed else [here]
     placement = plan_placement(request, hosts)
-    WeightRoute.of(config.sync, placement, pooled=config.pool.address is not None)
+    WeightRoute.of(sync, placement, pooled=request.pooled)
     return placement
 
 
@@ -159,7 +159,8 @@ def describe(config: Config) -> str:
     described = _Description(config)
     lines += ["GPUs", *described.gpus(), "memory", *described.model(), *described.store()]
     lines += ["plan of a step", *described.plan()]
-    lines += [f"note: {line}" for line in cautions(config)]
+    notes = cautions(config.algorithm, config.loss, config.trainer, window=config.overlap.window)
+    lines += [f"note: {line}" for line in notes]
     return "\n".join(lines)
 
 
@@ -173,7 +174,7 @@ class _Description:
         config = self._config
         if config.pool.address is not None:
             return _pool_lines(config.pool, config.resources.trainer_gpus or (), config.engine_gpus)
-        placement = plan_here(config)
+        placement = plan_here(PlacementRequest.of(config), config.resources, config.sync)
         if placement is None:
             return [f"  those of the Ray cluster at {config.resources.ray_address}, which the run sees when it joins"]
         return gpu_lines(placement)
@@ -218,7 +219,7 @@ class _Description:
         lines += [
             f"  {'at the peak':<16} {_size(memory.resident)} both resident, {_size(memory.taking_turns)} in turns"
         ]
-        if sizes and (placement := plan_here(config)) is not None:
+        if sizes and (placement := plan_here(PlacementRequest.of(config), config.resources, config.sync)) is not None:
             why = decide_roles(config, placement, min(sizes)).why
             lines += [f"  {why}"] if why else []
         return lines

@@ -22,8 +22,10 @@ from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
+from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
+from ...cluster.placement import PlacementRequest
 from ...config.config import AlgorithmConfig, Config, RunConfig
 from ...errors import ConfigError
 from ...losses.config import LossConfig
@@ -80,6 +82,7 @@ def check_evaluation(config: Config) -> None:
 
 def _quick_checks(config: Config, resume: bool) -> list[Check]:
     resources, rollout, rubrics = config.resources, config.rollout, config.rubrics
+    joins_ray = resources.ray_address is not None
     return [
         lambda: _check_run_dir(config.run, resume=resume),
         lambda: check_model(config),
@@ -90,9 +93,11 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         lambda: _check_loss(config.loss, config.data, rollout.max_new_tokens),
         lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address),
-        lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
-        lambda: plan_here(config) and None,
-        lambda: _check_memory(config),
+        lambda: _check_store(config.dataplane, joins_ray=joins_ray),
+        lambda: plan_here(PlacementRequest.of(config), resources, config.sync) and None,
+        lambda: _check_memory(
+            config.trainer, rollout, config.model, with_reference=config.with_reference, joins_ray=joins_ray
+        ),
     ]
 
 
@@ -242,19 +247,20 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
         check_trust(plane, plane.store.kind, one_host=True)
 
 
-def _check_memory(config: Config) -> None:
+def _check_memory(
+    trainer: TrainerConfig, rollout: RolloutConfig, model: ModelConfig, *, with_reference: bool, joins_ray: bool
+) -> None:
     """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
     ValueError if the weights, gradients and optimizer state of all train workers and engines need more. With GPUs,
     raises UserError if the part that the train workers keep in host memory needs more."""
-    trainer, rollout, model = config.trainer, config.rollout, config.model
-    params, reference = parameters(model), config.with_reference
-    if assumed_machine() is not None or params is None or config.resources.ray_address is not None:
+    params = parameters(model)
+    if assumed_machine() is not None or params is None or joins_ray:
         return
     if has_gpus():
-        check_host_memory(trainer, params, total_memory(), model=model.path, with_reference=reference)
+        check_host_memory(trainer, params, total_memory(), model=model.path, with_reference=with_reference)
         return
     world, engines = trainer.topology.world, rollout.num_engines
-    worker = trained_bytes(trainer, params, with_reference=reference) if trainer.backend != "scripted" else 0
+    worker = trained_bytes(trainer, params, with_reference=with_reference) if trainer.backend != "scripted" else 0
     engine = engine_bytes(rollout, model, params) * rollout.tp if rollout.engine != "scripted" else 0
     needed, total = worker * world + engine * engines, total_memory()
     if needed > total:

@@ -26,10 +26,9 @@ from ....actors.protocols import MicroBatch, row_schema
 from ....actors.rollout.config import RolloutConfig
 from ....codecs.jagged import pack
 from ....codecs.tokens.routes import ROUTES, RouteSpec, align_routes
-from ...backends.config import BackendConfig
+from ...backends.config import BackendConfig, TrainerConfig
 from ...backends.factory import build_backend
 from ...cluster.rollout_specs import sampling
-from ...config.config import Config
 from ...errors import UserError
 from ...losses.correction import MISMATCH_MAX, MISMATCH_SUMS, mismatch_of
 
@@ -38,7 +37,14 @@ SOUND_RATIO = 1.02
 the ratio of a policy update still says more about the policy than about numerics."""
 
 
-def distrust(config: Config, metrics: Mapping[str, float], *, has_experts: bool) -> str | None:
+def distrust(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    replay: RouterReplayConfig,
+    metrics: Mapping[str, float],
+    *,
+    has_experts: bool,
+) -> str | None:
     """Return a sentence that warns of log-probs that differ too much, or None if there is nothing to warn of.
 
     metrics: those of the first step of a run or of its continuation, in which both sides have the same weights. Rows of
@@ -48,16 +54,15 @@ def distrust(config: Config, metrics: Mapping[str, float], *, has_experts: bool)
     ratio = metrics.get("logprob/ratio_error")
     if ratio is None or ratio <= SOUND_RATIO or metrics.get("staleness/max", 0.0) > 0:
         return None
-    rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
         why = (
             f"the engine's log-probs belong to a distribution that rollout.top_p={rollout.top_p:g} and "
             f"rollout.top_k={rollout.top_k} truncate, the trainer's to the whole one"
         )
-    elif has_experts and not config.router_replay.enabled:
+    elif has_experts and not replay.enabled:
         why = "its routers may choose other experts, which router_replay.enabled=true would prevent"
     else:
-        why = f"`headrace doctor --model {config.model.path}` compares both on 64 tokens"
+        why = f"`headrace doctor --model {model.path}` compares both on 64 tokens"
     return (
         f"logprob/ratio_error is {ratio:.3f} in the first step, expected at most {SOUND_RATIO}: the trainer gives a "
         f"sampled token another probability than the engine, by this factor on average; {why}"
@@ -118,21 +123,27 @@ class TrustReport:
         return f"sound: probabilities differ by a factor of {native:.4f} on average{how}"
 
 
-def probe_trust(config: Config, tell: Callable[[str], None] = lambda _: None) -> TrustReport:
-    """Run the comparison with the model, engine, sampling and backend of `config`, on one device in this process.
+def probe_trust(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    seed: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> TrustReport:
+    """Run the comparison with a model, an engine, its sampling and a backend, on one device in this process.
 
-    tell: callback that receives progress messages. Raises UserError when engine or backend is `scripted`, or when the
-    model cannot be loaded or used.
+    seed: seed of the sampling. tell: callback that receives progress messages. Raises UserError when engine or backend
+    is `scripted`, or when the model cannot be loaded or used.
     """
-    for key, kind in (("rollout.engine", config.rollout.engine), ("trainer.backend", config.trainer.backend)):
+    for key, kind in (("rollout.engine", rollout.engine), ("trainer.backend", trainer.backend)):
         if kind == "scripted":
             raise UserError(f"{key}: got 'scripted' with --model, expected one that has a model")
     try:
-        spec = route_spec(config.model.path)
-        tell(f"sampling {TOKENS} tokens with the engine {config.rollout.engine}")
-        rows = asyncio.run(_sample(config.rollout, config.model, config.run.seed, spec))
-        tell(f"computing their log-probs with the backend {config.trainer.backend}")
-        return compare_rows(config, spec, rows)
+        spec = route_spec(model.path)
+        tell(f"sampling {TOKENS} tokens with the engine {rollout.engine}")
+        rows = asyncio.run(_sample(rollout, model, seed, spec))
+        tell(f"computing their log-probs with the backend {trainer.backend}")
+        return compare_rows(model, rollout, trainer, spec, rows)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -175,20 +186,20 @@ async def _sample(rollout: RolloutConfig, model: ModelConfig, seed: int, spec: R
     return [(ids, answer[0]) for ids, answer in zip(prompts, answers, strict=True)]
 
 
-def compare_rows(config: Config, spec: RouteSpec | None, rows: Rows) -> TrustReport:
-    """Return how far the log-probs of `config`'s train backend are from those of the engine that sampled `rows`. The
+def compare_rows(
+    model: ModelConfig, rollout: RolloutConfig, trainer: TrainerConfig, spec: RouteSpec | None, rows: Rows
+) -> TrustReport:
+    """Return how far the log-probs of the train backend are from those of the engine that sampled `rows`. The
     backend is on one device in this process.
 
     spec: shape of the routes that the completions have; None for a model without experts. The temperature is that of
-    `config`.
+    `rollout`.
     """
-    trainer = config.trainer.model_copy(
-        update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False}
-    )
+    trainer = trainer.model_copy(update={"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
     replay = RouterReplayConfig(enabled=spec is not None, verify="values")
-    backend: Any = build_backend(BackendConfig(config.model.path, trainer, router_replay=replay, trains=False), 0, 1)
+    backend: Any = build_backend(BackendConfig(model.path, trainer, router_replay=replay, trains=False), 0, 1)
     micro, sampled = _micro_batch(rows, spec)
-    temperature = config.rollout.temperature
+    temperature = rollout.temperature
     try:
         [values] = backend.logprobs([micro], 1, temperature=temperature)
         found = _mismatch(values[sampled], micro.batch.jagged("rollout_logprobs").values[sampled])
@@ -197,7 +208,7 @@ def compare_rows(config: Config, spec: RouteSpec | None, rows: Rows) -> TrustRep
         backend.close()
     half = "bfloat16" if trainer.mixed_precision else "float32"
     return TrustReport(
-        engine=f"{config.rollout.engine} ({engine_dtype(config.model, gpu=torch.cuda.is_available())})",
+        engine=f"{rollout.engine} ({engine_dtype(model, gpu=torch.cuda.is_available())})",
         backend=f"{trainer.backend} ({half})",
         tokens=int(sampled.sum()),
         native={name: measured[NATIVE + name] for name in found} if measured else found,

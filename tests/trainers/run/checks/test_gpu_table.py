@@ -64,7 +64,8 @@ def test_what_the_machine_cannot_hold_is_refused_before_the_start(two_gpus: None
     refused = pair(3, run={"dir": str(tmp_path / "run")})
     with pytest.raises(UserError, match=r"resources.layout: got 'auto' .* trainer.dp=2 with rollout.num_engines=2"):
         check_start(refused)
-    assert plan_here(pair(3, resources={"ray_address": "auto"})) is None
+    joined = pair(3, resources={"ray_address": "auto"})
+    assert plan_here(PlacementRequest.of(joined), joined.resources, joined.sync) is None
     collective = pair(run={"dir": str(tmp_path / "run")}, sync={"transport": "collective"})
     with pytest.raises(UserError, match="sync.transport: got 'collective' with GPU 0 shared by an engine and a train"):
         check_start(collective)

@@ -31,6 +31,14 @@ def shown(report: TrustReport) -> str:
     return text.getvalue()
 
 
+def probe(config: Config) -> TrustReport:
+    return probe_trust(config.model, config.rollout, config.trainer, config.run.seed)
+
+
+def warning(config: Config, metrics: dict[str, float], *, has_experts: bool) -> str | None:
+    return distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=has_experts)
+
+
 @pytest.mark.megatron
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_replay_takes_away_what_another_number_format_does_to_routers(moe: str, backend: str) -> None:
@@ -39,7 +47,7 @@ def test_replay_takes_away_what_another_number_format_does_to_routers(moe: str, 
         "rollout": {"temperature": 0.8},
         "trainer": {"backend": backend, "packing": "packed"},
     }
-    report = probe_trust(build_config(sections))
+    report = probe(build_config(sections))
     assert 16 <= report.tokens <= 64
     assert list(report.agreement) == [1, 2] and 0.5 < min(report.agreement.values()) < 1
     assert 0 < report.replayed["mismatch_mean"] < report.native["mismatch_mean"]
@@ -69,9 +77,9 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["doctor", "rollout.engine=hf"]) == MISTAKE
     assert "rollout.engine=hf: keys are for --model" in capsys.readouterr().err
     with pytest.raises(UserError, match="rollout.engine: got 'scripted' with --model"):
-        probe_trust(build_config({"model": {"path": str(tmp_path)}, "rollout": {"engine": "scripted"}}))
+        probe(build_config({"model": {"path": str(tmp_path)}, "rollout": {"engine": "scripted"}}))
     with pytest.raises(UserError, match="expected a model's folder or hub id"):
-        probe_trust(build_config({"model": {"path": str(tmp_path)}}))
+        probe(build_config({"model": {"path": str(tmp_path)}}))
 
 
 def report_of(native: float, replayed: float | None) -> TrustReport:
@@ -92,11 +100,11 @@ def test_verdicts() -> None:
 def test_a_run_warns_in_one_sentence() -> None:
     config, bad = Config(), {"logprob/ratio_error": 1.05, "staleness/max": 0.0}
     for silent in ({}, {"logprob/ratio_error": 1.019}, {**bad, "staleness/max": 1.0}):
-        assert distrust(config, silent, has_experts=True) is None
-    moe_warning = distrust(config, bad, has_experts=True)
+        assert warning(config, silent, has_experts=True) is None
+    moe_warning = warning(config, bad, has_experts=True)
     assert moe_warning and "1.050" in moe_warning and "router_replay.enabled=true" in moe_warning
     on = build_config({"router_replay": {"enabled": True}, "model": {"path": "builtin:tiny-qwen3-moe"}})
     for same, experts in ((on, True), (config, False)):
-        assert "headrace doctor --model" in str(distrust(same, bad, has_experts=experts))
+        assert "headrace doctor --model" in str(warning(same, bad, has_experts=experts))
     cut = config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": 0.9})})
-    assert "rollout.top_p=0.9" in str(distrust(cut, bad, has_experts=False))
+    assert "rollout.top_p=0.9" in str(warning(cut, bad, has_experts=False))
