@@ -15,7 +15,7 @@ MAX_FAN_OUT = 25
 """Other modules of Headrace that a file may import from."""
 MAX_FILES = 16
 """Python files that a folder may have."""
-MAX_WHOLE_CONFIG = 47
+MAX_WHOLE_CONFIG = 40
 """Functions of the package that may take the whole `Config`; others take the section that they read."""
 PARTS = {
     *("__init__", "__main__", "config", "factory", "protocol", "messages"),

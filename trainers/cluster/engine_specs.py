@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ...actors.engine_actor import EngineSetup
 from ...actors.engines.config import ModelConfig
 from ...actors.engines.factory import MODULES, EngineConfig
 from ...actors.rollout.config import RolloutConfig
@@ -30,15 +29,6 @@ def threads(asked: int | None, processes: int, device: str | None) -> int:
     """
     most = max(1, (os.cpu_count() or 1) // processes)
     return asked or (min(most, GPU_WORKER_THREADS) if (device or "").startswith("cuda") else most)
-
-
-def engine_setup(
-    config: Config, index: int, model: str, handle: DataPlaneHandle, device: str, *, shared_gpu: bool = False
-) -> EngineSetup:
-    """Return the settings from which engine actor `index` builds itself. shared_gpu: see `engine_config`."""
-    name = f"engine {index}"
-    engine = engine_config(config, name, model, handle, device, shared_gpu=shared_gpu)
-    return EngineSetup(name, threads(config.resources.threads, config.processes_per_side, device), engine)
 
 
 def engine_config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ def rollout_setup(
     `engine_config`.
     """
     name, spec = f"rollout {index}", route_spec(config.router_replay, config.model)
+    training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
     return RolloutSetup(
         name=name,
         threads=threads(config.resources.threads, config.processes_per_side, device),
@@ -51,7 +52,7 @@ def rollout_setup(
             config.advantage, config.reward, dynamic=config.algorithm.dynamic_sampling.enabled
         ),
         data=config.data,
-        evaluations=tuple(plan.setup for plan in evaluation_plans(config)),
+        evaluations=tuple(plan.setup for plan in evaluation_plans(training, config.validation, config.evaluation)),
         check_prompts=index == 0,
         data_plane=handle,
         mask_truncated=config.algorithm.mask_truncated,
@@ -203,7 +204,7 @@ class EvaluationPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Training:
+class EvaluationDefaults:
     """What an evaluation takes over from training, where it has no setting of its own."""
 
     rollout: RolloutConfig
@@ -212,18 +213,23 @@ class _Training:
     seed: int
 
 
-def evaluation_plans(config: Config, *, only_named: bool = False, idle: bool = False) -> tuple[EvaluationPlan, ...]:
+def evaluation_plans(
+    training: EvaluationDefaults,
+    validation: ValidationConfig | None,
+    evaluation: Mapping[str, EvaluationConfig],
+    *,
+    idle: bool = False,
+) -> tuple[EvaluationPlan, ...]:
     """Return the evaluations that a run makes. Validation comes first, and then the named sets.
 
-    only_named: leave validation out. idle: also those that the run makes none of, because their `every` is 0.
+    validation: None leaves validation out. idle: also those that the run makes none of, because their `every` is 0.
     """
-    training = _Training(config.rollout, config.data, config.reward, config.run.seed)
-    plans = [] if only_named else [_validation(config.validation, training)]
-    plans += [_named(name, one, training) for name, one in config.evaluation.items()]
+    plans = [] if validation is None else [_validation(validation, training)]
+    plans += [_named(name, one, training) for name, one in evaluation.items()]
     return tuple(plan for plan in plans if plan.every or idle)
 
 
-def _validation(validation: ValidationConfig, training: _Training) -> EvaluationPlan:
+def _validation(validation: ValidationConfig, training: EvaluationDefaults) -> EvaluationPlan:
     rollout, greedy = training.rollout, validation.temperature == 0
     sampling = SamplingParams(
         n=validation.n,
@@ -246,7 +252,7 @@ def _validation(validation: ValidationConfig, training: _Training) -> Evaluation
     return EvaluationPlan(setup, sampling, validation.every, awaited, 0)
 
 
-def _named(name: str, one: EvaluationConfig, training: _Training) -> EvaluationPlan:
+def _named(name: str, one: EvaluationConfig, training: EvaluationDefaults) -> EvaluationPlan:
     sampling = SamplingParams(
         n=one.n,
         max_new_tokens=one.max_new_tokens or training.rollout.max_new_tokens,

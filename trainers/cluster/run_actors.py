@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle as RayActor
 
 from ...actors.early_actors import EarlyEngineActor, EarlyTrainActor
-from ...actors.engine_actor import CONCURRENCY, EngineActor
+from ...actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
 from ...actors.process.own_process import ActorInfo
 from ...actors.rollout.actor import RolloutActor
 from ...actors.train.actor import CONCURRENCY_GROUPS
@@ -26,7 +26,7 @@ from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
 from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
-from .engine_specs import engine_ahead, engine_setup
+from .engine_specs import engine_ahead, engine_config, threads
 from .gpu_bundles import Reservation, check_reports
 from .handles import EngineHandle, RolloutHandle, TrainHandle
 from .placement import ON_CPUS, Placement, PlacementRequest, Seat
@@ -182,7 +182,7 @@ class StartingActors:
     """The actors of a run from the start of their processes until they are built. Their processes start, and import
     what they need, while the data plane starts and the model is prepared."""
 
-    def __init__(self, starter: _ActorStarter, resources: ResourcesConfig, max_replaced: int) -> None:
+    def __init__(self, starter: ActorStarter, resources: ResourcesConfig, max_replaced: int) -> None:
         """max_replaced: largest number of rollout actors and engines that may be replaced."""
         self._starter = starter
         self._timeout_s = resources.start_timeout_s
@@ -248,26 +248,7 @@ class StartingActors:
                 loan.expect_freed(self.hosts)
 
 
-def start_actors(
-    config: Config,
-    meter: DriverMeter,
-    stack: ExitStack,
-    reservation: Reservation,
-    route: WeightRoute,
-    *,
-    one_host: bool,
-) -> StartingActors:
-    """Start the processes of all actors, without waiting for them. stack: kills the actors when it is closed.
-    reservation: their places. route: the way of the weights between them. one_host: whether all processes of the run
-    are on one host.
-
-    `resources.switch_roles` must have been decided before: it is not `auto`.
-    """
-    starter = _ActorStarter(config, meter, stack, reservation, route, one_host=one_host)
-    return StartingActors(starter, config.resources, config.run.max_restarts)
-
-
-class _ActorStarter:
+class ActorStarter:
     """Starts actors, one per call. Closing the caller's exit stack kills them."""
 
     def __init__(
@@ -280,6 +261,11 @@ class _ActorStarter:
         *,
         one_host: bool,
     ) -> None:
+        """stack: kills the actors when it is closed. reservation: their places. route: the way of the weights between
+        them. one_host: whether all processes of the run are on one host.
+
+        `resources.switch_roles` must have been decided before: it is not `auto`.
+        """
         self._config = config
         self._meter = meter
         self._stack = stack
@@ -300,10 +286,15 @@ class _ActorStarter:
 
     def engine(self, index: int) -> EngineHandle:
         """Start engine actor `index`; returns its handle."""
-        spec = partial(engine_setup, self._config, index, device=self._device, shared_gpu=self._shares)
+        spec = partial(self._engine_setup, f"engine {index}")
         host = (_path(EngineActor), *self._ahead)
         seat = self.placement.engines[index]
         return self._start(EngineHandle, EarlyEngineActor, host, spec, seat, max_concurrency=CONCURRENCY)
+
+    def _engine_setup(self, name: str, model: str, handle: DataPlaneHandle) -> EngineSetup:
+        config, device = self._config, self._device
+        engine = engine_config(config, name, model, handle, device, shared_gpu=self._shares)
+        return EngineSetup(name, threads(config.resources.threads, config.processes_per_side, device), engine)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
         """Start rollout actor `index`, which embeds engine `index`; returns its handle."""

@@ -45,7 +45,7 @@ import numpy as np
 
 from ...actors.train.worker import PREV, WorkerReport
 from ...dataplane.meta import KVBatchMeta
-from ..cluster.rollout_specs import evaluation_plans
+from ..cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ..config.config import AlgorithmConfig
 from ..errors import UserError
 from .evaluation import Evaluations, Goal
@@ -132,7 +132,9 @@ class Steps:
         """Number of consecutive steps without an optimizer step, counted back from the last finished step."""
         config = run.config
         goal = Goal.of(config.validation, config.run, config.figures, config.judged_figure)
-        self._evaluations = Evaluations(evaluation_plans(config), run.rollouts, run.workers, goal)
+        training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
+        plans = evaluation_plans(training, config.validation, config.evaluation)
+        self._evaluations = Evaluations(plans, run.rollouts, run.workers, goal)
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
             after_step(state, {**metrics, "policy/version": float(state.version)})

@@ -10,14 +10,16 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ...actors.rollout.actor import RolloutActor
+from ...actors.rollout.actor import RolloutActor, RolloutSetup
 from ...actors.rollout.evaluation import FigureSums
 from ...actors.rollout.results import EvaluationReport
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import open_data_plane
-from ..cluster.rollout_specs import EvaluationPlan, evaluation_plans, rollout_setup
+from ...dataplane.handle import DataPlaneHandle
+from ..cluster.rollout_specs import EvaluationDefaults, EvaluationPlan, evaluation_plans, rollout_setup
 from ..config.config import Config
 from ..errors import UserError
 from .checks.preflight import check_evaluation
@@ -64,9 +66,12 @@ def evaluate_model(
             f"--model: got {config.model.path!r}, expected a model folder or hub id, because each run makes the "
             "built-in model again; its folder has it as base_model, best and model"
         )
-    plans = _chosen(evaluation_plans(config, only_named=not config.data.has_held_out, idle=True), names)
+    training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
+    validation = config.validation if config.data.has_held_out else None
+    plans = _chosen(evaluation_plans(training, validation, config.evaluation, idle=True), names)
     check_evaluation(config)
-    return asyncio.run(_evaluate(config, plans, tell))
+    setup_of = partial(rollout_setup, config, 0, config.model.path)
+    return asyncio.run(_evaluate(setup_of, config.model.path, config.dataplane, plans, tell))
 
 
 def _chosen(plans: Sequence[EvaluationPlan], names: Sequence[str]) -> list[EvaluationPlan]:
@@ -84,13 +89,21 @@ def short_name(plan: EvaluationPlan) -> str:
     return plan.name.removeprefix("evaluation.")
 
 
-async def _evaluate(config: Config, plans: Sequence[EvaluationPlan], tell: Callable[[str], None]) -> list[SetResult]:
+async def _evaluate(
+    setup_of: Callable[[DataPlaneHandle, str], RolloutSetup],
+    model: str,
+    dataplane: DataPlaneConfig,
+    plans: Sequence[EvaluationPlan],
+    tell: Callable[[str], None],
+) -> list[SetResult]:
+    """Evaluate `model` as `plans` say. setup_of: function that returns the settings of a rollout actor that embeds an
+    engine, from the handle of its data plane and its device."""
     import torch
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
+    local = DataPlaneConfig.model_validate({**dataplane.model_dump(), "store": {"kind": "local"}})
     with open_data_plane(local, in_process=True) as plane:
-        setup = rollout_setup(config, 0, config.model.path, plane.handle, device)
+        setup = setup_of(plane.handle, device)
         evaluations = tuple(plan.setup for plan in plans)
         actor = RolloutActor(replace(setup, evaluations=evaluations, journal=None))
         results = []
@@ -101,7 +114,7 @@ async def _evaluate(config: Config, plans: Sequence[EvaluationPlan], tell: Calla
                 tell(f"evaluating {short_name(plan)}")
                 started = time.perf_counter()
                 report = await actor.worker.evaluate(plan.name, 0, 1, plan.sampling, 0)
-                results.append(_result(config.model.path, plan, report, time.perf_counter() - started))
+                results.append(_result(model, plan, report, time.perf_counter() - started))
         except ValueError as error:  # a model or prompts that cannot be used
             raise UserError(str(error)) from error
         finally:

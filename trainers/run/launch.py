@@ -27,7 +27,7 @@ from ..observe.prometheus import RunEndpoint
 from ..observe.report import LiveReport, write_report
 from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
-from .checks.preflight import check_prompts, check_quickly
+from .checks.preflight import check_start
 from .checks.trust_probe import distrust
 from .processes import launched, needed_processes
 from .restarts import lost_only_workers, lost_process, root_cause
@@ -53,7 +53,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
     if problems:
         raise ConfigError(problems)
-    check_quickly(config, resume=resume)
+    check_start(config, resume=resume, part="quick")
     times.mark("checks")
     with (
         RunFolder(config, resume=resume) as folder,
@@ -160,7 +160,7 @@ class _Training:
         """Raise ConfigError if tokenizer or prompts cannot be used. A no-op once the run has begun."""
         if not self._begun:
             self._watch.heartbeat.enter("checking the prompts", math.inf)  # the prompts may be on a slow disk
-            check_prompts(self._config)
+            check_start(self._config, part="prompts")
 
     def _prepare(self) -> str:
         """Return the model to start from, a local folder or hub id, after making it if need be."""

@@ -24,7 +24,7 @@ from ..cluster.gpu_bundles import Reservation, reserve_places
 from ..cluster.gpu_memory import RolesDecision, decide_roles, smallest_gpu
 from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
-from ..cluster.run_actors import RunActors, StartingActors, start_actors
+from ..cluster.run_actors import ActorStarter, RunActors, StartingActors
 from ..cluster.start_times import StartTimes
 from ..cluster.weight_route import WeightRoute
 from ..cluster.worker_specs import with_packing
@@ -148,9 +148,11 @@ class _Launch:
 
     def start(self, places: Places) -> StartingActors:
         """Start the processes of all actors, without waiting for them."""
-        return start_actors(
-            places.config, self._meter, self._ending_actors, places.reservation, places.route, one_host=places.one_host
+        config, route = places.config, places.route
+        starter = ActorStarter(
+            config, self._meter, self._ending_actors, places.reservation, route, one_host=places.one_host
         )
+        return StartingActors(starter, config.resources, config.run.max_restarts)
 
     def plane(self, places: Places) -> Plane:
         """Open the data plane, and the driver's client of it."""

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.engines.config import EngineKeys, ModelConfig, engine_batch, engine_dtype, memory_share
 from headrace.tests.trainers.config.refusals import only_problem
-from headrace.trainers.cluster.engine_specs import engine_log, engine_setup, neighbour_bytes
+from headrace.trainers.cluster.engine_specs import engine_config, engine_log, neighbour_bytes
 from headrace.trainers.cluster.rollout_specs import rollout_setup
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
@@ -60,9 +60,9 @@ def test_what_sleeps_on_a_pools_gpu_are_the_own_trainer_and_two_processes_of_eac
     kept = kept_free(build_config(sections))
     assert kept == (3 * 1128 + 2 * 1000) << 20, "each trainer has two buckets of 64 MiB"
     handle: Any = SimpleNamespace(store=SimpleNamespace(key="k"))
-    setup = engine_setup(build_config(sections), 1, "m", handle, "cuda:0")
-    assert setup.engine.kept_free_bytes == kept
-    assert engine_setup(build_config(sections), 1, "m", handle, "cpu").engine.kept_free_bytes == 0
+    engine = engine_config(build_config(sections), "engine 1", "m", handle, "cuda:0")
+    assert engine.kept_free_bytes == kept
+    assert engine_config(build_config(sections), "engine 1", "m", handle, "cpu").kept_free_bytes == 0
     assert kept_free(build_config({**sections, "rollout": {**rollout, "kv_cache": 512}})) == 0
     assert kept_free(build_config({})) == 0
 
@@ -101,9 +101,9 @@ def test_an_actor_s_engine_is_told_its_length_its_place_and_its_log() -> None:
     config = build_config(sections)
     handle: Any = SimpleNamespace(store=SimpleNamespace(key="k"))
     rollout = rollout_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True)
-    for engine in (rollout.engine, engine_setup(config, 1, "m", handle, "cuda:0", shared_gpu=True).engine):
+    for engine in (rollout.engine, engine_config(config, "engine 1", "m", handle, "cuda:0", shared_gpu=True)):
         assert engine is not None and engine.on_gpu and engine.shared_gpu
         assert (engine.max_model_len, engine.log) == (356, "/r/engines/engine-1.log")
-    alone = engine_setup(config, 0, "m", handle, "cpu").engine
+    alone = engine_config(config, "engine 0", "m", handle, "cpu")
     assert not alone.on_gpu and not alone.shared_gpu
     assert rollout_setup(config, 1, "m", handle, None).engine is None

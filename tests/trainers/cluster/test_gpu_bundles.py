@@ -110,7 +110,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, ExitStack], Seen
         plane = stack.enter_context(open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}})))
         reservation = reservation or reserve_places(PlacementRequest.of(config), START_S)
         route = WeightRoute.of(config.sync, reservation.placement, pooled=config.pool.address is not None)
-        starting = run_actors.start_actors(config, DriverMeter(), stack, reservation, route, one_host=True)
+        starter = run_actors.ActorStarter(config, DriverMeter(), stack, reservation, route, one_host=True)
+        starting = run_actors.StartingActors(starter, config.resources, config.run.max_restarts)
         with pytest.raises(Identified):
             starting.build("", plane, StartTimes())
         return Seen(list(handles), placements[-1])

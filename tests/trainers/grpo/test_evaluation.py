@@ -11,7 +11,8 @@ import pytest
 
 from headrace.actors.rollout.results import EvaluationReport
 from headrace.trainers.cluster.calls import ActorFailed
-from headrace.trainers.cluster.rollout_specs import evaluation_plans
+from headrace.trainers.cluster.rollout_specs import EvaluationDefaults, EvaluationPlan, evaluation_plans
+from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.grpo import evaluation
@@ -20,6 +21,11 @@ from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat
+
+
+def plans_of(config: Config) -> tuple[EvaluationPlan, ...]:
+    training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
+    return evaluation_plans(training, config.validation, config.evaluation)
 
 
 @dataclass(eq=False)
@@ -72,7 +78,7 @@ class World:
             replace=lambda actor, pid, failure, version: self.replaced.append((actor, version)),
         )
         monkeypatch.setattr(evaluation, "ended", self._ended)
-        self.evaluations = Evaluations(evaluation_plans(config), rollouts, None, None)  # pyright: ignore[reportArgumentType]
+        self.evaluations = Evaluations(plans_of(config), rollouts, None, None)  # pyright: ignore[reportArgumentType]
 
     def _ended(self, calls: list[Call], stage: str, timeout_s: float) -> list[tuple[Call, Any]]:
         for call in calls:
@@ -173,7 +179,7 @@ def test_a_set_has_the_keys_of_the_run_s_data_unless_it_says_otherwise() -> None
             },
         }
     )
-    validation, aime = evaluation_plans(config)
+    validation, aime = plans_of(config)
     assert (validation.name, aime.name, aime.setup.prefix) == ("validation", "evaluation.aime", "eval/aime")
     data = aime.setup.data
     assert (data.source(validation=True), data.validation_split, data.template) == ("a/d", "dev", "Q: {prompt}")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from headrace.actors.rollout.results import EvaluationReport
-from headrace.trainers.cluster.rollout_specs import evaluation_plans
-from headrace.trainers.config.config import with_run_dir
+from headrace.trainers.cluster.rollout_specs import EvaluationDefaults, EvaluationPlan, evaluation_plans
+from headrace.trainers.config.config import Config, with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.grpo import evaluation
@@ -26,6 +26,11 @@ from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat
 
 MATH = {"functions": [{"kind": "exact_match", "weight": 0}, {"kind": "per_position", "name": "math"}]}
+
+
+def plans_of(config: Config) -> tuple[EvaluationPlan, ...]:
+    training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
+    return evaluation_plans(training, config.validation, config.evaluation)
 
 
 @dataclass(eq=False)
@@ -81,7 +86,7 @@ class Validations:
         ended = lambda calls, stage, timeout_s: [(call, call.report) for call in calls]  # noqa: E731
         monkeypatch.setattr(evaluation, "ended", ended)
         goal = subject.Goal.of(config.validation, config.run, config.figures, config.judged_figure)
-        self.validation = subject.Validation(rollouts, evaluation_plans(config)[0], workers, goal)
+        self.validation = subject.Validation(rollouts, plans_of(config)[0], workers, goal)
 
     def _export(self, path: str) -> None:
         Path(path).mkdir()
@@ -192,8 +197,8 @@ def test_a_metric_that_cannot_be_is_refused(sections: Any, sentence: str) -> Non
 def test_validation_samples_as_its_section_says() -> None:
     config = build_config({"validation": {"n": 8, "temperature": 0.7}, "rollout": {"top_p": 0.9},
                            "algorithm": {"prev_logprobs": "recompute"}})  # fmt: skip
-    params = evaluation_plans(config)[0].sampling
+    params = plans_of(config)[0].sampling
     assert (params.n, params.temperature, params.top_p, params.max_new_tokens) == (8, 0.7, 0.9, 256)
-    params = evaluation_plans(build_config({"validation": {"max_new_tokens": 9}}))[0].sampling
+    params = plans_of(build_config({"validation": {"max_new_tokens": 9}}))[0].sampling
     assert (params.n, params.temperature, params.top_p, params.max_new_tokens) == (1, 0.0, 1.0, 9)
     assert "val/pass@8" in config.figures

@@ -41,8 +41,10 @@ END_S = 30.0
 def tenant_map(
     name: str, weight: float, train: tuple[int, ...] | None, engines: tuple[tuple[int, ...], ...]
 ) -> TenantMap:
-    """Return the GPUs that the run `name` can be granted, by the numbers of `resources.trainer_gpus` and those of each
-    engine in `rollout_gpus`. weight: `pool.weight`."""
+    """Return the GPUs that the run `name` can be granted, by their numbers.
+
+    weight: `pool.weight`. train: `resources.trainer_gpus`. engines: those of each engine in `resources.rollout_gpus`.
+    """
     assert train is not None, "pool_problems demands it, and resources.rollout_gpus"
     return TenantMap(name, weight, train, engines)
 

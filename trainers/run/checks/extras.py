@@ -9,7 +9,7 @@ from ....actors.rewards.config import RewardConfig
 from ....actors.rollout.config import RolloutConfig
 from ....actors.rollout.data_config import is_generated
 from ....dataplane.imports import MissingExtra
-from ...config.config import Config, LoggingConfig
+from ...config.config import LoggingConfig
 from ...errors import ConfigError
 from ...observe.trackers import wanted_trackers
 
@@ -17,11 +17,19 @@ Sources = Sequence[tuple[str, str | None]]
 """Key and value of each setting that names a source of prompts."""
 
 
-def check_extras(config: Config) -> None:
-    """Raise ConfigError if optional packages are missing, with one sentence for each that names its extra."""
-    kind, renderer = config.dataplane.store.kind, config.model.renderer
-    needs = _run_packages(config.logging, config.rollout, renderer=renderer, store=kind)
-    _expect_installed([*needs, *_prompt_packages(config.sources), *_reward_packages(config.rubrics.values())])
+def check_extras(
+    logging: LoggingConfig,
+    rollout: RolloutConfig,
+    sources: Sources,
+    rubrics: Iterable[RewardConfig],
+    *,
+    renderer: str,
+    store: str,
+) -> None:
+    """Raise ConfigError if optional packages are missing, with one sentence for each that names its extra. sources: see
+    `Config.sources`. renderer, store: kinds of the model's renderer and of the data plane's store."""
+    needs = _run_packages(logging, rollout, renderer=renderer, store=store)
+    _expect_installed([*needs, *_prompt_packages(sources), *_reward_packages(rubrics)])
 
 
 def check_evaluation_extras(sources: Sources, rubrics: Iterable[RewardConfig]) -> None:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 from ....actors.engines.config import ModelConfig
 from ....actors.engines.vllm.options import check_cache, problems_in_child, token_bytes
@@ -22,10 +23,10 @@ from ....dataplane.config import DataPlaneConfig
 from ....dataplane.directory.samplers import FOR_RANKS, RankShares, TaskConfig, build_sampler
 from ....dataplane.owned_folder import try_lock
 from ....dataplane.store_choice import check_store, check_trust
-from ...backends.config import TrainerConfig
 from ...base_model.prepare import check_model, model_config
 from ...cluster.gpu_memory import engine_bytes, has_gpus, parameters, trained_bytes, value_bytes
 from ...cluster.placement import PlacementRequest
+from ...cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ...config.config import AlgorithmConfig, Config, RunConfig
 from ...errors import ConfigError
 from ...losses.config import LossConfig
@@ -41,29 +42,27 @@ CONNECT_TIMEOUT_S = 5.0
 """Seconds within which the cluster at `resources.ray_address` must accept a connection."""
 
 
-def check_quickly(config: Config, *, resume: bool = False) -> None:
-    """Check what `check_start` checks, but for the prompts, which take seconds to read. If something is wrong, the
-    prompts are checked, too, so that the ConfigError has all mistakes. The caller must then call `check_prompts`."""
-    check_extras(config)
-    _check(_quick_checks(config, resume), otherwise=lambda: read_prompts(config))
-
-
-def check_prompts(config: Config) -> None:
-    """Check the tokenizer and the prompts of a run that `check_quickly` has found in order. Raises ConfigError as
-    `check_start` does."""
-    check_extras(config)
-    _check([lambda: read_prompts(config)])
-
-
-def check_start(config: Config, *, resume: bool = False) -> list[str]:
+def check_start(config: Config, *, resume: bool = False, part: Literal["all", "quick", "prompts"] = "all") -> list[str]:
     """Check whether the run that `config` describes can work, without starting anything or leaving files. Raises
     ConfigError with one sentence for each reason why it cannot.
 
     Returns one line for each check that only the run itself can make, for example because the model is not on this
-    machine yet. config: must have `run.dir` set, see `with_run_dir`.
+    machine yet. config: must have `run.dir` set, see `with_run_dir`. part: `quick` leaves out the prompts, which take
+    seconds to read, unless something else is wrong, so that the ConfigError has all mistakes. `prompts` checks what
+    `quick` has left out: the tokenizer and the prompts.
     """
-    check_extras(config)
-    return _check([*_quick_checks(config, resume), lambda: read_prompts(config)])
+    model, data, rollout, store = config.model, config.data, config.rollout, config.dataplane.store.kind
+    rubrics = config.rubrics.values()
+    check_extras(config.logging, rollout, config.sources, rubrics, renderer=model.renderer, store=store)
+    seed = config.run.seed
+
+    def prompts() -> list[str]:
+        training = EvaluationDefaults(rollout, data, config.reward, seed)
+        plans = evaluation_plans(training, config.validation, config.evaluation)
+        return read_prompts(model, config.environment.kind, data, seed, plans)
+
+    checks = [] if part == "prompts" else _quick_checks(config, resume)
+    return _check(checks, otherwise=prompts) if part == "quick" else _check([*checks, prompts])
 
 
 def check_evaluation(config: Config) -> None:
@@ -82,7 +81,6 @@ def check_evaluation(config: Config) -> None:
 
 def _quick_checks(config: Config, resume: bool) -> list[Check]:
     resources, rollout, rubrics = config.resources, config.rollout, config.rubrics
-    joins_ray = resources.ray_address is not None
     return [
         lambda: _check_run_dir(config.run, resume=resume),
         lambda: check_model(config),
@@ -93,11 +91,9 @@ def _quick_checks(config: Config, resume: bool) -> list[Check]:
         lambda: _check_loss(config.loss, config.data, rollout.max_new_tokens),
         lambda: _check_sampler(config.resolved_sampler, config.algorithm, config.dataplane),
         lambda: _check_ray_address(resources.ray_address),
-        lambda: _check_store(config.dataplane, joins_ray=joins_ray),
+        lambda: _check_store(config.dataplane, joins_ray=resources.ray_address is not None),
         lambda: plan_here(PlacementRequest.of(config), resources, config.sync) and None,
-        lambda: _check_memory(
-            config.trainer, rollout, config.model, with_reference=config.with_reference, joins_ray=joins_ray
-        ),
+        lambda: _check_memory(config),
     ]
 
 
@@ -247,20 +243,19 @@ def _check_store(plane: DataPlaneConfig, *, joins_ray: bool) -> None:
         check_trust(plane, plane.store.kind, one_host=True)
 
 
-def _check_memory(
-    trainer: TrainerConfig, rollout: RolloutConfig, model: ModelConfig, *, with_reference: bool, joins_ray: bool
-) -> None:
+def _check_memory(config: Config) -> None:
     """Check that the model fits into this machine's memory; a no-op for an assumed machine. Without GPUs, raises
     ValueError if the weights, gradients and optimizer state of all train workers and engines need more. With GPUs,
     raises UserError if the part that the train workers keep in host memory needs more."""
-    params = parameters(model)
-    if assumed_machine() is not None or params is None or joins_ray:
+    trainer, rollout, model = config.trainer, config.rollout, config.model
+    params, reference = parameters(model), config.with_reference
+    if assumed_machine() is not None or params is None or config.resources.ray_address is not None:
         return
     if has_gpus():
-        check_host_memory(trainer, params, total_memory(), model=model.path, with_reference=with_reference)
+        check_host_memory(trainer, params, total_memory(), model=model.path, with_reference=reference)
         return
     world, engines = trainer.topology.world, rollout.num_engines
-    worker = trained_bytes(trainer, params, with_reference=with_reference) if trainer.backend != "scripted" else 0
+    worker = trained_bytes(trainer, params, with_reference=reference) if trainer.backend != "scripted" else 0
     engine = engine_bytes(rollout, model, params) * rollout.tp if rollout.engine != "scripted" else 0
     needed, total = worker * world + engine * engines, total_memory()
     if needed > total:

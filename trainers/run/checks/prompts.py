@@ -4,47 +4,51 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ....actors.engines.config import ModelConfig
 from ....actors.protocols import PromptRow, PromptSource
-from ....actors.rollout.data_config import is_generated
-from ...cluster.rollout_specs import evaluation_plans
-from ...config.config import Config
+from ....actors.rollout.data_config import DataConfig, is_generated
+from ...cluster.rollout_specs import EvaluationPlan
 
 READ_PROMPTS = 10_000
 """Largest number of prompts in a source that is read to check their lengths. Reading that many takes about 4 seconds
 for prompts of 200 tokens."""
 
 
-def read_prompts(config: Config) -> list[str]:
+def read_prompts(
+    model: ModelConfig, environment: str, training: DataConfig, seed: int, plans: Sequence[EvaluationPlan]
+) -> list[str]:
     """Read the prompts as the rollout actors will, to check tokenizer, columns, templates and lengths.
 
-    Returns one line for each source that is not on this machine yet or is too large to be read in full now.
+    environment: kind of the environment. training: source of the prompts of training. plans: evaluations, which have
+    sources of their own. Returns one line for each source that is not on this machine yet or is too large to be read in
+    full now.
     """
-    if not config.model.builtin and not _is_local(config.model.path) and not _model_is_cached(config.model.path):
-        return [f"model.path: {config.model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
+    if not model.builtin and not _is_local(model.path) and not _model_is_cached(model.path):
+        return [f"model.path: {model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
     from ....actors.engines.tokenizer import load_tokenizer
     from ....actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
     from ....actors.rollout.rows import check_columns
 
     left = []
     with _one_tokenizer_thread():
-        tokenizer = _builtin_tokenizer() if config.model.builtin else load_tokenizer(config.model.path)
-        sets = [(plan.setup.data, True) for plan in evaluation_plans(config)]
-        read = [(config.data, False), *sets]
+        tokenizer = _builtin_tokenizer() if model.builtin else load_tokenizer(model.path)
+        sets = [(plan.setup.data, True) for plan in plans]
+        read = [(training, False), *sets]
         for data, validation in [(part, held) for whole, held in read for part in whole.parts(validation=held)]:
             name = data.source(validation=validation)
             if not _source_is_here(name):
                 left.append(f"data: {name} is not on this machine, so its prompts are read when the run starts")
                 continue
-            source = open_source(data, tokenizer, seed=config.run.seed, validation=validation)
+            source = open_source(data, tokenizer, seed=seed, validation=validation)
             if source.size is not None and source.size > READ_PROMPTS:
                 left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
                 source = _FirstPrompts(source, READ_PROMPTS)
-            if not validation and config.environment.kind in ("single_turn", "tool_use"):
+            if not validation and environment in ("single_turn", "tool_use"):
                 check_columns(source, data.columns)  # other environments may set them
             if data.overlong_prompts == "error" or source.size is None:
                 check_prompt_lengths(source, tokenizer, data.max_prompt_tokens)

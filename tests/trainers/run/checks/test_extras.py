@@ -14,6 +14,7 @@ from headrace.actors.rollout import prompt_sources
 from headrace.actors.rollout.data_config import DataConfig
 from headrace.cli import main
 from headrace.dataplane.imports import MissingExtra
+from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.config.tracker_options import TrackerConfig
 from headrace.trainers.errors import ConfigError
@@ -42,10 +43,22 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
 
 
+def check(config: Config) -> None:
+    """Check the extras of a run, as its start does."""
+    check_extras(
+        config.logging,
+        config.rollout,
+        config.sources,
+        config.rubrics.values(),
+        renderer=config.model.renderer,
+        store=config.dataplane.store.kind,
+    )
+
+
 def test_a_run_names_all_missing_extras_before_it_starts(bare: None) -> None:
     config = build_config(EVERYTHING)
     with pytest.raises(ConfigError) as caught:
-        check_extras(config)
+        check(config)
     assert list(caught.value.problems) == [
         "report.html, which every run ends with, needs matplotlib, which is not installed: "
         "pip install 'headrace[report]'",
@@ -62,7 +75,7 @@ def test_nothing_is_missed_where_everything_is_installed(monkeypatch: pytest.Mon
     found = importlib.util.find_spec
     there = ("wandb", "math_verify")  # no test needs them but some of `make test-all`
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else found(name))
-    check_extras(build_config(EVERYTHING))
+    check(build_config(EVERYTHING))
 
 
 def test_a_dry_run_names_them_too(bare: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

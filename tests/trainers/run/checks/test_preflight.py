@@ -205,7 +205,8 @@ def fake_clusters(monkeypatch: pytest.MonkeyPatch) -> list[FakeCluster]:
 
     monkeypatch.setattr(early_ray, "open_cluster", open_cluster)
     monkeypatch.setattr(processes, "reserve_places", lambda *_: Reservation(ON_CPUS))
-    monkeypatch.setattr(processes, "start_actors", lambda *_, **__: None)
+    monkeypatch.setattr(processes, "ActorStarter", lambda *_, **__: None)
+    monkeypatch.setattr(processes, "StartingActors", lambda *_, **__: None)
     return opened
 
 
