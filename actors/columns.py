@@ -13,7 +13,7 @@ from ..dataplane.config import Section
 
 
 class ColumnConfig(Section):
-    """A column of numbers beside a row's tokens, which a loss of your own reads."""
+    """A column of numbers in addition to a row's tokens, which a loss of your own reads."""
 
     name: str
     """Name of the column."""
@@ -42,13 +42,13 @@ class ColumnConfig(Section):
             given = np.asarray(value)
             if given.dtype.kind not in "biuf" or not np.isfinite(given).all():
                 raise ValueError(wrong)
-            with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is refused below
+            with np.errstate(over="ignore", invalid="ignore"):  # values that do not fit are refused below
                 numbers = given.astype(self.dtype)
         except (TypeError, OverflowError):
             raise ValueError(wrong) from None
         if self.dtype != "float32" and not np.array_equal(numbers, given):
             raise ValueError(wrong)
-        if not np.isfinite(numbers).all():  # beyond the largest float32
+        if not np.isfinite(numbers).all():  # some exceed the largest float32
             raise ValueError(wrong)
         return numbers
 

@@ -165,8 +165,8 @@ class EngineHost(ABC):
         return self._engine.version
 
     async def progress(self) -> int:
-        """Return a number that changes whenever this actor makes progress. It tells a slow actor from one that hangs.
-        Raises EngineDied if the engine is known to have died."""
+        """Return a number that changes whenever this actor makes progress. It distinguishes a slow actor from one that
+        hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress
 
     @property

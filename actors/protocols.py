@@ -169,7 +169,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the policy in an episode: what it said, and where the tokens of it stand."""
+    """One turn of the policy in an episode: its text, and the positions of its tokens."""
 
     text: str
     """Text of the turn without special tokens."""

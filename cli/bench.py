@@ -269,7 +269,7 @@ def _gpu_train_steps(arguments: argparse.Namespace, tell: Progress, out: Path) -
 
 
 def measured(report: WorkReport, run: Callable[[], None], show: Callable[[Console], Path] | None = None) -> int:
-    """Measure a work and show its figures, also those of a work that is interrupted or fails. Returns the exit code.
+    """Measure a work and show its figures, even if the work is interrupted or fails. Returns the exit code.
 
     show: function that prints the figures and returns where the results are; None means the report's own table.
     """

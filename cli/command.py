@@ -74,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help(sys.stderr)
         parser.exit(MISTAKE)
     arguments, rest = parser.parse_known_args(argv)
-    # argparse treats overrides behind an option as unknown arguments. A malformed one is refused where all are read.
+    # argparse treats overrides after an option as unknown arguments. A malformed one is refused where all are read.
     if hasattr(arguments, "overrides"):
         arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
         rest = [word for word in rest if word.startswith("-")]

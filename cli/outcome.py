@@ -32,8 +32,8 @@ def mistake(sentences: Sequence[str]) -> int:
 
 
 def failure(error: Exception) -> int:
-    """Print a panel that says what failed, and below it where the traceback was saved. The path stands on a line of its
-    own so that it can be copied. Print the traceback itself if it was not saved in a run folder."""
+    """Print a panel that says what failed, and below it where the traceback was saved. The path is on a line of its
+    own, so that it can be copied. Print the traceback itself if it was not saved in a run folder."""
     notes = getattr(error, "__notes__", [])
     if not notes:
         traceback.print_exception(error)

@@ -161,7 +161,7 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         train_early(config, resume=arguments.resume)
     except UserError:
-        raise  # the mistake may be about the folder, and then what is in the folder belongs to another run
+        raise  # if the mistake is about the folder, its content belongs to another run
     except BaseException:
         _leave_report(config.run.dir)
         raise

@@ -1,7 +1,7 @@
 """Encodes and decodes the header of a block (part 0), and computes and checks the checksums that it has.
 
 The header describes the block's other parts. It is enough to read a block without the schema of its partition. A
-checksum is the xxh3 of CHECKSUM_ROWS rows of a field (a row block). It is computed and checked right behind the copy of
+checksum is the xxh3 of CHECKSUM_ROWS rows of a field (a row block). It is computed and checked right after the copy of
 its bytes, while the cache has them: reading memory once more would take longer than the xxh3 itself.
 """
 
@@ -23,7 +23,7 @@ from .schema import Schema
 # ---------------- The bytes of a header.
 #
 # bytes 0-7    magic and format version
-# bytes 8-15   xxh3 of everything behind them, seeded with a number that the reader knows, too (0 outside a data plane)
+# bytes 8-15   xxh3 of everything after them, seeded with a number that the reader knows, too (0 outside a data plane)
 # bytes 16-23  bytes of the manifest
 # then         manifest: msgpack [schema, rows, has lengths, checksums or None], padded with zeros to 4
 # then         int32 lengths `[N]` when a field is PER_TOKEN

@@ -39,7 +39,7 @@ from .schema import Field, Kind, Schema
 from .shared_rows import SharedRows, find_shared, kept_ranges, shared_fields, stored_ends
 
 _INDEXED = (Kind.RAGGED, Kind.OBJECT)
-"""Kinds of field that have an index part beside the values part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
+"""Kinds of field that also have an index part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
 
 BlockPieces = tuple[tuple[np.ndarray, ...], ...]
 """Parts of a block, each as pieces (uint8 1-D) that follow one another. A part has several pieces where rows share
@@ -123,8 +123,8 @@ class EncodedBlock:
     """Position within the block of each row's first token, counted as if every row were stored whole, int64 `[N]`; None
     without PER_TOKEN fields."""
     sum_ends: tuple[list[int], ...] | None
-    """For each part behind the header, the byte offset at which each range that has a checksum of its own ends; None
-    for a block without checksums."""
+    """For each part after the header, the byte offset at which each range that has a checksum of its own ends; None for
+    a block without checksums."""
     seed: int
     """Seed of the header's own checksum."""
 

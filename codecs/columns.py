@@ -160,7 +160,7 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
     if not rows:
         return torch.empty((0, *field.trailing), dtype=field.dtype)
     try:
-        # Lists and arrays are converted once for all rows, not once per row; on an error the row is looked for.
+        # Lists and arrays are converted once for all rows, not once per row; only an error searches for the row.
         if kinds <= {list, tuple} and not field.trailing:
             flat = _from_python(field, list(itertools.chain.from_iterable(rows)), "the rows")
             _expect_shape(field, "the rows", flat.shape, ("L",))
@@ -207,7 +207,7 @@ def _row(field: Field, row: Any, index: int, shape: tuple[int | str, ...]) -> to
     else:
         tensor = _from_python(field, row, where)
         if not tensor.numel() and tensor.shape == (0,) and shape[:1] == ("L",):
-            tensor = tensor.reshape(0, *field.trailing)  # [] is a row without tokens, whatever trails
+            tensor = tensor.reshape(0, *field.trailing)  # [] is a row without tokens for any trailing shape
     _expect_shape(field, where, tensor.shape, shape)
     return tensor
 

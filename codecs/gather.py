@@ -442,7 +442,7 @@ def verify(
     """
     sums = BlockSums(block, layout, views, seed)
     rows = source.row[source.block == block]
-    if layout.shared is not None:  # a row's common tokens may stand with a row of an earlier row block
+    if layout.shared is not None:  # a row's common tokens may be stored with a row of an earlier row block
         rows = np.concatenate([rows, np.array(layout.shared.first, rows.dtype)])
     for name in layout.fields:
         if name in schema:

@@ -98,7 +98,7 @@ def is_text(column: np.ndarray) -> bool:
 
 def pack_texts(column: np.ndarray) -> bytes:
     """Encode an array `[N]` of dtype object that holds only str, which `unpack_texts` decodes. If strings repeat, a row
-    takes 1 to 4 bytes beside the distinct strings."""
+    takes 1 to 4 bytes in addition to the distinct strings."""
     numbers: dict[str, int] = {}
     rows = [numbers.setdefault(text, len(numbers)) for text in column.tolist()]
     width = next(width for width in _WIDTHS if len(numbers) <= 1 << (8 * width))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Every dtype that may travel, by its wire name. Nothing else does.
+# Every dtype that can be sent, by its name in messages.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

@@ -96,8 +96,8 @@ class StoreHost(Protocol):
         ...
 
     def shortage(self) -> str:
-        """Return the reason why `allocate` has no room; "" for a store that always has room. It stands in the error of
-        a put that waited for room until its time limit."""
+        """Return the reason why `allocate` has no room; "" for a store that always has room. The error of a put that
+        waited for room until its time limit contains it."""
         ...
 
     def processes(self) -> dict[str, int]:

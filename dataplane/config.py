@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _takes_number(annotation: Any) -> bool:
-    """Return whether a field's type is int, float, or one of them behind Annotated or `| None`."""
+    """Return whether a field's type is int, float, or one of them inside Annotated or `| None`."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
         return any(_takes_number(part) for part in typing.get_args(annotation))
     return annotation in (int, float)
@@ -77,7 +77,7 @@ class DataPlaneConfig(Section):
     """The store that holds the rows' bytes."""
     trusted_network: bool = False
     """True says that every peer that can reach this run's hosts over the network is trusted. The stores `simple` and
-    `mooncake` need it, also on one host: their processes open ports on the network that ask for no key. Those of
+    `mooncake` need it, even on one host: their processes open ports on the network that ask for no key. Those of
     `simple` run code that any peer sends."""
     integrity: Literal["off", "verify"] = "off"
     """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 256 rows of a field, and

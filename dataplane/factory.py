@@ -185,7 +185,7 @@ def connect(handle: DataPlaneHandle | str, *, name: str = "") -> DataPlaneClient
     identifies this client in the directory's log.
 
     Raises DirectoryLost or StoreLost when the directory or the store is not running, and ValueError for a text that is
-    no handle.
+    not a handle.
     """
     handle, link = _joined(handle, connect_now=True)
     return DataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)

@@ -152,9 +152,9 @@ class KVBatchMeta:
         """Return a receipt for the rows of this receipt followed by those of `others`.
 
         Raises ValueError unless data plane, partition, fields and tags of all receipts are the same, and their schemas,
-        too, but for fields that were added to the partition between two receipts. If all receipts have the same lease,
-        the result keeps it. If not, the result has no lease, and the receipts that `claim` returned must be released
-        instead of it.
+        too, except for fields that were added to the partition between two receipts. If all receipts have the same
+        lease, the result keeps it. If not, the result has no lease, and the receipts that `claim` returned must be
+        released instead of it.
         """
         metas = (self, *others)
         for other in others:
@@ -256,7 +256,7 @@ class KVBatchMeta:
             raise ValueError(f"not a receipt, or a damaged one: the checksum of its {len(data)} bytes does not fit")
         try:
             return _from_body(body)
-        except Exception as error:  # whatever it is that another version or program encoded
+        except Exception as error:  # bytes of another version or program can raise anything
             raise ValueError(f"not a receipt of format {_FORMAT} ({len(data)} bytes): {error}") from error
 
 

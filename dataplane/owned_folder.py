@@ -57,7 +57,7 @@ def owner_lives(folder: Path) -> bool:
     """Return whether the process that created `folder` is alive and has not given it up. Also returns True when this
     cannot be determined, as for another user's folder."""
     try:
-        if not _is_own(folder):  # another user's folder is not ours to judge
+        if not _is_own(folder):  # another user's folder cannot be examined
             return True
         descriptor = os.open(folder / _OWNER, os.O_RDONLY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):

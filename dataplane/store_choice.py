@@ -33,7 +33,7 @@ def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
 
 def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
     """Raise ValueError when this host, as it is now, cannot provide the configured store, or must not. A store that
-    would trust everyone on the network must not be provided (see `check_trust`). Starts nothing.
+    accepts any peer on the network is refused unless the user allows it (see `check_trust`). Starts nothing.
 
     A dry run calls it on the host where the data plane would be opened.
     """

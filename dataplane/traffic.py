@@ -78,7 +78,7 @@ class CostLine:
     """Linear model of the seconds that a call takes: `fixed_s + nbytes / bytes_per_s`."""
 
     fixed_s: float
-    """Seconds that a call takes regardless of its bytes; 0 when this time is too short to be detected beside the time
+    """Seconds that a call takes regardless of its bytes; 0 when this time is too short to be detected next to the time
     for the bytes."""
     bytes_per_s: float
 

@@ -55,7 +55,7 @@ class Sent(NamedTuple):
 
 
 class Reply(Protocol):
-    """What the driver holds of a call in flight."""
+    """The handle that the driver holds of a call in flight."""
 
     def done(self) -> bool:
         """Return whether the call has ended."""
@@ -257,7 +257,7 @@ class FakeCluster(Cluster):
         return self._loop
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine beside the hosted engines."""
+        """Run a coroutine on the event loop of the hosted engines."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Engines without a model for tests of environments, rewards and agents, beside `ScriptedEngine`."""
+"""Engines without a model, in addition to `ScriptedEngine`, for tests of environments, rewards and agents."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class RecipeFile(Section):
     """The content of a recipe's recipe.yaml."""
 
     summary: str
-    """What is trained on what, in a few words."""
+    """Model and task of the training, in a few words."""
     hardware: str
     """Machine that the configuration is made for, in a few words."""
     machine: str | None = None

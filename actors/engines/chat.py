@@ -185,7 +185,7 @@ class RendererFormat:
         try:
             config = kinds.validate_python({"name": name, **_with_all_thinking(name, options)})
             self._renderer = package.create_renderer(tokenizer, config)
-        except Exception as error:  # pydantic's, KeyError, ValueError: whatever the package makes of it
+        except Exception as error:  # the package raises pydantic errors, KeyError and ValueError
             raise ValueError(
                 f"model.renderer: got {name!r} with model.renderer_options={dict(options)}, expected a renderer that "
                 f"fits the tokenizer: {' '.join(str(error).split())}"
@@ -197,7 +197,7 @@ class RendererFormat:
             return list(
                 self._renderer.render_ids(_plain(messages), tools=_enveloped(tools), add_generation_prompt=True)
             )
-        except Exception as error:  # the renderer failed, or a template in it
+        except Exception as error:  # the renderer or its template failed
             raise ValueError(f"the renderer does not take the messages: {error}") from error
 
     def extend(
@@ -245,7 +245,7 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def text_of(content: Any) -> str:
     """Return the text of a message's content, which is a text, a list of text parts, or None. Raises ValueError for
-    parts that are no text."""
+    parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -58,7 +58,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Suspension:
-    """Result of suspending an engine: what became of its requests."""
+    """Result of suspending an engine: how its requests ended."""
 
     ended: int
     """Number of samples whose requests ended by themselves."""
@@ -93,7 +93,7 @@ class Router:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()  # replaced each time it is set
         self._closed = False
-        self._past = EngineStats()  # the counters of engines that are gone
+        self._past = EngineStats()  # counters of removed engines
 
     # ---------------------------------------------------------------- engines
 
@@ -114,7 +114,7 @@ class Router:
 
     @property
     def available_share(self) -> float:
-        """Share of the engines that take requests among those and the engines that failed; 1.0 before any was added."""
+        """Share of the engines, failed ones included, that take requests; 1.0 before any was added."""
         names = self.names
         return len(names) / (len(names) + len(self._left_out)) if names or self._left_out else 1.0
 
@@ -328,7 +328,7 @@ class _Member:
     engine: ServingEngine
     accepting: bool = True
     tally: _Tally | None = None
-    """Counts what becomes of the requests in flight while the engine is being suspended; None at other times."""
+    """Counts how the requests in flight end while the engine is being suspended; None at other times."""
     outstanding: int = 0
     """Number of samples that the engine is generating now."""
     assigned: int = 0
@@ -343,7 +343,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts what becomes of the requests of an engine that is being suspended; see `Suspension`."""
+    """Counts how the requests of an engine end that is being suspended; see `Suspension`."""
 
     ended: int = 0
     moved: int = 0

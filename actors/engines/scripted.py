@@ -278,9 +278,9 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         return self._num_flowing
 
     async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
-        """Serve the prepared version. There are no keys and values, which `kv` is about."""
+        """Serve the prepared version. `kv` has no effect, because there are no keys and values."""
         kept = [request for request in self._requests.values() if request.versions]
-        if not self._serves(version):  # otherwise an earlier commit has done it
+        if not self._serves(version):  # otherwise an earlier commit has already loaded it
             async with self._incoming.committing(version) as weights:
                 self.loaded = weights
                 self._put_in_service(version)
@@ -326,8 +326,8 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
 
 
 class _FlowClock:
-    """Clock that counts the seconds during which tokens can be generated. It stands still while the engine is frozen
-    (paused in mode `keep`)."""
+    """Clock that counts the seconds during which tokens can be generated. It stops while the engine is frozen (paused
+    in mode `keep`)."""
 
     def __init__(self) -> None:
         self._past_s = 0.0

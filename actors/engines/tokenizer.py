@@ -31,7 +31,7 @@ def load_tokenizer(path: str) -> Any:
         raise ValueError(f"model.path: got {path!r}, {expected}: its folder has no tokenizer.json or the like")
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path)
-    except Exception as error:  # a damaged file makes the libraries below raise whatever they like
+    except Exception as error:  # a damaged file can make the libraries below raise any error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"model.path: got {path!r}, {expected}: {reason}") from error
 

@@ -84,7 +84,7 @@ class EndpointServer:
             await self._sessions.pop(digest).close()
 
     async def close(self) -> None:
-        """End all sessions and stop to listen. Idempotent."""
+        """End all sessions and stop listening. Idempotent."""
         for episode in list(self._secrets):
             await self.end(episode)
         server, serving, self._server, self._serving = self._server, self._serving, None, None
@@ -110,7 +110,7 @@ class EndpointServer:
                 await asyncio.sleep(0.005)
 
     def _listen(self) -> None:
-        """Begin to start the server, which `close` ends from now on, even if who waits for its start is cancelled."""
+        """Begin to start the server, which `close` ends from now on, even if the waiting task is cancelled."""
         host = self._config.host
         settings = uvicorn.Config(
             self._app(), log_config=None, access_log=False, lifespan="off", ws="none", http=_Connection,
@@ -158,7 +158,7 @@ class EndpointServer:
         except BadRequest as refused:
             return _refusal(refused)
         except (_ClientGone, ClientDisconnect):
-            return Response(status_code=499)  # the client has gone
+            return Response(status_code=499)  # the client has disconnected
         except Exception as error:  # the engine failed; the rollout reports it, too
             _log.warning("endpoint: a call failed: %s: %s", type(error).__name__, error)
             return _refusal(BadRequest(f"the policy cannot answer: {type(error).__name__}", status=503, code="engine"))
@@ -233,7 +233,7 @@ class EndpointServer:
         gone = asyncio.create_task(_until_gone(request))
         try:
             await asyncio.wait({call.task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # a client that went away at the same moment is noticed
+            await asyncio.sleep(0)  # lets the loop notice a client that disconnected at the same moment
             if gone.done():
                 raise _ClientGone
             if call.task.cancelled() or session.closed:
@@ -263,7 +263,7 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if its first request does not begin in time: uvicorn itself would wait for ever."""
+    """A connection that is closed if its first request does not begin in time: uvicorn itself would wait forever."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

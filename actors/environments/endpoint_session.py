@@ -122,8 +122,8 @@ class Session:
         return call
 
     def leave(self, call: Call) -> None:
-        """Tell that a client no longer waits for a call. One that is not waited for and was sent to no client is ended
-        after LINGER_S."""
+        """Record that a client no longer waits for a call. A call for which no client waits, and whose answer was sent
+        to none, is ended after LINGER_S."""
         call.waiters -= 1
         if call.recorded:
             self._open.discard(call)
@@ -155,7 +155,7 @@ class Session:
         answer, prompt, request = call.task.result(), call.prompt, call.request
         assert prompt is not None
         row = prompt.row
-        if row is None or len(row) != prompt.length:  # new, or another call has continued it meanwhile
+        if row is None or len(row) != prompt.length:  # the row is new, or another call has continued it
             row = Transcript(prompt.ids)
         else:
             row.give(prompt.ids[len(row) :])

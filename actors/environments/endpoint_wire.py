@@ -79,8 +79,8 @@ class CallRequest:
 
 
 def read_call(body: bytes, *, chat: bool) -> CallRequest:
-    """Read the body of a request. Raises BadRequest if it is no valid request, or asks for what the endpoint does not
-    do."""
+    """Read the body of a request. Raises BadRequest if it is not a valid request, or asks for something that the
+    endpoint does not support."""
     given = _json_object(body)
     if given.get("n") not in (None, 1):
         raise BadRequest(f"n: got {given['n']!r}, expected 1, because each call is one turn of the policy")
@@ -159,7 +159,7 @@ def _invalid(error: ValidationError, within: str = "") -> BadRequest:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a text. Raises BadRequest for contents that are no text."""
+    """Return a message whose content is a text. Raises BadRequest for contents that are not text."""
     try:
         return {**message, "content": text_of(message.get("content"))}
     except ValueError as error:

@@ -37,7 +37,7 @@ REWARD = "reward"
 class Clock:
     """Limits the time that an environment takes in an episode, by turn and in all.
 
-    It stands still while the policy generates, because a slow or paused engine is no fault of the environment.
+    It stops while the policy generates, because a slow or paused engine is not the fault of the environment.
     """
 
     def __init__(self, turn_s: float, episode_s: float) -> None:
@@ -214,7 +214,7 @@ class Episode:
         are left, and ValueError if the tokens exceed the model's context.
         """
         row = self._row()
-        routes_from = row.num_routes  # a turn computes only the tokens since the last one for the first time
+        routes_from = row.num_routes  # earlier turns computed the tokens before
         completion, text = await self.sample_turn(
             row.ids, self._room(row), stop=stop, max_new_tokens=max_new_tokens, routes_from=routes_from
         )
@@ -225,7 +225,7 @@ class Episode:
     async def say(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """Append chat messages, let the policy answer, and return its answer as a message.
 
-        messages: new messages, in the form of OpenAI's API; the policy's own answers are there already. tools: tools
+        messages: new messages, in the form of OpenAI's API; the policy's own answers are already included. tools: tools
         that the policy may call, in the same form; give the same in each call. Raises what `generate` raises, and
         ValueError if the model's chat format cannot continue the tokens so far exactly.
         """

@@ -27,7 +27,7 @@ def build_environment(config: EnvironmentConfig) -> Any:
     """Build the environment: an object with a coroutine `play` or `play_group`, or such a function itself.
 
     Raises ValueError with a one-sentence message for a path that cannot be imported, options that do not fit, and
-    objects that are no environment.
+    objects that are not environments.
     """
     kind, options = config.kind, dict(config.options)
     target = _target(kind)

@@ -95,7 +95,7 @@ class EpisodeEndpoint(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop to listen. Idempotent."""
+        """Stop listening. Idempotent."""
         ...
 
 
@@ -240,8 +240,8 @@ class EpisodeHost:
                 episode.fail(f"{type(error).__name__}: {error}")
 
     async def _stop(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the environment's task. One that does not end within GRACE_S is left alone, and counted until it
-        does."""
+        """Cancel the environment's task. A task that does not end within GRACE_S is left alone, and counted until it
+        ends."""
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_S)
         if not task.done():

@@ -71,7 +71,7 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-            # Checked before it is computed, because 9**9**9 would keep the machine busy for good.
+            # Checked before it is computed, because 9**9**9 would keep the machine busy forever.
             if abs(right) * max(left.bit_length(), 1) > _MAX_BITS:
                 raise OverflowError("the number is too large")
         return _bounded(_BINARY[type(node.op)](left, right))
@@ -200,7 +200,7 @@ class ToolUse:
                 except TimeoutError:
                     if limit.expired():
                         return f"error: tool {name!r} did not return within {self._timeout_s:g} s"
-                    raise  # the tool's own
+                    raise  # the tool's own error
             return str(result)
         except TooManyHang:
             raise

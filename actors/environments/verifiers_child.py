@@ -91,7 +91,7 @@ class Player:
 
 
 def _outcome(episode: Any) -> dict[str, Any]:
-    """Return what became of an episode. Rewards of several agents are added up. An agent that ran out of time counts as
+    """Return the outcome of an episode. Rewards of several agents are added up. An agent that ran out of time counts as
     a time-out, though verifiers calls such an episode ok."""
     rewards: dict[str, float] = {}
     total = 0.0
@@ -128,7 +128,7 @@ async def serve(reader: asyncio.StreamReader, write: Any) -> None:
 
 
 async def main() -> None:
-    # What the environment prints must not stand between our lines: it goes to the standard error.
+    # Output that the environment prints must not mix with the protocol's lines, so it goes to standard error.
     output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     reader = asyncio.StreamReader(limit=1 << 24)

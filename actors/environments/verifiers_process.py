@@ -39,7 +39,7 @@ class VerifiersEnvironment:
         agent: {runtime: {type: subprocess}}}`. python: path of a Python that has verifiers; None is that of the run.
         path: folders that are put in front of the child's import path.
 
-        Raises ValueError if `env` names no taskset or `python` is no file.
+        Raises ValueError if `env` names no taskset or `python` is not a file.
         """
         taskset = env.get("taskset") if isinstance(env, Mapping) else None
         if not isinstance(taskset, Mapping) or not taskset.get("id"):
@@ -62,7 +62,7 @@ class VerifiersEnvironment:
         number = episode.prompt.fields.get(TASK)
         if not isinstance(number, int):
             raise ValueError(f"prompt {episode.prompt.uid!r} has no number of a task, expected data.train=environment")
-        with episode.clock.stopped():  # the start has a bound of its own, and is no fault of the episode
+        with episode.clock.stopped():  # the start has a bound of its own, and must not count against the episode
             child = await self._started()
         address = episode.endpoint
         said = await child.play({TASK: number, "url": address.url, "secret": address.secret, "model": address.model})
@@ -140,7 +140,7 @@ class _Child:
 
     @property
     def words(self) -> str:
-        """What the process wrote last to its standard error."""
+        """The last lines that the process wrote to its standard error."""
         return " | ".join(self._last_words)[-1000:] or "it said nothing"
 
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,6 +194,6 @@ class _Child:
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        with suppress(ValueError):  # a line beyond all bounds
+        with suppress(ValueError):  # a line longer than the reader's limit
             while line := await self._process.stderr.readline():
                 self._last_words.append(line.decode(errors="replace").strip()[:500])

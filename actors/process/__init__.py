@@ -1,1 +1,1 @@
-"""What an actor needs of its own process and host: memory, GPUs, remote methods, and processes and threads of users."""
+"""An actor's own process and host: memory, GPUs, remote methods, and threads and processes for users' code."""

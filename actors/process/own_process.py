@@ -1,4 +1,4 @@
-"""What an actor's process knows and settles of itself: its name and host, its GPUs, its allocator.
+"""Reads and sets the properties of an actor's own process: its name and host, its GPUs, its allocator.
 
 It imports nothing that takes time, because actors that start early need it before anything else.
 """
@@ -61,11 +61,11 @@ def keep_freed_memory() -> bool:
     whether this process has an allocator with that setting, which is glibc's.
 
     A step on a CPU frees its tensors and needs as many in the next microbatch or token. With glibc's own limits the
-    system took their pages away each time and cleared others for them, thousands a step.
+    system took their pages away each time and cleared others for them, thousands per step.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # another C library
+    except (AttributeError, OSError, TypeError):  # a C library without mallopt
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES))
 

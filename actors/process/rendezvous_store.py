@@ -132,7 +132,7 @@ class RendezvousServer:
                 _send(connection, self._answer(_receive(connection, Request), connection))
         except ValueError as error:
             _logger.warning("rendezvous: a member's connection is closed: %s", error)
-        except OSError:  # the member has gone
+        except OSError:  # the member has disconnected
             pass
         finally:
             self._leave(connection)
@@ -245,7 +245,7 @@ class RendezvousStore(Store):
         """Close the connections of this store and its clones. Idempotent."""
         for clone in self._clones:
             clone.close()
-        with contextlib.suppress(OSError):  # closed, or lost
+        with contextlib.suppress(OSError):  # the connection is closed or lost
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

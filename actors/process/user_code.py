@@ -1,8 +1,8 @@
 """Runs functions that users wrote (tools, rewards, environments) in threads or processes of their own, in bounded time.
 
 `UserThreads` cannot end a call that exceeds its time limit, because Python cannot end a thread. Such a call is given
-up: its thread runs on until the function returns, if it ever does, but no longer counts against the limit of concurrent
-calls. When too many such calls hang, the next call raises TooManyHang.
+up: its thread keeps running until the function returns, if it ever does, but no longer counts against the limit of
+concurrent calls. When too many such calls hang, the next call raises TooManyHang.
 
 `UserProcesses` kills a process whose call takes too long.
 
@@ -88,7 +88,7 @@ class UserProcesses:
         process = self._free.pop() if self._free else await self._start()
         try:
             said = await self._ask(process, line, timeout_s)
-        except BaseException as error:  # a cancelled call, too, leaves the process at work
+        except BaseException as error:  # even a cancelled call leaves the process running
             await self._kill(process)
             if isinstance(error, TimeoutError):
                 raise UserFunctionFailed(f"{self._name!r} did not return within {timeout_s:g} s") from None

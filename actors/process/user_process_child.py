@@ -32,7 +32,7 @@ def end_with(parent: int) -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent had ended before
+    if os.getppid() != parent:  # the parent had already ended
         os._exit(1)
 
 
@@ -57,7 +57,7 @@ def call(function: Any, arguments: list[Any]) -> Any:
 
 
 def main() -> None:
-    # What the function prints must not stand between our lines: it goes to the standard error.
+    # Output that the function prints must not mix with the protocol's lines, so it goes to standard error.
     output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
@@ -68,7 +68,7 @@ def main() -> None:
         first = json.loads(sys.stdin.readline())
         end_with(first["parent"])
         function = load(first)
-    except BaseException as error:  # whatever a user's module raises at import
+    except BaseException as error:  # a user's module can raise anything at import
         write({"failed": f"{type(error).__name__}: {error}"})
         return
     write({"ready": True})
@@ -76,7 +76,7 @@ def main() -> None:
         try:
             request = json.loads(line)
             write({"value": call(getattr(function, request["method"]), request["arguments"])})
-        except BaseException as error:  # of the function, or of a library that ends calls by an exception of its own
+        except BaseException as error:  # the function can raise anything, and some libraries raise to end a call
             write({"error": f"{type(error).__name__}: {error}"})
 
 

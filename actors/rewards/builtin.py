@@ -205,7 +205,7 @@ class MathVerifier:
                 return float(any(isinstance(part, str) and "".join(part.split()) == plain for part in given))
             try:
                 return float(self._library.verify(expected, given, timeout_seconds=self._timeout_s))
-            except self._library.errors.TimeoutException:  # a BaseException
+            except self._library.errors.TimeoutException:  # derives from BaseException
                 return 0.0
 
     def answer_of(self, response: str) -> str | None:
@@ -239,7 +239,7 @@ class MathVerifier:
 @contextmanager
 def _bounded_cpu(timeout_s: int) -> Iterator[None]:
     """End this process when the block takes too much CPU time. timeout_s: limit in seconds of each of its steps."""
-    signal.setitimer(signal.ITIMER_PROF, 3 * timeout_s + _SPARE_CPU_S)  # its signal's default is to end the process
+    signal.setitimer(signal.ITIMER_PROF, 3 * timeout_s + _SPARE_CPU_S)  # by default its signal ends the process
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ class RewardFunctionConfig(Section):
         return self
 
     def refuse_limits(self) -> None:
-        """Raise ValueError if `timeout_s` or `retries` is set, for a function to whose calls neither applies."""
+        """Raise ValueError if `timeout_s` or `retries` is set, for a function whose calls have neither."""
         if self.timeout_s is None and not self.retries:
             return
         given = f"retries={self.retries}" if self.timeout_s is None else f"timeout_s={self.timeout_s:g}"
@@ -121,7 +121,7 @@ class RewardConfig(Section):
     @field_validator("functions")
     @classmethod
     def _at_least_one(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
-        # Not min_length: pydantic would report it beside every mistake inside a function.
+        # Not min_length, which pydantic would report in addition to every mistake inside a function.
         if not functions:
             raise ValueError("got [], expected at least one function")
         return functions

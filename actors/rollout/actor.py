@@ -269,8 +269,8 @@ class RolloutActor(EngineHost):
         return engine
 
     async def progress(self) -> int:
-        """Return a number that changes whenever the engine or the worker makes progress. It tells a slow actor from one
-        that hangs. Raises EngineDied if the engine is known to have died."""
+        """Return a number that changes whenever the engine or the worker makes progress. It distinguishes a slow actor
+        from one that hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress + self.worker.progress
 
     # ---------------------------------------------------------------- the end

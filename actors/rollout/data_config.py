@@ -18,13 +18,13 @@ MIXTURE = "mixture"
 
 
 def is_generated(source: str) -> bool:
-    """Return whether a source of prompts is no file or data set, but makes its prompts itself."""
+    """Return whether a source generates its prompts itself, instead of reading a file or data set."""
     return source == "environment" or source.startswith(("task:", "reasoning-gym:"))
 
 
 class SourceConfig(Section):
-    """A source of prompts beside that of section `data`. A key that is unset, other than `split` and `subset`, has the
-    value that it has there."""
+    """A source of prompts in addition to that of section `data`. A key that is unset, other than `split` and `subset`,
+    has the value that it has there."""
 
     source: str
     """Source of the prompts: a .jsonl file, the folder of a Hugging Face dataset, the id of a dataset on the hub, or a
@@ -48,7 +48,7 @@ class SourceConfig(Section):
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template; see `data.chat_template_kwargs`."""
     system_prompt: str | None = None
-    """System message in front of chat messages; see `data.system_prompt`. An empty one stands for none."""
+    """System message in front of chat messages; see `data.system_prompt`. An empty one means none."""
     options: dict[str, Any] | None = None
     """Options of a generated task; see `data.options`."""
 

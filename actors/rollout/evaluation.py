@@ -21,7 +21,7 @@ function."""
 EXACT_MATCH = "val/exact_match"
 """Metric key of the share of samples whose response equals the expected answer, apart from surrounding white space."""
 RESPONSE_LENGTH = "response_length_mean"
-"""Name, behind the prefix of its set, of the metric of the mean number of response tokens."""
+"""Name, after the prefix of its set, of the metric of the mean number of response tokens."""
 RIGHT = 1.0
 """Least value of the judging reward function with which a sample is correct."""
 

@@ -18,7 +18,7 @@ A group is one record of a segment file:
                  the rows (`codecs/blocks.py`)
 
 With the two checksums, a reader can distinguish a record that was cut short by a kill from a record whose bytes have
-changed. A record that was cut short can stand at the end of a file; a record with changed bytes must not be used.
+changed. A record that was cut short is allowed at the end of a file; a record with changed bytes must not be used.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class JournalConfig:
     rows of one prompt). Groups that were written with another fingerprint are ignored."""
     purpose: Purpose = "resume"
     """Purpose of the journal. `resume` keeps groups (all rows of one prompt) without failed rows until a checkpoint
-    covers them. `record` keeps all groups for good. `replay` only reads, and a missing group is an error."""
+    covers them. `record` keeps all groups permanently. `replay` only reads, and a missing group is an error."""
 
 
 @dataclass(slots=True)

@@ -366,7 +366,7 @@ def open_prompts(
     """Open the training prompts, or those of one evaluation. With `data.overlong_prompts=drop`, prompts of a finite
     source that are too long are left out.
 
-    held_out: name of the evaluation whose prompts are opened, which `config` has as its validation; None opens the
+    held_out: name of the evaluation whose prompts are opened, and whose data `config` has as validation; None opens the
     training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out. Raises
     ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
     """

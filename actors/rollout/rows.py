@@ -141,8 +141,8 @@ class RolloutRows:
     versions: np.ndarray
     """Policy version of each row's oldest token, int64 `[N]`."""
     tags: Mapping[str, np.ndarray]
-    """Tags of the rows (metadata beside the fields): tag name -> array `[N]`. POSITION, the prompt's position in the
-    prompt stream, is int64; all others are float32."""
+    """Tags of the rows (metadata in addition to the fields): tag name -> array `[N]`. POSITION, the prompt's position
+    in the prompt stream, is int64; all others are float32."""
     batch: Batch
     """Columns of the rows, one for each of `written_fields`."""
 

@@ -160,7 +160,7 @@ class RolloutWorker:
         ends: list[float] = []  # of groups, seconds after the call's start
         finished: asyncio.Queue[asyncio.Task[list[Sample]]] = asyncio.Queue()
         wall, clock = time.time(), time.perf_counter()
-        restored = [] if fresh else await self._journaled(positions)  # in a replay all of them
+        restored = [] if fresh else await self._journaled(positions)  # a replay restores all of them
         known = {group.position for group in restored}
         episodes = call.begin(
             {
@@ -232,7 +232,7 @@ class RolloutWorker:
             for rubric in (self._rubric, *(one.rubric for one in self._held_out.values())):
                 if rubric.apart is not None:
                     await rubric.apart.close()
-        finally:  # whatever a user's environment makes of it
+        finally:  # even if a user's environment raises
             if self._journal is not None:
                 self._journal.close()
             await self._client.close()

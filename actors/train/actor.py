@@ -16,7 +16,7 @@ from .process_groups import ProcessGroups, bind_process_groups, own_address
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
-"""Ray concurrency groups: name -> number of threads that the actor has for it beside its main thread. Used as
+"""Ray concurrency groups: name -> number of threads that the actor has for it in addition to its main thread. Used as
 `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainActor)`. All methods outside these groups run in one thread,
 always the same, because a backend may be bound to the thread that built it."""
 

@@ -49,7 +49,7 @@ from .wire import (
 _logger = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
-"""Longest time in seconds that a leader spends on telling its replica's other ranks that it has given up a pass."""
+"""Longest time in seconds that a leader spends on informing its replica's other ranks that it has given up a pass."""
 
 SHOWN_S = 1e-4
 """Seconds below which a span (a timed piece of work) is left out of reports. Columns that are cached take microseconds,
@@ -220,7 +220,7 @@ class Leader:
                 whole = [self._rows.columns(number, fields) for number in load]
             batch, facts = whole[0] if len(whole) == 1 else concat(whole), self._rows.facts(load)
             parcels = [self._parcel(part, load, batch, facts) for part in links.remote()]
-        except Exception as error:  # whatever it is, the siblings wait for it
+        except Exception as error:  # the siblings wait for this load, so any error is sent to them
             self._send_failure(load.start, error)
             raise
         self._next = None

@@ -7,7 +7,7 @@ no other way to give a module of Megatron or FSDP2 a new group than to write it 
 one. Device meshes and functional collectives look groups up by name and need nothing.
 
 This file uses torch's registry of groups (`_world`) and `_new_process_group_helper`, which are private: new_group gives
-no control over names, and every rank would have to make the groups that it is no member of as well.
+no control over names, and every rank would have to make even the groups that it does not belong to.
 
 A run on one host stays on loopback. On several hosts a rank listens at the address that Ray uses for the rank's host
 (`own_address`); the driver's host may be another one.
@@ -64,7 +64,7 @@ class _Search:
         """Each visited object and what takes its place, by id. It is kept because its id could be used again."""
 
     def visit(self, value: Any) -> Any:
-        """Replace groups inside `value`, and return what has to stand in its place: usually `value` itself."""
+        """Replace groups inside `value`, and return its replacement: usually `value` itself."""
         if id(value) in self._new:
             return self._new[id(value)]
         if id(value) in self._visited:
@@ -345,8 +345,8 @@ def bind_process_groups(address: str) -> None:
     """Bind the gloo and NCCL groups that this process makes from now on to the network interface of `address`. The
     address is an IP address of this host.
 
-    Left alone, gloo takes whatever address the host's name stands for (loopback on many machines, which other hosts do
-    not reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME come first. A
+    By default gloo takes the address to which the host's name resolves (loopback on many machines, which other hosts
+    cannot reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME come first. A
     no-op if no interface has the address.
     """
     for name, addresses in psutil.net_if_addrs().items():

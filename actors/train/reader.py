@@ -6,7 +6,7 @@
 The leader is the first rank of a replica, its siblings are the others. When the leader's read fails, it sends the error
 in place of a header, so that every rank of the replica raises the same error at once. When a rank died or is late, the
 others raise an error that names it, at the latest at the deadline. After such a failure the ranks' broadcasts no longer
-match, so the reader is broken for good, and every further call raises ReplicaError.
+match, so the reader stays broken, and every further call raises ReplicaError.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class ReplicaReader:
         )
         taken = 0
         try:
-            yield cast(MicroBatch, None)  # to `stream`
+            yield cast(MicroBatch, None)  # `stream` takes this first value
             while taken < count:
                 start = time.perf_counter()
                 with view.span(f"wait {taken}"):
@@ -201,7 +201,7 @@ class ReplicaReader:
             delivery.give_up(reason)
         self._broken = self._broken or reason
         if self._links is None:
-            self._broken = ""  # a rank that reads for itself holds no other up
+            self._broken = ""  # a rank that reads for itself delays no other rank
 
     def keep(self, index: int, field: str, column: Jagged) -> None:
         """Cache a column of microbatch `index` that this rank has written, so that it is not read back. Does nothing on
@@ -265,7 +265,7 @@ class Prefetch(Generic[T]):
             while not self._ready:
                 if self._failure is not None:
                     raise self._failure
-                if not self._thread.is_alive():  # a dead thread says nothing more: the lock is held here
+                if not self._thread.is_alive():  # the lock is held, so a dead thread cannot add an item now
                     raise RuntimeError(f"{self._thread.name}: ended before item {self._taken} of {self._count}")
                 self._changed.wait(CHECK_S)
             self._taken += 1

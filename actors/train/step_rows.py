@@ -177,8 +177,8 @@ def stage_fields(
 ) -> tuple[str, ...]:
     """Return those of `fields` that the rank at mesh coordinates `place` receives, in order.
 
-    A pipeline stage in the middle receives none but the routes, and these only go to stages that have layers with
-    experts. routes: shape of the routes; None without router replay.
+    A pipeline stage in the middle receives only the routes, and only if it has layers with experts. routes: shape of
+    the routes; None without router replay.
     """
     held = routes is not None and len(stage_layers(topology, place, routes)) > 0
 

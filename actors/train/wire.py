@@ -51,7 +51,7 @@ class PlanMismatch(ReplicaError):
 
 
 class PrefetchStopped(Exception):
-    """Raised in the background thread, also by `make`, when the pass was given up; it ends the thread."""
+    """Raised in the background thread, even by `make`, when the pass was given up; it ends the thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,7 +332,7 @@ class TrainWorker:
         """Return a progress counter: weights gathered plus cached buckets sent since the start. It is 0 on ranks that
         publish nothing.
 
-        `TrainActor.progress` is no substitute: it is the CPU time of the main thread, and cached weights are sent by
+        `TrainActor.progress` cannot replace it: it is the CPU time of the main thread, and cached weights are sent by
         another thread.
         """
         return 0 if self._publisher is None else self._publisher.sent
@@ -407,7 +407,7 @@ class TrainWorker:
         return (self._reader, *self._backend.group_holders())
 
     def _require_onloaded(self, call: str) -> None:
-        if self._offloaded:  # before the reader starts a pass, which the backend's own refusal would break off
+        if self._offloaded:  # checked here, because the backend would only refuse in the middle of a pass
             raise offloaded_error(call)
 
     def _publishes(self) -> WeightPublisher:
@@ -439,7 +439,7 @@ class TrainWorker:
         file, step = self._setup.samples, work.shard.step
         if self._writes and meta is not None and file is not None and len(meta):
             masks = [mask.numpy() for mask in unpack(self._client.get(meta, ["response_mask"]))["response_mask"]]
-            rows = zip(meta.keys, meta.tags["advantage"].tolist(), masks, columns, strict=False)  # some are empty
+            rows = zip(meta.keys, meta.tags["advantage"].tolist(), masks, columns, strict=False)  # columns can be empty
             most = file.config.max_tokens
             file.append([trained_line(key, step, gain, mask, own.numpy(), most) for key, gain, mask, own in rows])
         self._reader.begin(work.shard)

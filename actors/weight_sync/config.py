@@ -20,7 +20,7 @@ class SyncConfig(Section):
     NCCL cannot do."""
     bucket_mib: Count | None = None
     """Size of a bucket in MiB. A bucket is the piece of the weights that is sent and verified at a time; two are in
-    flight. Unset: 512 between GPUs with `ipc` or `collective`, but for runs on a pool's GPUs, else 64."""
+    flight. Unset: 512 between GPUs with `ipc` or `collective`, except for runs on a pool's GPUs; else 64."""
     in_flight: Literal["keep", "wait", "abort"] = "wait"
     """Treatment of requests that are running when new weights arrive. `wait` lets them finish first. `keep` pauses them
     and continues them with the new weights. `abort` cancels them, and the rest of each response is requested again.
@@ -48,10 +48,9 @@ class SyncConfig(Section):
     makes progress."""
 
     verify: Verify = "off"
-    """Weights whose bytes are compared with the trainer's after an engine has loaded a new version, while it stands
-    still. `sample` compares eight weights, others in each version; `full` compares all that the engine keeps in the
-    form in which they were sent. An engine with a difference serves nothing until it has loaded a version
-    completely."""
+    """Weights whose bytes are compared with the trainer's after an engine has loaded a new version, while it is paused.
+    `sample` compares eight weights, others in each version; `full` compares all that the engine keeps in the form in
+    which they were sent. An engine with a difference serves nothing until it has loaded a version completely."""
 
     @property
     def keeps_old_kv(self) -> bool:

@@ -127,7 +127,7 @@ class WeightInbox:
                         )
                         stream.give_up(error)
                         raise error
-                    scatter_kernel(stream.device)  # compiled once here, and not while the engine stands still
+                    scatter_kernel(stream.device)  # compiled once here, and not while the engine is paused
                     joined = kept = True
                     return
                 staged = self._receive(update, stream)

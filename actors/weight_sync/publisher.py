@@ -101,7 +101,7 @@ class WeightPublisher:
                 if self._cache is not None:
                     self._cache.reserve(plan)
                 if self._finished is not None and self._finished.version == version:
-                    self._finished = None  # a version that is begun again is not whole before it is finished again
+                    self._finished = None  # a version that is begun again is incomplete until it is finished
                 used = None if cached else self._base(base, plan)
                 opened = Publication(self._sender.begin(version, plan, receivers, used), plan, cached)
             self._opened = opened

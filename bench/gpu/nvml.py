@@ -91,7 +91,7 @@ class GpuSampler:
 @contextmanager
 def open_nvml() -> Iterator[Any]:
     """Context manager that yields the module `pynvml`, initialised. Raises MissingExtra when it is not installed, and
-    RuntimeError when there is no driver of NVIDIA."""
+    RuntimeError when there is no NVIDIA driver."""
     try:
         nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:

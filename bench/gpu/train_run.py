@@ -185,8 +185,9 @@ class TrainTask:
 def run_keys(
     work: GrpoWork, model: Path, folder: Path, *, steps: int, prompts: int, backend: str, gpu: bool
 ) -> list[str]:
-    """Return the keys of a run of `work`, as `key=value`, but for where its engines and train ranks stand. model: model
-    folder, with the prompts. folder: of the run. prompts: number of prompts of a step. gpu: whether it has GPUs."""
+    """Return the keys of a run of `work`, as `key=value`, except for the placement of its engines and train ranks.
+    model: model folder, with the prompts. folder: of the run. prompts: number of prompts of a step. gpu: whether it has
+    GPUs."""
     keys = [
         f"run.dir={folder}", "run.checkpoint_minutes=0", f"model.path={model}", f"data.train={model / PROMPTS}",
         "data.answer_field=''", "data.chat_template=messages", f"data.max_prompt_tokens={work.prompt_tokens[1]}",
@@ -317,7 +318,7 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module` in a session of its own.
 
-    A Ctrl-C ends this process alone, which then ends that one once. What it prints is written to the file `output`."""
+    A Ctrl-C ends this process alone, which then ends that one once. Its output is written to the file `output`."""
     with open(output, "wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=file,

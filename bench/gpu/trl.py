@@ -1,4 +1,4 @@
-"""Runs TRL beside Headrace in `headrace bench gpu`: one colocated GPU, the same model, prompts, batch and limits."""
+"""Runs TRL for comparison in `headrace bench gpu`: one colocated GPU, the same model, prompts, batch and limits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrlOutcome:
     peak_gib: float
     """Peak memory of the process's own tensors on the GPU in GiB; vLLM's own process is not in it."""
     problem: str
-    """Sentence about why the run did not come to its end; "" if it did."""
+    """Sentence about why the run did not finish; "" if it did."""
 
     @property
     def step_s(self) -> float:
@@ -87,7 +87,7 @@ def run_trl(
     .task.json, .txt and .json.
 
     limit_s: seconds after which the process is ended. keep: function that gets the figures of the steps that were made,
-    also if this function is interrupted.
+    even if this function is interrupted.
     """
     settings, result, output = (stem.with_name(stem.name + end) for end in (".task.json", ".json", ".txt"))
     settings.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def run_trl(
     finally:
         end_process(process)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what vLLM started, which TRL's process does not wait for
+            os.killpg(process.pid, signal.SIGKILL)  # ends vLLM's processes, for which TRL's process does not wait
         keep(read_trl(result, f"trl: {why}; its output is in {output}" if why else ""))
 
 

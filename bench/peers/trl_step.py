@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-if find_spec("flashinfer") is None:  # vLLM would fail at its first sample, for it does not look
+if find_spec("flashinfer") is None:  # vLLM does not check this, and would fail at its first sample
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 import torch

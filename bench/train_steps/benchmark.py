@@ -60,7 +60,7 @@ class TrainOptions:
 
 
 def run_train_steps(options: TrainOptions, report: WorkReport) -> None:
-    """Make the models, measure in processes of their own, and write the results, also if interrupted. They go to
+    """Make the models, measure in processes of their own, and write the results, even if interrupted. They go to
     results.jsonl and summary.json. Raises UserError when the options do not fit this machine, before anything is
     started."""
     work, gpus = TRAIN_WORKS[options.work], torch.cuda.device_count()

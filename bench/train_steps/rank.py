@@ -39,7 +39,7 @@ _CHECK_LENGTHS = (40, 7, 150, 91, 2, 200)
 UNCOUNTED = 2
 """Number of steps that are not counted, in which kernels are chosen or compiled and memory is reserved."""
 CHECK, PROFILE, PLAIN = "check of a small model's step", "profile of a step", "plain torch"
-"""Names of the parts that are measured beside the steps."""
+"""Names of the parts that are measured in addition to the steps."""
 
 
 def step_name(number: int) -> str:
@@ -97,8 +97,8 @@ class TrainFigures:
     steps_s: tuple[float, ...]
     """Seconds of each step, uncounted ones included."""
     flops: float
-    """FLOPs of a step of this rank's replica, over the number of its ranks, see `step_flops`. Recomputed work does not
-    count."""
+    """FLOPs of a step of this rank's replica, divided by the number of its ranks, see `step_flops`. Recomputed work
+    does not count."""
     mfu: float | None
     """FLOPs per second over the device's peak in dense bfloat16; None where that is not known."""
     peak_gib: float
@@ -122,7 +122,7 @@ def run_rank(rank: int, task: TrainTask) -> None:
     disable_progress_bar()
     device = _device(rank)
     if device.type == "cuda":
-        torch.set_num_threads(GPU_WORKER_THREADS)  # as a run's train workers have
+        torch.set_num_threads(GPU_WORKER_THREADS)  # as many as a run's train workers have
     world = task.config.topology.world
     with ExitStack() as stack:
         if world > 1:

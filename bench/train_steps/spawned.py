@@ -39,7 +39,7 @@ def run_ranks(run: Callable[..., None], task: Any, world: int, notes: Path, tell
 
 
 def _tell_phases(notes: Path, offset: int, tell: Callable[[str], None]) -> int:
-    """Tell the phases that stand in a file behind `offset`. Returns the offset behind its last whole line."""
+    """Report the phases that are in a file after `offset`. Returns the offset after its last complete line."""
     if not notes.exists():
         return offset
     with notes.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Opens the baselines by name, and has those that know rows: TransferQueue on either of its stores, and Ray's put.
+"""Opens the baselines by name, and implements those that store rows: TransferQueue on both its stores, and Ray's put.
 
 TransferQueue is used by its key-value API, as its users do, on SimpleStorage or MooncakeStore. The code follows release
 0.1.11. The first user owns the queue and must be the only one to close it. Its init hangs when Ray has fewer free CPUs

@@ -170,7 +170,7 @@ class TcpServer:
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, which a close alone leaves waiting
         except OSError:
-            return  # closed before
+            return  # the server was closed already
         self._listener.close()
 
     def _accept(self) -> None:

@@ -13,7 +13,7 @@ from .contenders import CHECKSUMMED
 from .workloads import MOE
 
 PAIRED = "+paired"
-"""Suffix of a store's name in rounds with only one baseline, which cannot run beside the others."""
+"""Suffix of a store's name in rounds with only one baseline, which cannot run together with the others."""
 
 OWN_PADDING = "headrace"
 MASKED_COPY = "masked copy"

@@ -116,7 +116,7 @@ def _serve(make: Callable[[], Any], pipe: Connection) -> None:
         start = time.monotonic()
         try:
             found, failed = getattr(host, method)(*args), False
-        except Exception as error:  # raised by the driver's call
+        except Exception as error:  # the driver's call raises it
             found, failed = f"{method}: {type(error).__name__}: {error}", True
         pipe.send((failed, found, (start, time.monotonic())))
 

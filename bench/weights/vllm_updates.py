@@ -2,7 +2,7 @@
 
 One trainer process per GPU publishes random weights that differ at every version; the engine runs on GPU 0 and
 generates. An update is timed from before its announcement until the engine serves it. Each result is printed as one
-JSON object a line and appended to `gpu_weights.jsonl` in the output folder. A byte, a version or a log-prob that is
+JSON object per line and appended to `gpu_weights.jsonl` in the output folder. A byte, a version or a log-prob that is
 wrong is a failure. It needs vLLM, and no Ray.
 """
 

@@ -38,7 +38,7 @@ class PaddedRows:
 
     def pad(self, field: Field, values: torch.Tensor) -> torch.Tensor:
         """Return a PER_TOKEN field's packed values `[T, *trailing]` as a padded tensor `[N, width, *trailing]`. They
-        are contiguous on the CPU; the field's pad value stands after each row."""
+        are contiguous on the CPU; each row is followed by the field's pad value."""
         assert field.dtype is not None
         # The whole tensor is filled: copies into memory that is in the cache by then save what that costs.
         out = fresh(field.dtype, (len(self._lengths), self._width, *field.trailing)).fill_(field.pad_value)

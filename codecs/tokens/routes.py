@@ -152,8 +152,8 @@ def select_moe_layers(routes: np.ndarray, spec: RouteSpec) -> np.ndarray:
 def missing_tokens(routes: np.ndarray | torch.Tensor, spec: RouteSpec) -> Any:
     """Return which tokens have no route, bool `[tokens]`, of the kind (array or tensor) that `routes` is.
 
-    routes: `[tokens, layers, k]`. A route is missing as a whole, so its first entry tells; `check_routes` refuses
-    others.
+    routes: `[tokens, layers, k]`. A route is missing as a whole, so its first entry is enough to see it; `check_routes`
+    refuses others.
     """
     return routes[:, 0, 0] == spec.mark
 

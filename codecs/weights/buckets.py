@@ -141,7 +141,7 @@ def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_
 def write_piece(
     entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 | None = None
 ) -> None:
-    """Copy the piece of `tensor` that `entry` describes into its bucket `out`, and zero the padding behind it.
+    """Copy the piece of `tensor` that `entry` describes into its bucket `out`, and zero the padding after it.
 
     tensor: the whole tensor, on any device; may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any
     device; on a GPU the copy is only queued. digest (CPU buckets only): hash that is fed the bytes written; after all
@@ -165,7 +165,7 @@ def write_piece(
 
 
 def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """Queue the copy of a tensor that lies entirely in one GPU bucket, and zero the padding behind it. It is a fast
+    """Queue the copy of a tensor that lies entirely in one GPU bucket, and zero the padding after it. It is a fast
     `write_piece`.
 
     place: where the tensor goes, a view of the bucket `out` with the tensor's dtype and shape. The copy is a single
@@ -296,7 +296,7 @@ def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.n
     changed = _changed(new, base, element_bytes)
     count = len(changed) if changed.dtype != bool else int(np.count_nonzero(changed))
     if _HEADER.size + min(count, bitmap_bytes) + count * element_bytes >= len(new):
-        return None  # however positions are written
+        return None  # no form of the positions can make it shorter
     width, where = _write_where(changed, count, len(values))
     start = _HEADER.size + len(where)
     start += -start % 8
@@ -349,7 +349,7 @@ def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarra
     differ = new_words != base_words
     if np.count_nonzero(differ) * 8 >= len(differ):
         return new.view(dtype) != base.view(dtype)
-    # In few words: only these are looked into, three times faster than all elements.
+    # Few words differ, so only their elements are compared, three times faster than all elements.
     words, each = np.flatnonzero(differ), _WORD // element_bytes
     inner = np.flatnonzero(new_words[words].view(dtype) != base_words[words].view(dtype))
     tail = np.flatnonzero(new[whole:].view(dtype) != base[whole:].view(dtype)) + whole // element_bytes

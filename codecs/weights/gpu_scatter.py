@@ -194,7 +194,7 @@ def check(kernel: Any, device: torch.device) -> bool:
     first, second = _START, 2 * kernel.SEGMENT * WORD + 5 * WORD
     nbytes = 3 * _START + second + 10 * WORD
     payload = torch.arange(nbytes, device=device).mul_(41).to(torch.uint8)
-    payload[3 * _START + second : 4 * _START + second - 5 * WORD] = 0  # the gap up to what comes next
+    payload[3 * _START + second : 4 * _START + second - 5 * WORD] = 0  # zeros fill the gap before the next piece
     targets = [torch.zeros(length, dtype=torch.uint8, device=device) for length in (first, second)]
     pieces = [(_START, targets[0]), (3 * _START, targets[1])]
     found = Scatter(nbytes, pieces, device, kernel)(payload)

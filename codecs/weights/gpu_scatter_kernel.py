@@ -47,7 +47,7 @@ def _scatter(
     target = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.int64)), 16)
     kept = tl.load(row + 2) != 0
     total = tl.zeros([BLOCK], dtype=tl.int64)
-    if num_words == BLOCK * STEPS:  # nothing to leave out: two words a load
+    if num_words == BLOCK * STEPS:  # no mask is needed, so each load reads two words
         for step in range(STEPS):
             at = step * BLOCK + tl.arange(0, BLOCK)
             word = tl.load(payload + begin + at)

@@ -27,7 +27,7 @@ Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 """Type of the rows that `put` takes: anything that `codecs.jagged.pack` takes."""
 
 Keys: TypeAlias = "Sequence[str] | np.ndarray"
-"""Type of keys and names of groups: strings, also those of numpy, or an array `[N]` of strings."""
+"""Type of keys and names of groups: strings, including those of numpy, or an array `[N]` of strings."""
 
 
 def task_configs(tasks: Sequence[str | TaskConfig]) -> tuple[TaskConfig, ...]:

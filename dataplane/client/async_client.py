@@ -322,5 +322,5 @@ class AsyncDataPlaneClient:
                 except asyncio.CancelledError:
                     continue  # the cancellation is already under way; the store's own bound ends this wait
             if not future.cancelled():
-                future.exception()  # seen: the caller gets the cancellation instead
+                future.exception()  # marks it as retrieved: the caller gets the cancellation instead
             raise

@@ -125,7 +125,8 @@ def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, ch
         except Exception as error:
             if isinstance(error, DataPlaneError) and not isinstance(error, IntegrityError):
                 raise  # the store itself says what happened
-            # Bytes that do not fit: a block freed and used again while it was read (settle says so), or damage.
+            # Bytes that do not fit mean a block that was freed and reused during the read (`settle` reports that), or
+            # damage.
             store.settle(list(wants.values()))
             if isinstance(error, ValueError | IndexError):
                 damaged = {error.block} if isinstance(error, ChecksumMismatch) else ()

@@ -65,7 +65,7 @@ class DataPlaneClient:
         The size is the number of rows of one prompt.
 
         tasks: a TaskConfig says in what order the task's claims take rows; a name alone means lowest version first.
-        Calling this again with equal arguments does nothing, from any process, also after fields were added. With other
+        Calling this again with equal arguments does nothing, from any process, even after fields were added. With other
         arguments it raises ValueError naming what differs; with `redefine` it removes the partition with its rows,
         leases and tasks instead, and registers it again, so that a notebook's cell can be repeated. It also raises
         ValueError for a sampler that the directory's process cannot build, or may not import because
@@ -74,7 +74,7 @@ class DataPlaneClient:
         self._run("register", self._operations.register(partition, schema, tasks, group_size, redefine))
 
     def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None) -> None:
-        """Add tasks (consumers) to a partition that is registered. They can claim all rows that are there.
+        """Add tasks (consumers) to a partition that is registered. They can claim all rows of the partition.
 
         tasks: as for `register`. A task that the partition has already is left as it is if it was declared with equal
         settings, and is a ValueError if not; no task is added then. Idempotent; any process may call it. Calls of
@@ -87,7 +87,7 @@ class DataPlaneClient:
         """Remove a partition with its rows, leases, tasks and schema, and return how many rows it had.
 
         Claims that wait for rows of the partition raise ValueError, and so does every later call that names it. The
-        name may be registered again, also with another schema.
+        name can be registered again, even with another schema.
         """
         return self._run("unregister", self._operations.unregister(partition, timeout_s))
 

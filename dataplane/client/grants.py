@@ -25,7 +25,7 @@ The rest of a put's space becomes a hole between blocks, and with holes that are
 could not be filled."""
 MAX_BYTES = 64 << 20
 """Largest number of bytes of space that is requested ahead of a put. For larger puts, the extra call that reserves
-space costs little beside moving the bytes."""
+space costs little compared with moving the bytes."""
 
 
 class Credit:

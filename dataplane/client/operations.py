@@ -108,7 +108,7 @@ class Operations:
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self._plane_id = handle.store.plane_id
         self._schemas: dict[str, Schema] = {}
-        # Half of its life at the directory: a put that begins in it has as long again to come to its end.
+        # Half of its lifetime at the directory: a put that begins within it has the other half to finish.
         self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:

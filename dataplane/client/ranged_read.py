@@ -143,7 +143,7 @@ class RangedReader:
         nbytes = pieces.count * wanted.field.item_bytes
         if wanted.shared is not None:
             return self._seed is not None or sum(sizes.values()) <= nbytes.sum() + SMALL_BYTES * num_pieces
-        if self._seed is not None:  # unless each block is wanted as it is, once
+        if self._seed is not None:  # false only if every block is requested once, as a whole
             blocks = list(zip(pieces.block.tolist(), nbytes.tolist(), strict=True))
             return len(blocks) != len(sizes) or any(sizes[number] != size for number, size in blocks)
         many = num_pieces > len(sizes)

@@ -17,7 +17,7 @@ from ..errors import DuplicateKeys
 from ..meta import BlockRef, KVBatchMeta
 
 Outcome = Literal["done", "retry"]
-"""What became of claimed rows: a task has finished them, or it may claim them again."""
+"""Outcome of claimed rows: a task has finished them, or can claim them again."""
 
 # ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
 
@@ -46,7 +46,7 @@ class Grouping:
             names = column[heads].tolist()
         index = np.cumsum(heads) - 1
         distinct_names = list(dict.fromkeys(names))
-        if len(distinct_names) < len(names):  # a group's rows do not all follow one another
+        if len(distinct_names) < len(names):  # the rows of some group are not consecutive
             number = dict(zip(distinct_names, range(len(distinct_names)), strict=True))
             index = np.array([number[name] for name in names], dtype=np.int64)[index]
         return Grouping(distinct_names, index, groups is not None)

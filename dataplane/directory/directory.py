@@ -94,8 +94,8 @@ class Directory:
         return None if replaced is None else self._forget(replaced, replaced.rows.live())
 
     def add_tasks(self, name: str, tasks: Sequence[str | TaskConfig]) -> None:
-        """Add tasks to a partition. They can claim all rows that are there. A task that the partition has already, with
-        equal settings, is left as it is.
+        """Add tasks to a partition. They can claim all rows of the partition. A task that the partition has already,
+        with equal settings, is left as it is.
 
         Raises ValueError for a task with other settings than the partition's task of the same name, for a name that
         occurs twice or is empty, and for a sampler that cannot be built; no task is added then.

@@ -53,7 +53,7 @@ class HostCalls:
         if self._cuts is not None:
             if not self._cuts.has_ready(reservation.nbytes):
                 if self._readying is None or self._readying.done():
-                    # It will be ready for a later put.
+                    # The space will be ready for a later put.
                     self._readying = self._thread.submit(self._cuts.make_ready, reservation.nbytes)
                 return False
             reservation.location = self._host.allocate(reservation.block_ids.start, reservation.nbytes)
@@ -90,7 +90,7 @@ class HostCalls:
     def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Task[None] | None:
         """Delete blocks from the store. They are gone when this returns None, or else when the task that it returns is
         done."""
-        if not blocks or self._closed:  # with the store itself
+        if not blocks or self._closed:  # closing the store frees its blocks
             return None
         pairs = [(block.block_id, block.location) for block in blocks]
         return self._do(lambda: self._free(pairs))
@@ -109,7 +109,7 @@ class HostCalls:
             return None
 
         async def later() -> None:
-            if self._closed:  # the blocks went with the store
+            if self._closed:  # closing the store has freed the blocks
                 return
             await self._in_thread(call)
             self._space_freed()

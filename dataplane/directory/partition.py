@@ -289,7 +289,7 @@ class Partition:
         return rows
 
     def _check_tags(self, op: str, keys: Sequence[str], tags: Mapping[str, np.ndarray]) -> None:
-        """Raise SchemaMismatch for a tag whose type changes, and for positions that are no integers. Positions are
+        """Raise SchemaMismatch for a tag whose type changes, and for positions that are not integers. Positions are
         those in the prompt stream. op, keys: context for the error."""
         for name, values in tags.items():
             got, column = tag_type(values.dtype), self.rows.tags.get(name)
@@ -422,7 +422,7 @@ class Partition:
         self._check_tags("tag", keys, tags)
         for name, values in tags.items():
             self.rows.set_tag(name, rows, values)
-        if POSITION in tags:  # by which views may be sorted
+        if POSITION in tags:  # views can be sorted by it
             for cursor in self.tasks.values():
                 cursor.refresh(rows, requeue=True)
 

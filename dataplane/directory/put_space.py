@@ -138,10 +138,11 @@ class PutSpace:
                             return reservation
                         async with asyncio.timeout_at(deadline):
                             _, unfreed_bytes = await self._store.usage()
-                        # Looking frees what a writer that has ended held, after the attempt perhaps.
+                        # This call also frees the space of writers that have ended, perhaps only after the attempt
+                        # above.
                         if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
                             return reservation
-                        refused = self._directory.has_room(put.nbytes)  # by the store alone: /dev/shm may be full
+                        refused = self._directory.has_room(put.nbytes)  # only the store refused: /dev/shm may be full
                         await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
             except TimeoutError:
                 raise await self._no_room(put, self._queue.before(place, "put"), timeout_s) from None

@@ -125,7 +125,7 @@ class Candidates:
 
     def note(self, positions: np.ndarray, numbers: np.ndarray) -> None:
         """Note a number for each item at `positions` (int `[M]`), so that later claims of the task see it in `notes`. A
-        note stays, whatever becomes of this claim, until the task has finished the item or one of its rows is cleared.
+        note stays, however this claim ends, until the task has finished the item or one of its rows is cleared.
         numbers: int `[M]`."""
         self._notes.set(self._members[positions], np.asarray(numbers)[:, None])
 

@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 LATE_S = 0.1
 """Seconds by which the timer must be late for this process to count as having been suspended or busy."""
 HEAR_FIRST_S = 1.0
-"""Seconds for which a directory that was suspended or busy first answers the requests that have piled up. Only then
+"""Seconds for which a directory that was suspended or busy first answers the requests that have accumulated. Only then
 does it let leases or reservations expire."""
 
 
@@ -236,7 +236,7 @@ class DirectoryService:
     async def _lookup_later(
         self, request: requests.Lookup, keys: list[str], lacking: KeysNotFound | FieldsNotReady
     ) -> bytes:
-        """Wait until the rows and fields of a lookup are there. lacking: what its first attempt raised."""
+        """Wait until the rows and fields of a lookup exist. lacking: what its first attempt raised."""
         assert request.wait_s is not None
         partition, fields = request.partition, request.fields
         try:
@@ -245,7 +245,7 @@ class DirectoryService:
                     pulse = self._ready_pulse(partition)
                     await self._wait(pulse, pulse.count)
                     try:
-                        # One row that was missing is looked up first: all of them only once that one is there.
+                        # One missing row is looked up first, and all of them only once that one exists.
                         self._directory.lookup(partition, lacking.keys[:1], fields)
                         return self._directory.lookup(partition, keys, fields).to_bytes()
                     except (KeysNotFound, FieldsNotReady) as error:
@@ -254,7 +254,7 @@ class DirectoryService:
             raise self._lookup_timeout(request, keys) from None
 
     def _lookup_timeout(self, request: requests.Lookup, keys: list[str]) -> DataPlaneTimeout:
-        """Build the error of a lookup that waited in vain, which names the keys and fields that are missing."""
+        """Build the error of a lookup that timed out, which names the keys and fields that are missing."""
         unknown, unwritten = self._directory.absent(request.partition, keys, request.fields)
         reasons = [f"{len(unknown)} were never put"] if unknown else []
         reasons += [f"{len(names)} lack field {name!r} ({shown(names)})" for name, names in unwritten.items()]

@@ -278,7 +278,7 @@ class LeaseBook:
             lease = self._leases.get(lease_id)
             if lease is None:
                 heapq.heappop(self._deadlines)
-            elif lease.deadline > deadline:  # renewed since
+            elif lease.deadline > deadline:  # the lease was renewed after this entry was made
                 heapq.heapreplace(self._deadlines, (lease.deadline, lease_id))
             else:
                 return deadline

@@ -41,7 +41,7 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # It finds what this process finds, such as samplers in modules beside the user's script.
+            # It finds what this process finds, such as samplers in modules next to the user's script.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
         _children.add(self)
@@ -128,7 +128,7 @@ def serve_parent(start: Callable[[dict[str, Any]], tuple[Any, Callable[[], None]
     """
     setup = json.loads(sys.stdin.buffer.readline() or b"{}")
     said = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # later prints are no answer
+    os.dup2(2, 1)  # later prints must not be read as an answer
     try:
         answer, close = start(setup)
     except (ValueError, DataPlaneError) as error:
@@ -136,7 +136,7 @@ def serve_parent(start: Callable[[dict[str, Any]], tuple[Any, Callable[[], None]
         said.close()
         sys.exit(1)
     try:
-        with contextlib.suppress(BrokenPipeError):  # the parent has gone; the end of the input says so, too
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended, which also ends the input
             said.write(json.dumps({"answer": answer}).encode() + b"\n")
             said.close()
         while sys.stdin.buffer.read(1 << 16):

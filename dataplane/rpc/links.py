@@ -222,7 +222,7 @@ class _Call:
         self._taking_back: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Have the event loop of the directory begin the call. Returns at once."""
+        """Queue the call on the event loop of the directory. Returns at once."""
         self._loop.call_soon_threadsafe(self._start)
 
     def abandon(self) -> None:
@@ -230,7 +230,7 @@ class _Call:
         completes when this is done."""
         try:
             self._loop.call_soon_threadsafe(self._abandon)
-        except RuntimeError:  # the directory was closed, and everything went with it
+        except RuntimeError:  # the directory is closed, so nothing is left to undo
             self.taken_back.set_result("")
 
     def outcome(self) -> str:
@@ -256,7 +256,7 @@ class _Call:
         self._taking_back = self._loop.create_task(self._take_back())
 
     async def _take_back(self) -> None:
-        if self._task is None:  # interrupted before it was started: what is started comes before what abandons it
+        if self._task is None:  # interrupted before `start` queued the call, so it never began
             self.taken_back.set_result("")
             return
         if self._op in WAITING_OPS:

@@ -68,7 +68,7 @@ class DirectoryServer:
         waiting = [task for session in self._sessions for task in session.tasks.values()]
         if waiting:
             await asyncio.wait(waiting, timeout=END_TIMEOUT_S)
-        await asyncio.sleep(SETTLE_S)  # in which connections that were accepted just now become sessions
+        await asyncio.sleep(SETTLE_S)  # lets connections that were just accepted become sessions
         for session in list(self._sessions):
             session.end()
         deadline = asyncio.get_running_loop().time() + END_TIMEOUT_S
@@ -102,7 +102,7 @@ class _Session(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
+        self._transport = cast(asyncio.Transport, transport)  # Ray uses uvloop, if installed, which has its own class
         connection = self._transport.get_extra_info("socket")
         self._poll.register(connection.fileno(), select.POLLRDHUP)
         if connection.family != socket.AF_UNIX:
@@ -127,7 +127,7 @@ class _Session(asyncio.Protocol):
             self._answer_all(frames)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._poll = select.poll()  # the number of its descriptor may be another's from now on
+        self._poll = select.poll()  # its file descriptor's number may be reused from now on
         self._sessions.discard(self)
         if self._stranger is not None:
             self._strangers.remove(self._stranger)

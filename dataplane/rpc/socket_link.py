@@ -80,12 +80,12 @@ class SocketLink:
                     return await self._channel(op).ask(request)
                 except _Ended:  # before the request was sent
                     return await self._channel(op).ask(request)
-        except OSError as error:  # TimeoutError and ConnectionError are such
+        except OSError as error:  # includes TimeoutError and ConnectionError
             raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else request.lasting) from None
 
     async def detach_async(self) -> None:
         self.detach()
-        await asyncio.sleep(0.001)  # in which transports close their sockets
+        await asyncio.sleep(0.001)  # lets transports close their sockets
 
     def detach(self) -> None:
         """Disconnect. Calls of event loops that are in flight, and all later calls, raise DirectoryLost; blocking calls
@@ -158,7 +158,7 @@ class SocketLink:
                 connection = self._idle.pop()
             if not _is_readable(connection):
                 return connection
-            connection.close()  # nothing is due on an idle connection but its end
+            connection.close()  # all that an idle connection can deliver is its end
 
     def _give(self, connection: socket.socket) -> None:
         with self._lock:
@@ -364,7 +364,7 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
 
 def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
     """Receive more bytes of a reply whose first bytes are `data`. Raises ConnectionResetError if the peer has closed
-    the connection, also if an empty `data` shows that it had done so before."""
+    the connection, or if an empty `data` shows that it had closed it before."""
     if not data:
         raise ConnectionResetError
     connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -426,7 +426,7 @@ class _Channel(asyncio.Protocol):
             self._ready = self._loop.create_task(self._open())
             self._ready.add_done_callback(_seen)
         await asyncio.shield(self._ready)
-        if self._poll.poll(0):  # the loop has not heard of its end yet
+        if self._poll.poll(0):  # the loop has not noticed its end yet
             self.abort()
         if self.ended or self._transport is None:
             raise _Ended
@@ -494,7 +494,7 @@ class _Channel(asyncio.Protocol):
             self._ready.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
+        self._transport = cast(asyncio.Transport, transport)  # Ray uses uvloop, if installed, which has its own class
         if self.ended:  # the client was closed meanwhile
             self._transport.abort()
         else:
@@ -508,7 +508,7 @@ class _Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
-        self._poll = select.poll()  # the number of its descriptor may be another's from now on
+        self._poll = select.poll()  # its file descriptor's number may be reused from now on
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ConnectionResetError())

@@ -37,7 +37,7 @@ _LOOKED_AT = 8
 
 
 class Connection(Protocol):
-    """A connected socket, or what stands for it in an event loop."""
+    """A connected socket, or its counterpart in an event loop."""
 
     def fileno(self) -> int: ...
 
@@ -267,7 +267,7 @@ class AuthenticatedListener:
                 return
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
-                    continue  # the client has gone
+                    continue  # the client has disconnected
                 _logger.warning("no connection can be accepted: %s", error)
                 if (oldest := self._strangers.oldest) is not None:
                     self._strangers.end(oldest)
@@ -298,7 +298,7 @@ class AuthenticatedListener:
         except HandshakeError as error:
             self._strangers.end(stranger)
             self._log_refusal(error)
-        except OSError:  # the client has gone
+        except OSError:  # the client has disconnected
             self._strangers.end(stranger)
         else:
             if stranger.has_proved:

@@ -6,7 +6,8 @@ client -> server   the client's proof                           PROOF_BYTES
 
 A nonce is 32 random bytes, drawn for each connection. A proof is the HMAC-SHA256, under the run's key, of the role
 (server or client), the name of the service, and both nonces. A recorded proof is worthless for another connection, as
-the other end's nonce differs; a server's proof is no client's proof; and a proof for one service is none for another.
+the other end's nonce differs; a server's proof cannot serve as a client's; and a proof for one service is invalid for
+another.
 
 The handshake does not encrypt or authenticate what is sent later. An attacker who can change packets on the network
 between the two ends can take over the connection after the handshake.

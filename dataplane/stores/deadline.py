@@ -67,8 +67,8 @@ class DeadlineThreads:
                 self._queue.put(None)
 
     def wait_idle(self, timeout_s: float | None) -> bool:
-        """Wait, after `end`, until no call is running any more (timeout_s None: without limit). Returns whether that is
-        the case."""
+        """Wait, after `end`, until no call is running any more (timeout_s None: without limit). Returns whether no call
+        is running."""
         with self._idle:
             return self._idle.wait_for(lambda: self._num_running == 0, timeout_s)
 
@@ -80,7 +80,7 @@ class DeadlineThreads:
                     self._settle(future, call(), None)
                 except BaseException as error:
                     self._settle(future, None, error)
-            del task, future, call  # lest an idle thread keep a request's buffers
+            del task, future, call  # otherwise an idle thread would keep a request's buffers
 
     def _begin(self, future: Future[Any]) -> bool:
         with self._lock:
@@ -135,6 +135,6 @@ def keep_freed_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another C library
+    except (AttributeError, OSError):  # a C library without mallopt
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _TRIM_FROM_BYTES))

@@ -108,7 +108,7 @@ _NO_ROOM = -200
 _INVALID = -600
 _WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "RPC failed", -901: "RPC timed out"}
 
-# Forced in every process that joins: a shell's value must not make a run read by another path than it says.
+# Forced in every process that joins, so that a shell's value cannot make a run read by another path than it reports.
 _FORCED = {
     "MC_STORE_MEMCPY": "0",  # otherwise memcpy moves this process's bytes, whatever the protocol
     "MC_STORE_CLIENT_METRIC": "0",
@@ -116,7 +116,7 @@ _FORCED = {
     # freeze the process for ten minutes. Attempts are for ports that are taken.
     "MC_RPC_TIMEOUT_MS": "5000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "3",
-    "MC_LOG_LEVEL": "ERROR",  # errors reach the caller as exceptions; INFO is 14 lines a client
+    "MC_LOG_LEVEL": "ERROR",  # errors reach the caller as exceptions; INFO is 14 lines per client
 }
 _CLEARED = (
     "MC_FORCE_TCP",  # would turn rdma into tcp silently
@@ -184,7 +184,7 @@ class MooncakeClient:
             raise
         self._config = library.ReplicateConfig()
         self._config.replica_num = 1
-        self._config.with_hard_pin = True  # otherwise the master evicts objects that it takes for cold
+        self._config.with_hard_pin = True  # otherwise the master evicts objects that it considers cold
         self.staging = StagingPool(self._register, self._unregister)
         name = self._store.get_hostname()
         _logger.info("mooncake client %s: %s, %d bytes lent to %s", name, protocol, segment_bytes, master.peer)
@@ -299,17 +299,17 @@ class MooncakeClient:
         try:
             self._watch.recv(1)
         except OSError:
-            pass  # a reset is an end, too
+            pass  # a reset also means that the connection has ended
         self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer), lost=True)
 
     def _leave(self, error: StoreLost, *, lost: bool) -> None:
         """Make all calls raise `error`, then end the library's client. It would otherwise keep calling a dead Mooncake
-        master for ever."""
+        master forever."""
         with self._lock:
             if self._leaving is None:
                 self._threads.end(error)
-                # A thread that came back from the library after Python's own end would abort the process: no daemon,
-                # except to wait for a call that is stuck there, under which the client must not be taken away.
+                # A thread that returned from the library after Python's shutdown would abort the process. So this
+                # thread is a daemon only if a call is stuck in the library, whose client must then not be removed.
                 stuck = not self._threads.wait_idle(0.0)
                 self._leaving = threading.Thread(
                     target=self._end_library, args=(lost,), name="mooncake-leave", daemon=stuck
@@ -320,8 +320,8 @@ class MooncakeClient:
     def _end_library(self, lost: bool) -> None:
         self._threads.wait_idle(None)
         if not (lost and self._lends):
-            # Else it would tell the dead master for 20 s, under Python's lock, that the segment goes. Its process ends
-            # at once (`mooncake_processes.py`).
+            # Closing would otherwise spend 20 s, under Python's lock, on telling the dead master that the segment is
+            # withdrawn. The segment's process ends at once (`mooncake_processes.py`).
             self._store.close()
         try:
             self._watch.shutdown(socket.SHUT_RDWR)

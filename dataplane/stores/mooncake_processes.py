@@ -1,6 +1,6 @@
 """Runs the two processes of a Mooncake store: the master (metadata server), and the one that lends memory to it.
 
-If a process lends memory and the master dies, the threads of Mooncake's library keep calling the dead master for ever,
+If a process lends memory and the master dies, the threads of Mooncake's library keep calling the dead master forever,
 and disconnecting from it takes 20 s under Python's global interpreter lock. In a separate process these threads end
 with the process, and the directory's process is not disturbed.
 """
@@ -29,8 +29,8 @@ PORT_ATTEMPTS = 5
 """Maximum number of attempts to start the Mooncake master. Each takes a free port, which another process may take
 first."""
 
-# Blocks are pinned and their room is accounted for, so that nothing is to be evicted; a segment's owner is in the
-# process that owns the master, so that a late heartbeat (10 s by default) means a busy machine and no death.
+# Blocks are pinned and their room is accounted for, so nothing needs to be evicted. A segment's owner is in the process
+# that owns the master, so a late heartbeat (10 s by default) means a busy machine, not a death.
 OPTIONS = (
     "--eviction_high_watermark_ratio=1.0",
     "--client_ttl=31536000",
@@ -41,8 +41,8 @@ OPTIONS = (
 )
 
 # Becomes the master: same pid. The kernel kills it with the thread that started it, even when that one is SIGKILLed.
-# The binary's path is in the environment and the command line bears another name, because TransferQueue's
-# mooncake bootstrap runs `pkill -f mooncake_master` on the whole host.
+# The binary's path is in the environment and the command line has another name, because TransferQueue's mooncake
+# bootstrap runs `pkill -f mooncake_master` on the whole host.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -215,13 +215,13 @@ def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, de
     with os.fdopen(tell, "w") as answers:
         try:
             client = MooncakeClient(MasterAddress(name, pid, host, port), protocol, device, nbytes)
-        except Exception as error:  # told to the process that waits, whatever it is
+        except Exception as error:  # any error is reported to the process that waits
             answers.write(f"{type(error).__name__}: {error}\n")
             answers.flush()
             os._exit(1)
         answers.write("ready\n")
     client.ended.wait()
-    os._exit(0)  # without the library's goodbye
+    os._exit(0)  # skips the library's own shutdown
 
 
 if __name__ == "__main__":

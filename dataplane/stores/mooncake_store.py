@@ -7,7 +7,7 @@ objects, returns uninitialised memory for repeated keys, and kills the masters o
 
 A separate process lends Mooncake the memory (`mooncake_processes.py`). Producers and consumers lend none, so no rows
 are lost when they die. Every run has its own Mooncake master (metadata server). Reads are safe, even if a block is
-freed meanwhile: keys are never used twice, and `settle` asks after the read whether the block is still there.
+freed meanwhile: keys are never used twice, and `settle` asks after the read whether the block still exists.
 
 Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces without a password, so that
 network must be private. The master listens on the run's interface only.
@@ -149,7 +149,7 @@ class MooncakeHost:
             timeout_s = RETRY_TIMEOUT_S if self._silent else FREE_TIMEOUT_S
             codes = self._client.remove([_key(self._run_id, block_id) for block_id in asked], timeout_s)
         except StoreLost as error:
-            if self._client.ended.is_set():  # the connection broke: the blocks went with the master
+            if self._client.ended.is_set():  # the connection broke, so the blocks are lost with the master
                 self._lost = True
                 self._unfinished.clear()
                 _logger.warning("%s", error)

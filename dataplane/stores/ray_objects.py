@@ -54,7 +54,7 @@ class Keeper:
         for block_id, parts in enumerate(blocks, first_block_id):
             if block_id not in self._dropped_early:
                 self._blocks[block_id] = ray.put(parts)
-            if block_id in self._dropped_early:  # before, or by another thread meanwhile
+            if block_id in self._dropped_early:  # dropped earlier, or by another thread just now
                 self._blocks.pop(block_id, None)
                 return False
         return True

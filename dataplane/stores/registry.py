@@ -51,8 +51,8 @@ class StoreEntry:
     attach: Callable[[StoreSpec, Link], BlockStore]
     """Function that joins the store from this process, given its spec and this process's link to the directory."""
     remove_leftovers: Callable[[], object] = _nothing
-    """Function that removes what killed runs with this kind of store left on this machine. It keeps whatever living
-    runs use."""
+    """Function that removes what killed runs with this kind of store left on this machine. It keeps whatever runs in
+    progress use."""
     open_unit: Callable[[StoreSpec, StoreConfig, Link, str, float], StorageUnitProcess] | None = None
     """Function that starts a storage unit on this host for a store that runs elsewhere, given the store's spec and
     configuration, this process's link to the directory, the IP address at which the unit listens, and a time limit in

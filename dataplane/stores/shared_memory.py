@@ -73,7 +73,7 @@ class SharedMemoryHost:
     """Allocates ranges of the pool to blocks, and owns the run's folder in /dev/shm. Thread-safe."""
 
     def __init__(self, run_id: str, capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
-        """Raise ValueError when a living run uses `run_id`, or /dev/shm is missing or smaller than the capacity."""
+        """Raise ValueError when another run uses `run_id`, or /dev/shm is missing or smaller than the capacity."""
         if root.is_dir():
             remove_stale_folders(root)
         check_room(capacity_bytes, root)

@@ -44,8 +44,8 @@ _MADV_POPULATE_WRITE = 23
 def create_folder(run_id: str, pool_bytes: int, root: Path = SHARED_MEMORY) -> tuple[Path, int]:
     """Create the run's folder with an empty table and an empty pool, which may grow to `pool_bytes`.
 
-    Returns the folder, and the file descriptor that holds its lock. Raises ValueError when a living run has the folder,
-    or when `root` cannot be written.
+    Returns the folder, and the file descriptor that holds its lock. Raises ValueError when the folder belongs to a
+    running process, or when `root` cannot be written.
     """
     folder = root / f"{PREFIX}{run_id}"
     try:

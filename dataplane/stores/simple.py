@@ -85,7 +85,7 @@ class UnitLink:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
-        # The process's context: one of our own, collected with sockets open, would wait for them for ever.
+        # This is the process's context: one of our own, collected with sockets open, would wait for them forever.
         self._context = zmq.Context.instance()
         self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
         self._closed = False
@@ -189,7 +189,7 @@ def _prepare_unit(unit: Any) -> int:
     """Prepare this process to be a storage unit: keep freed memory for reuse, and shorten garbage collections. Returns
     the pid of the process."""
     keep_freed_memory()
-    gc.freeze()  # what was imported stays: a collection of all of it would hold up a put for tens of milliseconds
+    gc.freeze()  # imported objects stay: collecting them all would delay a put by tens of ms
     return os.getpid()
 
 

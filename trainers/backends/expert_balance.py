@@ -4,8 +4,8 @@
     backward pass                    the loss adds its gradient; layers that are computed again count nothing
     end of the step                  counts are summed over the ranks, the biases move once, metrics are made
 
-What counts is the expert to which a token was sent: the engine's choice where router replay installs it, else the
-router's own. Passes without a backward pass count nothing.
+The expert that counts is the one to which a token was sent: the engine's choice where router replay installs it, else
+the router's own. Passes without a backward pass count nothing.
 
 In the formulas a router sends each token to k of E experts. `n_i` is the number of tokens that it sends to expert i,
 and `p_ti` the probability that it gives to expert i for token t.

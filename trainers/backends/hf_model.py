@@ -188,7 +188,7 @@ class HfSource:
                 yield file
             return
         if self._open is None or self._open[0] != path:
-            self._open = path, safe_open(path, framework="pt")  # the file before it is closed with its last tensor
+            self._open = path, safe_open(path, framework="pt")  # the previous file closes with its last tensor
         yield self._open[1]
 
     def _locate(self) -> dict[str, str]:

@@ -28,7 +28,7 @@ of the variable-length kernel at 4k to 64k tokens, but cuDNN makes a plan for ea
 for it."""
 _WIDEST_HEAD = 128
 """Largest width of a head for cuDNN's kernel."""
-_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
+_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 does not
 
 
 def attend_rows(

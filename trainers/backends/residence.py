@@ -156,7 +156,7 @@ class Residence:
         with torch.cuda.use_mem_pool(pool, self._device):
             away = [one.nbytes for one in self._moved if not one.storage.nbytes()]
             room = sum(round_up(nbytes, _BLOCK_BYTES) for nbytes in away if nbytes > _SMALL_BYTES)
-            torch.empty(room, dtype=torch.uint8, device=self._device)  # given back at once, to the pool
+            torch.empty(room, dtype=torch.uint8, device=self._device)  # returned to the pool at once
             self._resize()
 
     def _resize(self) -> None:

@@ -134,7 +134,7 @@ class ActorHandle:
         self.cluster.kill(self.ray_actor)
 
     def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the actor's process run `function(actor, *args, **kwargs)` between two of its calls. Does not wait for
+        """Make the actor's process run `function(actor, *args, **kwargs)` between two of its calls. Does not wait for
         it."""
         self.ray_actor.__ray_call__.remote(function, *args, **kwargs)
 

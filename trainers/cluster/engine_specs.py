@@ -38,14 +38,14 @@ def engine_config(
     whether train workers use the engine's GPUs at the same time."""
     changes: dict[str, Any] = {}
     if config.run.replay:
-        changes["engine"] = "scripted"  # asked for nothing
+        changes["engine"] = "scripted"  # it gets no requests
     if config.run.deterministic:
-        # What else is in a batch rounds log-probs in the last bit: alone, a group comes out alike whenever it is made.
+        # A batch's other rows change the rounding of log-probs: alone, a group is the same whenever it is generated.
         changes["max_batch"] = config.algorithm.group_size
     sync = config.sync
     in_turns = config.resources.switch_roles == "always" or config.pool.address is not None
     if in_turns and device != "cpu" and sync.staging == "auto":
-        # A sleeping engine finds much memory free, but a second copy of the weights would stand in the trainer's place.
+        # A sleeping engine finds much memory free, but a second copy of the weights would take the trainer's place.
         sync = sync.model_copy(update={"staging": "none"})
     return EngineConfig(
         config.rollout.model_copy(update=changes),

@@ -2,8 +2,8 @@
 
     read_hosts -> plan_placement -> a placement group with a bundle for each GPU -> which GPU is each bundle? -> seats
 
-Ray never tells which GPU it has given to a bundle, so a short task within each bundle tells it. An actor takes a small
-fraction of one bundle's GPU, so that an engine and a train worker can share it, and is shown all GPUs of its seat
+Ray never reports which GPU it has given to a bundle, so a short task within each bundle finds out. An actor takes a
+small fraction of one bundle's GPU, so that an engine and a train worker can share it, and is shown all GPUs of its seat
 (`actors/process/own_process.py`).
 """
 
@@ -44,9 +44,9 @@ class Reservation:
 
     placement: Placement
     group: PlacementGroup | None = None
-    """Ray's placement group with all bundles; None for a run without GPUs, whose actors Ray places as it likes."""
+    """Ray's placement group with all bundles; None for a run without GPUs, whose actors Ray places freely."""
     bundles: Mapping[str, int] = field(default_factory=dict)
-    """Name of each actor -> index of its bundle in `group`. An actor without one stands beside the group."""
+    """Name of each actor -> index of its bundle in `group`. An actor that has no bundle is placed outside the group."""
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Return Ray's options for the actor of `seat`. They stay the same for a process that replaces it."""
@@ -70,7 +70,7 @@ class Reservation:
 def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
     """Place all actors on the GPUs that are free in Ray, and reserve these until this process leaves Ray.
 
-    Ray then gives them back by itself, also after a crash. Nothing does it earlier, because a call to a Ray that is
+    Ray then gives them back by itself, even after a crash. Nothing does it earlier, because a call to a Ray that is
     gone would not return. Raises UserError if the run cannot be placed or Ray does not give the GPUs within `timeout_s`
     seconds.
     """
@@ -81,7 +81,7 @@ def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
     reservation = _reserve(placement, deadline, exact=request.mapped)
     if reservation is not None:
         return reservation
-    # Ray gave other GPUs than the map names: it is left none but these.
+    # Ray gave other GPUs than the map names, so all others are blocked and Ray can only give these.
     with ExitStack() as blocked:
         _block_others(placement, deadline, blocked)
         reservation = _reserve(placement, deadline, exact=True)
@@ -122,7 +122,7 @@ def read_hosts() -> tuple[Host, ...]:
         Host(
             name=node["NodeManagerHostname"],
             num_gpus=int(node["Resources"].get("GPU", 0)),
-            # Ray tells how many are free, not which ones: the numbers are put right once they are reserved.
+            # Ray reports how many are free, not which ones; the numbers are corrected once the GPUs are reserved.
             free_gpus=tuple(range(int(free.get(node["NodeID"], {}).get("GPU", 0)))),
             free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
             node=node["NodeID"],
@@ -187,7 +187,7 @@ class Bundle:
     host: int
     """Index of the host that the bundle is tied to."""
     resources: dict[str, float]
-    """What it reserves, by Ray's names."""
+    """Resources that it reserves: Ray's name -> amount."""
 
 
 def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservation | None:

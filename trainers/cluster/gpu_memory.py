@@ -203,7 +203,7 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
 
 
 def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) -> dict[str, int]:
-    """Return what one train worker holds between two passes: name of a part -> bytes. All is in float32, but for a
+    """Return what one train worker holds between two passes: name of a part -> bytes. All is in float32, except for a
     reference model, which is in bfloat16 with mixed precision.
 
     The result takes into account how the train backend shards them over ranks.
@@ -246,8 +246,8 @@ def has_gpus() -> bool:
 
 def host_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool, gpus: bool) -> int:
     """Return the host memory in bytes of a train worker's weights, gradients, optimizer state and reference model. No
-    extra memory is needed at the start, because every rank reads only its own shards of the model's files. What a
-    worker needs to offload its state comes on top, see `GpuMemory.host`."""
+    extra memory is needed at the start, because every rank reads only its own shards of the model's files. The memory
+    that a worker needs to offload its state is not included, see `GpuMemory.host`."""
     if trainer.backend == "scripted":
         return 0
     if not gpus or trainer.offload:

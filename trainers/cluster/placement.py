@@ -1,4 +1,4 @@
-"""Decides on which GPU of which host each engine and each train rank stands, from plain data and without Ray.
+"""Decides on which GPU of which host each engine and each train rank runs, from plain data and without Ray.
 
     hosts (GPUs and CPUs that are free) + request -> plan_placement -> Placement, or one sentence that says why not
 
@@ -114,7 +114,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What a run asks of the hosts: how many processes it has, and what the user says about their GPUs."""
+    """A run's demand on the hosts: the number of its processes, and the user's settings for their GPUs."""
 
     num_engines: int
     tp: int
@@ -410,7 +410,7 @@ def _seated(
 ) -> Placement:
     """Return the placement in which each rank and each engine has the given (host, GPUs on it). why: the reason for the
     layout, for the user."""
-    # On a pool's GPUs one run computes at a time, however many stand there.
+    # On a pool's GPUs one run computes at a time, however many runs have processes there.
     cpus = 0 if request.pooled else 1
     engine_seats = tuple(request.engine_seat(index, cpus, host, gpus) for index, (host, gpus) in enumerate(engines))
     rank_seats = tuple(Seat(f"train worker {rank}", cpus, host, gpus) for rank, (host, gpus) in enumerate(ranks))

@@ -85,8 +85,8 @@ class Cluster:
         pooled: bool = False,
     ) -> None:
         """address: cluster to join; None starts one with `num_cpus` logical CPUs. demand: CPUs that must be free in a
-        cluster that is joined. pooled: whether engines and train workers stand on a pool's GPUs, if the cluster has
-        some; they then need no CPU."""
+        cluster that is joined. pooled: whether engines and train workers use a pool's GPUs, if the cluster has some;
+        they then need no CPU."""
         if num_cpus is not None and num_cpus < demand.cpus:
             raise UserError(
                 f"resources.num_cpus: got {num_cpus}, expected at least {demand.cpus}: {demand} need a logical CPU each"
@@ -97,7 +97,8 @@ class Cluster:
         worker.print_to_stdstream = _log_what_ray_says
         quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if self.owned:
-            # Ray's processes read these: else it sends usage reports and warns about accelerators that it did not find.
+            # Ray's processes read these; by default Ray sends usage reports and warns about accelerators that it did
+            # not find.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             with lean_start(), _own_signal_handlers():

@@ -1,4 +1,4 @@
-"""Derives what rollout actors generate, for training and for evaluations, and what they write beside their rows."""
+"""Derives what rollout actors generate, for training and for evaluations, and what they write besides their rows."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDefaults:
-    """What an evaluation takes over from training, where it has no setting of its own."""
+    """Settings that an evaluation takes over from training where it has none of its own."""
 
     rollout: RolloutConfig
     data: DataConfig

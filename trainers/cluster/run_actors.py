@@ -90,7 +90,7 @@ class RunActors:
         return self.replaced < self.max_replaced
 
     def replace(self, handle: EngineHandle, failure: ActorFailed) -> None:
-        """Start and build a new process for a rollout actor or engine that died. `handle` then stands for the new
+        """Start and build a new process for a rollout actor or engine that died. `handle` then refers to the new
         process.
 
         The old actor is killed first, because it may still run if only its engine's process died. The new engine, if
@@ -100,7 +100,7 @@ class RunActors:
         if not self.may_replace:
             raise failure
         if self._without_node([handle]):
-            raise failure  # a new process would wait for a place until its time is up
+            raise failure  # a new process would wait for a place until its time limit
         self.replaced += 1
         _log.warning("replaced: %s", failure)
         for tell in self.on_death:
@@ -137,7 +137,7 @@ class RunActors:
 
     def restart_workers(self) -> None:
         """Kill all train workers, then start and build new ones with the run's first weights. The handles in `workers`
-        then stand for the new ones.
+        then refer to the new ones.
 
         Raises ActorFailed if the new workers do not start, which is certain when one's node of the Ray cluster is gone.
         """
@@ -200,8 +200,8 @@ class StartingActors:
         self.workers = [starter.worker(rank) for rank in range(len(placement.ranks))]
 
     def build(self, model: str, plane: DataPlane, times: StartTimes, loan: Loan | None = None) -> RunActors:
-        """Build all actors, side by side. model: a local folder or hub id. times: told when each actor is built. loan:
-        the means to borrow the GPUs from a pool; None if they are the run's own.
+        """Build all actors, side by side. model: a local folder or hub id. times: records when each actor is built.
+        loan: the means to borrow the GPUs from a pool; None if they are the run's own.
 
         With `resources.switch_roles=always`, the train workers come first, and are offloaded when the call returns.
         With a loan, the engines sleep then, too.
@@ -279,7 +279,7 @@ class ActorStarter:
         self._device = "cuda:0" if on_gpus else "cpu"
         kind = "scripted" if config.run.replay else config.rollout.engine
         self._ahead = engine_ahead(kind, config.model, self._device)
-        """What an actor with an engine does before it knows its settings."""
+        """Preparation of an actor with an engine before it has its settings."""
         by_turns = config.resources.switch_roles == "always" or config.pool.address is not None
         self._shares = self.placement.shared and not by_turns
         """Whether engines and train workers are in the memory of a GPU at the same time."""

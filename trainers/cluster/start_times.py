@@ -1,4 +1,4 @@
-"""Notes when each part of a run's start ends, for the run's metrics and for one line that tells where the time went."""
+"""Notes when each part of a run's start ends, for the run's metrics and for one line that says where the time went."""
 
 from __future__ import annotations
 

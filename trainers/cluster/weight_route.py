@@ -10,7 +10,7 @@ from ..errors import UserError
 from .placement import Placement
 
 POOL_BUCKET_MIB = 64
-"""Size in MiB of the buckets of a run that shares a pool's GPUs. Trainer and engines keep two each in GPU memory, also
+"""Size in MiB of the buckets of a run that shares a pool's GPUs. Trainer and engines keep two each in GPU memory, even
 while others use the GPU."""
 
 

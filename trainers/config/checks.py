@@ -66,7 +66,7 @@ def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfi
 
 @dataclass(frozen=True, slots=True)
 class StoreDemand:
-    """What a run's rows take in the data plane's store if every row has the maximum length."""
+    """The room that a run's rows take in the data plane's store if every row has the maximum length."""
 
     rows: int
     """Number of rows of a step."""
@@ -81,7 +81,7 @@ class StoreDemand:
     @classmethod
     def of(cls, config: Config, route_bytes: int = 0) -> StoreDemand:
         """Return the demand of the run that `config` describes. route_bytes: bytes of the routes of one token, which
-        only the model's config tells; 0 without router replay."""
+        only the model's config gives; 0 without router replay."""
         longest, algorithm = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.algorithm
         columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
         row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES

@@ -253,9 +253,9 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
     """Return one sentence for each key that is set where it has no effect.
 
     A key with its default value is never a problem, because a resolved configuration, which has all keys, must load
-    again. overridden: dotted keys given on the command line. A key of the file is no problem either if one of these
-    overrides is the reason why it has no effect. The same holds for any key if an override turns off the part of the
-    run that the key belongs to: `validation.every=0` requires no other change.
+    again. overridden: dotted keys given on the command line. A key of the file is not reported either if it has no
+    effect because of one of these overrides. The same holds for any key if an override turns off the part of the run
+    that the key belongs to: `validation.every=0` requires no other change.
     """
     problems = []
     problems += _doubtful(config.algorithm, config.loss, config.trainer, config.overlap.window, overridden)

@@ -75,7 +75,7 @@ class EvaluationConfig(Section):
     function."""
     background: bool = True
     """Whether training continues during an evaluation. Its metrics are then logged with the step during which it ended,
-    and `version_first` and `version_last` tell which policies generated its samples, which the weight syncs of these
+    and `version_first` and `version_last` say which policies generated its samples, which the weight syncs of these
     steps can change. If false, training waits, and all samples are of one version."""
     in_flight: Count = 32
     """Largest number of prompts of a background evaluation that each rollout actor works on at a time, so that the

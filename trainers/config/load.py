@@ -54,7 +54,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the sections of the YAML file `path` with `overrides` applied, unchecked. Raises ConfigError if the file
-    is no YAML with keys, or an override does not fit it."""
+    is not YAML with keys, or an override does not fit it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -119,7 +119,7 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
         value = path[-1].pop(name)
         for holder, section in reversed(list(zip(path, sections, strict=False))):
             if not holder[section]:
-                del holder[section]  # the section may have gone with its last key
+                del holder[section]  # its last key was moved, so the section is removed
         *sections, new_name = new.split(".")
         there = moved
         for section in sections:
@@ -142,7 +142,7 @@ def _environment_keys(data: dict[str, Any], of_old_run: bool) -> dict[str, Any]:
     """
     rollout, environment = data.get("rollout"), data.get("environment")
     if isinstance(environment, dict) and environment.get("kind", "") is None:
-        del environment["kind"]  # once the way to leave it to `rollout.environment`
+        del environment["kind"]  # null once left the kind to `rollout.environment`
     if not isinstance(rollout, dict):
         return data
     former = {name: rollout.pop(name) for name in ENVIRONMENT_KEYS if name in rollout}

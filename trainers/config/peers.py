@@ -241,7 +241,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": ("rollout.tp", "trainer.tp"),
     "tensor_parallel_size": ("rollout.tp", "trainer.tp"),
 }
-"""Last part of a setting's name -> our keys, for names that are common to several libraries or stand in no table."""
+"""Last part of a setting's name -> our keys, for names that are common to several libraries or are in no table."""
 
 MOST_MEANT = 3
 """Largest number of keys that are suggested for one name."""

@@ -80,7 +80,7 @@ class Checkpoints:
                 self.settle(workers, rollouts)
 
     def _begin_save(self, workers: TrainWorkers, state: State) -> None:
-        """Have the train workers copy their state and start to write it; see `save`."""
+        """Make the train workers copy their state and start to write it; see `save`."""
         path = self._path(state.step)
         self._begun_s = time.monotonic()
         with workers.stages.timed("checkpoint"):
@@ -97,9 +97,9 @@ class Checkpoints:
         self._writing = replace(state, outstanding=list(state.outstanding))
 
     def settle(self, workers: TrainWorkers, rollouts: RolloutPool) -> None:
-        """Wait until the checkpoint that is being written is complete, then delete what it replaces. That is the groups
-        that it covers in the journal, and old checkpoints. Returns at once if no checkpoint is being written. The wait
-        has no time limit while the train workers make progress. Raises ActorFailed as `save` does."""
+        """Wait until the checkpoint that is being written is complete, then delete what it replaces. It replaces the
+        groups that it covers in the journal, and old checkpoints. Returns at once if no checkpoint is being written.
+        The wait has no time limit while the train workers make progress. Raises ActorFailed as `save` does."""
         state, self._writing = self._writing, None
         if state is None:
             return
@@ -174,8 +174,8 @@ class Checkpoints:
                 raise answer
 
     def _give_up(self, state: State, error: ActorFailed | OSError) -> None:
-        """Warn that the checkpoint of `state` could not be written, and delete its partial files. Raises `error`
-        instead if it reports a worker that died or did not answer, rather than an exception while writing."""
+        """Warn that the checkpoint of `state` could not be written, and delete its partial files. If `error` is not an
+        exception while writing but reports a worker that died or did not answer, raises it instead."""
         if isinstance(error, ActorFailed) and (error.died or error.cause is None):
             raise error
         self._failed = True
@@ -201,7 +201,7 @@ class Checkpoints:
             return
         for path in sorted(
             self.folder.iterdir(), reverse=True
-        ):  # `step_1.json`, without which it does not count, first
+        ):  # reversed, so that `step_1.json` goes first: without it the checkpoint is ignored
             match = re.fullmatch(r"step_(\d+)(\.json|\.tmp|\.old|\.json\.tmp)?", path.name)
             if match is None or int(match[1]) in kept or int(match[1]) > kept[-1]:
                 continue

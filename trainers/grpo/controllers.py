@@ -19,8 +19,8 @@ because prompts are not issued too early. Other samplers let groups overtake eac
 then cleared, and `algorithm.stale_groups` says whether the same prompt or another one is rolled out in its place. With
 chunks smaller than a step, training overlaps with the generation of the step's longest responses. For the same rows the
 gradient does not depend on the chunks, because losses are sums that are divided once per update. The bytes of a chunk
-go back to the data plane once its gradients are there, while its rows are cleared with the step: a store that holds
-less than a step then suffices.
+go back to the data plane once its gradients are computed, while its rows are cleared with the step, so a store that
+holds less than a step suffices.
 
 With `resources.switch_roles`, a step that is trained on as a whole with a window of 0 has the engines sleep from the
 claim to the sync, and the train workers offloaded at all other times (see roles.py). In a run that borrows its GPUs
@@ -293,7 +293,7 @@ def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
 def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> None:
     """Train on the groups of the next step as they become ready, in as many updates as it has mini-batches. Each update
     takes the groups that are ready first. Train workers with borrowed GPUs begin when all groups are ready, because
-    they cannot give their GPUs back in the midst of a step."""
+    they cannot give their GPUs back in the middle of a step."""
     last_update = run.config.algorithm.minibatches - 1
     chunks = _chunks(run, feed)
     if run.roles.lends:
@@ -333,8 +333,8 @@ def _borrow_gpus(run: Run, feed: Feed) -> None:
 
 
 def _end_rollouts(run: Run, feed: Feed) -> None:
-    """With a window of 0, end what is still in flight after the last claim of a step. That is rollouts of surplus
-    groups, and calls whose groups have all come."""
+    """With a window of 0, end what is still in flight after the last claim of a step. These are rollouts of surplus
+    groups, and calls whose groups have all arrived."""
     if not run.config.overlap.window:
         feed.give_up_surplus()
         feed.drain()

@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def step(self) -> int:
-        """Step whose policy the last evaluation that was started is about."""
+        """Step whose policy the last evaluation that was started measures."""
         return self._state.step
 
     def start(self, state: State) -> None:
@@ -133,7 +133,7 @@ class Evaluation:
             if self._rollouts.still_s(rollout) >= bound_s and rollout.info.pid == call.pid:
                 _log.warning("stuck: no progress within %g s from %s: it is killed", bound_s, rollout.info)
                 rollout.kill()
-                self._rollouts.begin_watch()  # Ray tells soon that it is gone
+                self._rollouts.begin_watch()  # Ray soon reports that it is gone
 
     def _metrics(self) -> dict[str, float]:
         """Return the metrics of the evaluation that has ended."""
@@ -151,7 +151,7 @@ class Evaluation:
         return {**figures, **self._conditions(reports, failed)}
 
     def _conditions(self, reports: Sequence[EvaluationReport], failed: int) -> dict[str, float]:
-        """Return the metrics that tell how the others came about."""
+        """Return the metrics that say under which conditions the others were measured."""
         version, key = self._state.version, self.plan.setup.prefix
         first = [report.first_version for report in reports if report.first_version >= 0]
         last = [report.last_version for report in reports]
@@ -174,10 +174,10 @@ file says step 0, no validation has exceeded the first one, and there is no mode
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a run's validation judges policies by, and what follows from its judgement."""
+    """The metric by which a run's validation compares policies, and what follows from a comparison."""
 
     metric: str
-    """Full key of the metric that tells how good a policy is."""
+    """Full key of the metric that measures how good a policy is."""
     asked: str
     """Value of `validation.metric`, which names that metric."""
     known: tuple[str, ...]
@@ -293,7 +293,7 @@ class Evaluations:
         return metrics
 
     def before_update(self, state: State) -> dict[str, float]:
-        """Wait for the evaluations that may not outlast the version that they are about; returns their metrics. Must be
+        """Wait for the evaluations that must end before their version is replaced; returns their metrics. Must be
         called before the train workers change their weights."""
         metrics: dict[str, float] = {}
         for evaluation in self._all:

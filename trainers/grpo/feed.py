@@ -358,8 +358,9 @@ class Feed:
         later steps in the window.
 
         With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
-        then makes room for as many new prompts, so that prompts begin one after the other, and not a whole step's
-        together after a weight sync; these would meet the step before in the engine, and every second step would wait.
+        then makes room for as many new prompts, so prompts begin one after another. If a whole step's prompts began
+        together after a weight sync, they would meet those of the step before in the engine, and every second step
+        would wait.
         """
         overlap, steps_left = self._overlap, self._config.algorithm.steps - self._state.step
         admitted = min(1 + overlap.window, steps_left) * overlap.groups
@@ -519,7 +520,7 @@ class Feed:
             try:
                 self._client.lookup(self._partition, list(keys), TRAIN_FIELDS[:1])
                 break
-            except KeysNotFound as error:  # names some of them
+            except KeysNotFound as error:  # the error names only some of them
                 missing += [keys.pop(key) for key in error.keys]
         return sorted(missing)
 

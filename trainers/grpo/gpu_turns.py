@@ -105,7 +105,7 @@ class TrainerMemory:
         return dict(self._figures)
 
     def onload(self) -> list[ProcessMemory]:
-        """Have all train workers take their memory back; returns what each holds then. Raises ActorFailed if one
+        """Make all train workers take their memory back; returns how much each then holds. Raises ActorFailed if one
         fails."""
         workers = self._actors.workers
         reports = gather([worker.onload() for worker in workers], "onload", self._timeout_s)
@@ -114,7 +114,7 @@ class TrainerMemory:
         return held
 
     def offload(self, fall_s: float) -> list[ProcessMemory]:
-        """Have all train workers offload, and wait until their GPU memory has fallen; returns what each holds then.
+        """Make all train workers offload, and wait until their GPU memory has fallen; returns how much each then holds.
         Raises ActorFailed, naming the worker, if it does not fall within `fall_s` seconds."""
         workers = self._actors.workers
         reports = gather([worker.offload() for worker in workers], "offload", self._timeout_s)
@@ -198,8 +198,8 @@ class Roles(Protocol):
         ...
 
     def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
-        """Begin to obey orders from outside the run, once rollouts can be issued. feed: function that returns the feed
-        in use."""
+        """Begin to carry out orders from outside the run, once rollouts can be issued. feed: function that returns the
+        feed in use."""
         ...
 
     def engines_kept(self) -> AbstractContextManager[object]:
@@ -327,7 +327,7 @@ class TakeTurns(_OwnGpus):
 
     def sync_engine(self, engine: Engine, version: int) -> bool:
         if not version:
-            return True  # it has loaded that from the model's folder
+            return True  # the engine loaded this version from the model's folder
         if self._weights.kept == version:
             try:
                 self._weights.catch_up(engine)
@@ -368,7 +368,8 @@ class TakeTurns(_OwnGpus):
         self._note("engine_gib_asleep", held)
 
     def _wake(self) -> None:
-        """Wake all engines that hold a complete version. One that fails is killed, and others are not held up."""
+        """Wake all engines that hold a complete version. An engine that fails is killed, without delaying the
+        others."""
         engines = [engine for engine in self._living() if not engine.broken]
         outcomes = gather_each([engine.handle.wake() for engine in engines], "wake", self._timeout_s)
         for engine, outcome in zip(engines, outcomes, strict=True):
@@ -401,9 +402,9 @@ class TakeTurns(_OwnGpus):
     # ------------------------------------------------------------ memory
 
     def _limit(self, engine: Engine, held: ProcessMemory) -> int | None:
-        """Return the largest number of bytes that a sleeping engine may hold on its GPUs, as `held` counts them. What
-        other processes hold there is counted, too, where they cannot be told apart: it must then be less than when the
-        engine was awake. None: nothing is known."""
+        """Return the largest number of bytes that a sleeping engine may hold on its GPUs, as `held` counts them. Where
+        processes cannot be distinguished, the memory of other processes is counted, too; the sum must then be less than
+        when the engine was awake. None: nothing is known."""
         if not held.whole_device:
             return self._residual_bytes * engine.num_workers
         awake = self._awake.get(engine.name)

@@ -151,7 +151,7 @@ class RolloutPool:
         engines = self._actors.engines
         with (
             self.roles.engines_kept(),
-            self.stages.timed("replace", 3 * self._actors.start_timeout_s),  # for build, ping and set_engines
+            self.stages.timed("replace", 3 * self._actors.start_timeout_s),  # one each for build, ping and set_engines
         ):
             engine = next((engine for engine in engines.engines if engine.handle is actor), None)
             if engine is not None:

@@ -42,7 +42,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """What a run measures beside its steps."""
+    """The measurements of a run in addition to its steps."""
 
     meter: DriverMeter
     """Bytes of all messages between the driver and its actors."""
@@ -65,7 +65,7 @@ class Run:
     rollouts: RolloutPool
     workers: TrainWorkers
     roles: Roles
-    """Decides who holds the memory of GPUs that engines and train workers share."""
+    """Decides whether engines or train workers hold the memory of the GPUs that they share."""
     weights: WeightSync
     stages: Stages
     observers: Observers

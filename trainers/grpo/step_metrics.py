@@ -122,7 +122,7 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
     `rollout/tokens_per_s` is NaN if no call ended later than the calls of earlier steps.
     """
     rollout = merge_reports(fed.reports)
-    # Calls run over the ends of steps: their tokens are of the time since the calls that were counted before.
+    # Calls outlast steps, so the tokens of these calls belong to the time since the calls that were counted before.
     until_s = max((busy.end_s for busy in fed.generated if busy.end_s < math.inf), default=fed.since_s)
     generating_s = covered_s(fed.generated, fed.since_s, until_s)
     tokens = rollout.response_tokens - rollout.restored_tokens

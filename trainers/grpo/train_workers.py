@@ -209,7 +209,7 @@ def size_of(folder: Path) -> int:
     """Return the total bytes of the files below `folder`, or 0 when it does not exist. Files and folders, `folder`
     itself included, may be renamed meanwhile: a checkpoint's draft is renamed by the train worker that ends it."""
     total = 0
-    for parent, _, names in os.walk(folder):  # which passes over folders that are gone, unlike `Path.rglob`
+    for parent, _, names in os.walk(folder):  # unlike `Path.rglob`, it passes over folders that are gone
         for name in names:
             with suppress(OSError):
                 total += os.stat(os.path.join(parent, name)).st_size

@@ -69,8 +69,8 @@ class SyncReport:
     engines: int
     """Number of engines that now serve the version or a later one."""
     verified: int
-    """Number of weights that engines have compared with the trainer's since the last report, also while single engines
-    caught up: the sum over the engines."""
+    """Number of weights that engines have compared with the trainer's since the last report, including by engines that
+    caught up alone: the sum over the engines."""
     left_out: int
     """Number of engines that serve neither the version nor a later one, without engines that a pool has put to
     sleep."""
@@ -125,7 +125,8 @@ class WeightSync:
         while waiting:
             failures = self._attempt(version, waiting, tally, again=tally.announced)
             failed = [engine for engine in waiting if engine.name in failures]
-            # Whom the sender blames has failed; in a broadcast, the others lost their version with that one.
+            # The receivers that the sender names have failed; in a broadcast, the others lost their version because of
+            # them.
             tries.update({engine.name for engine in failed} & tally.blamed or {engine.name for engine in failed})
             alive = self._alive(failed)
             self._notice_late(version, [engine for engine in alive if not engine.broken])
@@ -157,8 +158,8 @@ class WeightSync:
         )
 
     def keep(self, version: int) -> None:
-        """Have the train workers gather `version` into train rank 0's host memory, without sending it. A no-op if it is
-        there already. Raises ActorFailed if a worker fails."""
+        """Make the train workers gather `version` into train rank 0's host memory, without sending it. A no-op if that
+        memory already holds it. Raises ActorFailed if a worker fails."""
         if self.kept != version:
             gather([worker.cache_weights(version) for worker in self._workers], "cache weights", self._bound_s)
             self._last, self._in_cache = None, version
@@ -222,11 +223,11 @@ class WeightSync:
         for engine, outcome in zip(engines, outcomes, strict=True):
             if not isinstance(outcome, ActorFailed):
                 engine.joins = outcome == "joined"
-        # What an engine has staged is whole and verified, whatever became of the others.
+        # A version that an engine has staged is complete and verified, even if other engines failed.
         ready = [engine for engine in engines if engine.name not in failures]
         joined = [engine for engine in ready if engine.joins]
         if failures and joined:
-            # They have only joined: no engine may start to load what will not come whole.
+            # They have only joined, so no engine may start to load a version that will not arrive completely.
             gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
             self._drop(version, joined)
             ready = [engine for engine in ready if not engine.joins]
@@ -264,7 +265,7 @@ class WeightSync:
         reports = [outcome for outcome in sent if isinstance(outcome, SendReport)]
         self._whole |= bool(reports)
         if sends and (self._config.delta or (self._config.cache and not self._lasting)):
-            self._in_cache = version  # the cache has it whole even if an engine lost it on the way
+            self._in_cache = version  # the cache has the complete version even if an engine lost it
         tally.sends += reports
         tally.blamed = _blamed(sent)
 
@@ -323,7 +324,7 @@ class WeightSync:
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
     def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
-        """Have `engines` load and serve the version that they have prepared. Returns the engines where that failed:
+        """Make `engines` load and serve the version that they have prepared. Returns the engines where that failed:
         name -> failure."""
         wall = time.time()
         calls = [engine.handle.commit_weights(version, self._config.in_flight, self._config.kv) for engine in engines]
@@ -350,7 +351,7 @@ class WeightSync:
         return failures
 
     def _verify(self, version: int, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
-        """Have `engines`, which have committed the version, compare their weights with the trainer's. Returns those
+        """Make `engines`, which have committed the version, compare their weights with the trainer's. Returns those
         where that failed, which stay marked as `broken`: name -> failure. Raises ActorFailed if the trainer failed."""
         if not engines:
             return {}
@@ -390,8 +391,8 @@ class WeightSync:
         return [engine for engine in engines if engine in alive]
 
     def _drop(self, version: int, engines: Sequence[Engine]) -> None:
-        """Have engines discard what they have received of `version`. Failures are ignored: an engine that does not
-        answer has nothing to discard."""
+        """Make engines discard the buckets of `version` that they have received. Failures are ignored: an engine that
+        does not answer has nothing to discard."""
         gather_each([engine.handle.drop_weights(version) for engine in engines], "drop weights", HEALTH_S)
 
 
@@ -410,7 +411,7 @@ def _died(failure: ActorFailed) -> bool:
 
 
 def _blamed(sent: Sequence[object]) -> set[str]:
-    """Return the names of the engines that a sender blamed for its failure."""
+    """Return the names of the engines that a sender named as the cause of its failure."""
     causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]
     return {engine for cause in causes if isinstance(cause, WeightTransferError) for engine in cause.engines}
 
@@ -429,4 +430,4 @@ class _Tally:
         """Engines whose running requests had to end before the last attempt's transfer: name -> seconds until they had
         ended."""
         self.blamed: set[str] = set()
-        """Names of the engines that the sender of the last attempt blamed for its failure."""
+        """Names of the engines that the sender of the last attempt named as the cause of its failure."""

@@ -198,7 +198,7 @@ class OwnObjective:
         a gradient of one loss for each token."""
         try:
             values = self._function(inputs)
-        except Exception as error:  # of the user's function
+        except Exception as error:  # the user's function can raise anything
             raise ValueError(f"loss.kind: {self.name!r} raised {type(error).__name__}: {error}") from error
         shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         if shape != tuple(inputs.logprobs.shape) or not values.is_floating_point():
@@ -214,7 +214,7 @@ class OwnObjective:
 def build_own_objective(kind: str, options: Mapping[str, Any]) -> OwnObjective:
     """Import the function `kind` (`package.module:function`), whose keyword arguments are `options`.
 
-    Raises ValueError if it cannot be imported, is no function, or does not take the options.
+    Raises ValueError if it cannot be imported, is not a function, or does not take the options.
     """
     function = import_object(kind, "loss.kind")
     if not callable(function):

@@ -18,7 +18,7 @@ import torch
 from ...actors.columns import ColumnConfig, made_up
 
 Denominator = Literal["tokens", "sequences", "groups"]
-"""What N, the denominator of a loss, counts over the whole step: response tokens, rows with a response token, or groups
+"""Unit of N, the denominator of a loss, over the whole step: response tokens, rows with a response token, or groups
 with such a row."""
 
 

@@ -63,8 +63,8 @@ def judged_label(judged: str) -> str:
 
 
 def judged_format(judged: str) -> str:
-    """Return the format string for values of `judged`, the key of the metric that `validation.metric` names. It is
-    percent for shares of exact matches, three decimals for rewards."""
+    """Return the format string for values of `judged`, the key of the metric that `validation.metric` names. Shares of
+    exact matches are shown in percent, rewards with three decimals."""
     return ".1%" if needs_answers(judged) else ".3f"
 
 

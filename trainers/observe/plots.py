@@ -232,7 +232,7 @@ RUN_COLOURS = ("blue", "orange", "green", "red", "purple", "grey")
 
 
 def _dashes(count: int) -> list[str]:
-    """Return the line styles of `count` lines, whose colours are RUN_COLOURS again and again."""
+    """Return the line styles of `count` lines, whose colours are RUN_COLOURS in turn."""
     return ["-" if at < len(RUN_COLOURS) else "--" for at in range(count)]
 
 

@@ -50,8 +50,8 @@ class RunFolder:
     def __init__(self, config: Config, *, resume: bool) -> None:
         """Create `config.run.dir`, or with `resume` open the run that is in it.
 
-        Raises UserError if run.dir is not set or cannot be made, if another process has a run open there, if the folder
-        holds a run (any metrics) without `resume`, or if it holds none with `resume`.
+        Raises UserError if run.dir is not set or cannot be created, if another process has a run open there, if the
+        folder holds a run (any metrics) without `resume`, or if it holds none with `resume`.
         """
         if config.run.dir is None:
             raise UserError("run.dir: not set, expected a folder (`with_run_dir` fills in the default)")
@@ -100,7 +100,7 @@ class RunFolder:
     def _acquire(self) -> int:
         """Lock the folder and return the lock file's descriptor. The operating system releases the lock when the
         process ends, even by a kill. Raises UserError if another process holds the lock or the folder cannot be
-        made."""
+        created."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.path / "run.lock"
@@ -170,7 +170,7 @@ class RunFolder:
         except OSError:
             if error is None:
                 self.close()
-                raise  # beside the run's own error it says nothing new: the same disk is full
+                raise  # an error of the run itself has the same cause, such as a full disk
         if isinstance(error, UserError) and not self.metrics.begun:
             self._remove_what_was_made()
         self.close()

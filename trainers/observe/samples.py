@@ -27,7 +27,8 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
     The dict has the entries of the line `episode` (see `actors/sample_file.py`). Of a training prompt it also has
     `step`, `advantage` and `trained_logprobs`, which are None until a step trains on the row. Of a held-out prompt,
     `step` is the version that was evaluated. A row that was generated again replaces the earlier one. An incomplete
-    last line is ignored. For any other line that is none of ours, raises ValueError that names file and line.
+    last line is ignored. For any other line that this version does not know, raises ValueError that names file and
+    line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -111,8 +112,8 @@ def select(rows: Sequence[Row], choice: Choice) -> list[Row]:
 
 
 def show_samples(run_dir: Path, choice: Choice, console: Console, *, as_json: bool = False) -> int:
-    """Print the episodes of a run folder that `choice` selects, for people or as one JSON object a line. Returns their
-    number. Raises UserError if the folder has no episodes or a broken file."""
+    """Print the episodes of a run folder that `choice` selects, for people or as one JSON object per line. Returns
+    their number. Raises UserError if the folder has no episodes or a broken file."""
     try:
         rows = read_samples(run_dir / FILE)
     except ValueError as error:

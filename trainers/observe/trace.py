@@ -249,8 +249,8 @@ class _Lane:
         """Ends of the open spans in seconds, that of the outermost span first."""
 
     def fits(self, start_s: float, end_s: float, *, nesting: bool) -> bool:
-        """Return whether a span fits in this row. It does if no other span is open at its start; with `nesting`, also
-        if the innermost open span contains it."""
+        """Return whether a span fits in this row. It does if no other span is open at its start, or with `nesting` if
+        the innermost open span contains it."""
         ends = [end for end in self._ends if end > start_s + JITTER_S]
         return not ends or (nesting and end_s <= ends[-1] + JITTER_S)
 

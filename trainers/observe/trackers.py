@@ -43,15 +43,15 @@ SampleRow = Sequence[str | float | int | None]
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run that a tracker is about."""
+    """The run that a tracker records."""
 
     name: str
-    """Name of the run folder, which tells runs of the same configuration apart."""
+    """Name of the run folder, which distinguishes runs of the same configuration."""
     folder: Path
     config: Mapping[str, Any]
     """The resolved configuration, as nested dicts of plain values."""
     previous: str | None
-    """What `start` returned when the run was started before; None in a new run."""
+    """Value that `start` returned when the run was started before; None in a new run."""
 
 
 class Tracker(Protocol):
@@ -93,7 +93,7 @@ class MlflowTracker:
 
     def start(self, run: TrackedRun) -> str:
         uri = self._options.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"file:{run.folder / 'mlruns'}"
-        # MLflow 3.17 refuses a folder without this variable, as it would rather have a database. A folder needs no
+        # MLflow 3.17 refuses a folder without this variable, because it prefers a database. A folder needs no
         # migrations, which take 9 s.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -182,7 +182,7 @@ class TrackioTracker:
 
     def start(self, run: TrackedRun) -> str:
         if self._options.dir is not None:
-            os.environ["TRACKIO_DIR"] = os.path.abspath(os.path.expanduser(self._options.dir))  # read by the import
+            os.environ["TRACKIO_DIR"] = os.path.abspath(os.path.expanduser(self._options.dir))  # trackio reads it
         try:
             import trackio  # pyright: ignore[reportMissingImports] - the extra `trackers`
         except ModuleNotFoundError:

@@ -91,7 +91,7 @@ class _Line:
         self._thread.start()
 
     def put(self, call: Callable[[Tracker], None]) -> None:
-        """Have the tracker's thread make `call`. A no-op if the tracker was given up."""
+        """Queue `call` for the tracker's thread. A no-op if the tracker was given up."""
         if self._given_up.is_set():
             return
         try:
@@ -170,7 +170,7 @@ class SampleTail:
     """Reads the episodes that other processes append to samples.jsonl, each of them once."""
 
     def __init__(self, path: Path) -> None:
-        """Begin behind what the file holds already, which an earlier start of the run has sent."""
+        """Begin at the present end of the file, because an earlier start of the run has sent the lines before it."""
         self._path = path
         self._at = path.stat().st_size if path.exists() else 0
         self._file_id = self._identity()

@@ -31,7 +31,7 @@ def train_early(config: Config, *, resume: bool) -> Path:
         cluster = open_cluster(config.resources, PlacementRequest.of(config), config.dataplane.store)
         times.mark("Ray")
     finally:
-        importing.join(IMPORT_TIMEOUT_S)  # a process must not end in the midst of an import
+        importing.join(IMPORT_TIMEOUT_S)  # a process must not end in the middle of an import
     try:
         from .launch import go_on_training
 

@@ -193,7 +193,7 @@ class _Training:
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
-                except Exception as error:  # judged while the other processes are still there
+                except Exception as error:  # the cause is found while the other processes still run
                     self._replaced = run.actors.replaced
                     cause = root_cause(error, run.actors, needed_processes(self._folder.path))
                     lost = lost_process(cause)

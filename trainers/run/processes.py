@@ -3,7 +3,7 @@
     cluster -> places -> data plane -> actors -> roles in GPU memory -> Run
 
 Each part registers its end in one exit stack as soon as there is something to end. One stack, because an interrupt can
-come at any instruction: inside nested generators it would leave some suspended, whose processes would live on.
+come at any instruction: inside nested generators it would leave some suspended, whose processes would keep running.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLOSE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the actors of a run stand, and what follows from that."""
+    """The places of the actors of a run, and what follows from them."""
 
     config: Config
     """The configuration, with what was decided: `resources.switch_roles` and `trainer.packing` are not `auto`."""
@@ -81,7 +81,7 @@ def launched(
     times: StartTimes | None = None,
 ) -> Iterator[Run]:
     """Context manager that starts Ray, the data plane and all actors, and yields a `Run` that is ready to train. On
-    leaving, also after an error, it stops everything.
+    leaving, even after an error, it stops everything.
 
     prepare: function that returns the model, a local folder or hub id; it is called while the actors' processes start.
     watch: the watchdog, which gets the list of processes; None for a run without one. cluster: an open cluster, which
@@ -99,7 +99,7 @@ def launched(
 
 
 class _Launch:
-    """The start of one run's processes. Its methods are called once each, in the order in which they stand here."""
+    """The start of one run's processes. Its methods are called once each, in the order of their definitions."""
 
     def __init__(
         self, config: Config, folder: Path, watch: WatchdogProcess | None, times: StartTimes, stack: ExitStack

@@ -38,7 +38,7 @@ class RunStuck(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepSize:
-    """How much a step trains on, which the watchdog's report compares with what is there."""
+    """The rows that a step trains on, which the watchdog's report compares with the rows in the data plane."""
 
     groups: int
     rows_per_group: int
@@ -107,8 +107,8 @@ class WatchdogProcess:
         one of them was replaced."""
         if self._process is None:
             return
-        # Nothing waits for these calls, because a train worker runs them only between two other calls. The watchdog's
-        # report says of a process that has not run it that its stacks are missing.
+        # Nothing waits for these calls, because a train worker runs them only between two other calls. For a process
+        # that has not run its call, the watchdog's report says that the stacks are missing.
         for handle in actors.handles:
             handle.run(_answer_with_stacks, str(self._folder))
 
@@ -141,7 +141,7 @@ class WatchdogProcess:
             self._process.stdin.write(json.dumps(said).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has died: `replace_if_dead` replaces it at the end of the step, and tells the new one
+            pass  # it has died: `replace_if_dead` starts another at the end of the step, which gets the message
 
 
 @contextmanager

@@ -38,8 +38,8 @@ class Family:
             self._note(_below(self.driver))
 
     def add(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants. Actors in a Ray
-        cluster that the driver connected to are such."""
+        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants. An example is an
+        actor in a Ray cluster that the driver connected to."""
         self._note(_processes(pid for pid, ticks in processes if process_start(pid) == ticks))
 
     def kill(self) -> list[str]:
@@ -86,7 +86,7 @@ def is_running(pid: int) -> bool:
 
 def wait_until_ended(pids: Callable[[], Iterable[int]], timeout_s: float) -> bool:
     """Wait until none of the processes that `pids` returns is alive, for `timeout_s` seconds at most. Returns whether
-    that is so."""
+    all have ended."""
     return _wait(lambda: any(map(is_running, pids())), timeout_s)
 
 

@@ -167,7 +167,7 @@ class Watchdog:
                 return
 
     def _clean_up(self, sentence: str, path: Path | None = None) -> None:
-        """Kill the remaining processes of the run and remove its shared memory. What was done is written to
+        """Kill the remaining processes of the run and remove its shared memory. The actions taken are written to
         watchdog.txt, after the report at `path` if there is one."""
         self._look()
         killed = self._family.kill()

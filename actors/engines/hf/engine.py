@@ -82,16 +82,16 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._stop_ids = model_stop_ids(self._model)
         self._tokenizer: Any = None  # loaded for the first stop text
         self._in_flight: dict[str, Pending] = {}
-        self._held: deque[Pending] = deque()  # came while paused
+        self._held: deque[Pending] = deque()  # requests that arrived while paused
         self._queue: deque[Pending] = deque()
         self._batch: Batch | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
         self._exclusive = asyncio.Lock()  # held while a batch decodes or weights change
         self._swapping = asyncio.Lock()  # one commit at a time changes weights
-        self._interrupt = threading.Event()  # has the thread come back at the next step
+        self._interrupt = threading.Event()  # makes the thread return at the next step
         self._serving: asyncio.Task[None] | None = None
         self._paused = False  # new requests are held
-        self._frozen = False  # nor does a batch decode
+        self._frozen = False  # no batch is decoded either
 
     @property
     def progress(self) -> int:
@@ -178,7 +178,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     async def _swap(self, version: int, kv: KeysAndValues) -> None:
         async with self._swapping:
             if self._serves(version):
-                return  # a commit that began earlier has done it
+                return  # an earlier commit has already loaded this version
             async with self._incoming.committing(version) as pairs, self._exclusive:
                 if self._asleep:
                     await self._take_back()
@@ -294,7 +294,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         batch.stepping = True
         try:
             finished = await self._in_thread(self._run, batch, self._version)
-        except Exception as error:  # raised to every caller in the batch
+        except Exception as error:  # every caller in the batch gets this error
             batch.fail(error)
             finished = True
         finally:

@@ -159,7 +159,7 @@ class PlanRecorder:
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor, weights: _Areas) -> None:
         if not target.numel() or (place := self._parameters.find(target)) is None:
-            return  # no parameter: a later copy into a parameter is noticed there
+            return  # not a parameter; a later copy from it into one is noticed then
         parameter, offset = place
         origin = weights.find(source)
         if origin is None:

@@ -424,14 +424,14 @@ class VllmEngine:
             self._updates.expect(version)
             kept, aborted = await self._freeze(in_flight)
             stopped = time.perf_counter()
-            if self._updates.prepared != version:  # it was dropped while the engine froze
+            if self._updates.prepared != version:  # the version was dropped while the engine froze
                 await self._thaw()
                 self._updates.expect(version)
             try:
                 if self._asleep and self._process.can_sleep:
                     await self._process.wake("weights")
-                # vLLM drops keys and values while the workers load: with a single worker in the engine process's own
-                # interpreter, it would keep that worker from starting if it came first.
+                # vLLM drops keys and values while the workers load. A single worker runs in the engine process's own
+                # interpreter, so a drop that came first would delay the start of its load.
                 keeps = kv == "keep" and kept > 0
                 await self._updates.load(version, None if keeps else self._process.forget_keys_and_values)
                 await self._process.mark(version)
@@ -496,7 +496,7 @@ class VllmEngine:
         async def sleep() -> None:
             if self._asleep and not self._process.partly_awake:
                 return
-            if self._process.partly_awake:  # a commit has woken the weights, and vLLM releases all or nothing
+            if self._process.partly_awake:  # a commit woke only the weights, and vLLM can only release everything
                 await self._process.wake()
             await self._freeze("abort" if self._frozen else "wait")
             self._asleep = level
@@ -515,7 +515,7 @@ class VllmEngine:
             if not self._asleep:
                 return
             if self._process.can_sleep:
-                await self._process.wake()  # which also resumes vLLM's scheduler
+                await self._process.wake()  # this also resumes vLLM's scheduler
                 self._frozen = False
                 self._busy.change(paused=False)
             self._asleep = 0

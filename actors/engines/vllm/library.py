@@ -262,7 +262,7 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
     nothing is quantised, repacked or derived.
     """
     for name, module in model.named_modules():
-        if isinstance(module, QuantizeMethodBase):  # it is checked as its layer's `quant_method`
+        if isinstance(module, QuantizeMethodBase):  # checked as the `quant_method` of its layer
             continue
         method = getattr(module, "quant_method", None)
         if method is not None and not _is_plain(method) and not isinstance(module, Attention):

@@ -58,7 +58,7 @@ class SampledLogprobs:
     """Keeps the log-probs of the tokens that one worker samples until they are taken."""
 
     def __init__(self, runner: Any) -> None:
-        """Have vLLM's model runner `runner` hand over the log-probs of its tokens from now on. Raises ValueError if the
+        """Make vLLM's model runner `runner` hand over the log-probs of its tokens from now on. Raises ValueError if the
         runner is of a kind that is not known here."""
         self._rows: dict[str, array[float]] = {}
         """vLLM's id of a request -> log-probs of its tokens so far."""
@@ -75,8 +75,8 @@ class SampledLogprobs:
         self._steps.clear()
 
     def take(self, ids: Sequence[str], lengths: Sequence[int]) -> np.ndarray:
-        """Return the log-probs of the first `lengths` tokens of each request, and forget the requests. They stand one
-        request after the other, float32 `[sum of lengths]`.
+        """Return the log-probs of the first `lengths` tokens of each request, and forget the requests. They are
+        concatenated in the order of the requests, float32 `[sum of lengths]`.
 
         ids: those with which the requests were submitted. An unknown request has no tokens. Raises ValueError if a
         request has fewer tokens.
@@ -84,7 +84,7 @@ class SampledLogprobs:
         self._store(wait=False)
         rows = [self._rows.pop(self._ids.pop(name, ""), None) for name in ids]
         if any(length > (0 if row is None else len(row)) for row, length in zip(rows, lengths, strict=True)):
-            self._store(wait=True)  # rarely: what the engine has seen was copied before
+            self._store(wait=True)  # rare: tokens that the engine has seen are usually copied by now
         found = [np.zeros(0, np.float32)]
         for name, row, length in zip(ids, rows, lengths, strict=True):
             values = np.array(() if row is None else row, np.float32)[:length]
@@ -168,7 +168,7 @@ def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
         return tokens, every
 
     sampler.sample = sample
-    return lambda: delattr(sampler, "sample")  # the class's own method is found again
+    return lambda: delattr(sampler, "sample")  # uncovers the class's own method
 
 
 def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:

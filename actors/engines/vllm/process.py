@@ -180,7 +180,7 @@ class VllmProcess:
         requests that were submitted under the same weights. Raises library.EngineDeadError when vLLM's engine process
         has died."""
         salt = f"weights {self.versions.current}"
-        tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}  # as vLLM's renderer would
+        tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}  # as vLLM's renderer makes it
         return self.llm.generate(tokens, params, request_id)
 
     async def call(self, method: str, *args: Any, returns: type[T] | None = None, **kwargs: Any) -> list[T]:
@@ -283,7 +283,7 @@ class VllmProcess:
             try:
                 await asyncio.wait_for(self.llm.collective_rpc("headrace_close"), CLOSE_PATIENCE_S)
             except (TimeoutError, library.EngineDeadError):
-                pass  # the receivers of a worker that hangs or is dead end with its process
+                pass  # receivers of a hung or dead worker end with its process
         if (handler := self.llm.output_handler) is not None:
             handler.cancel()  # otherwise it would log the end of its engine as a failure
             await asyncio.gather(handler, return_exceptions=True)

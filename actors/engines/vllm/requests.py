@@ -159,7 +159,7 @@ class BusyClock:
 
 
 def _model_stop_ids(model: str) -> list[int]:
-    """Return the ids of the model's end tokens, read as `from_pretrained` does. They stand in the generation config if
+    """Return the ids of the model's end tokens, read as `from_pretrained` does. They are in the generation config if
     there is one, else in the model's config."""
     try:
         config = GenerationConfig.from_pretrained(model)

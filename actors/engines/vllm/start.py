@@ -4,8 +4,8 @@ vLLM starts its engine process as a new interpreter, which imports vLLM a second
 nothing else happens. An `EngineStandby` starts with the actor, so that both import at the same time. It stays a child
 of the process that started it, and ends with it.
 
-vLLM tells the process that started it only that its engine process failed. The reason stands in the output of that
-process or of one of its workers, which `CoreLog` keeps.
+vLLM tells the process that started it only that its engine process failed. The reason is in the output of that process
+or of one of its workers, which `CoreLog` keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ....dataplane.imports import import_each
 MAX_BYTES = 1 << 20
 """Size in bytes above which the file is cut down to its newer half."""
 MAX_WORDS = 1000
-"""Largest number of characters of the line that tells why a process failed."""
+"""Largest number of characters of the line that says why a process failed."""
 
 _PREFIX = re.compile(
     r"^(?:\(\S+ pid=\d+\)\s?)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?(?:\[[^\]]*\]\s)?"
@@ -231,12 +231,12 @@ class EngineStandby:
         with self._orders:
             try:
                 order = reduction.ForkingPickler.dumps((target, kwargs))
-                self._orders.recv_bytes()  # it is ready
+                self._orders.recv_bytes()  # the child reports that it is ready
                 for output in OUTPUTS:
                     reduction.send_handle(self._orders, output, self._process.pid)
                 self._orders.send(dict(os.environ))
-                self._orders.send_bytes(order)  # the same as `send`
-            except (RuntimeError, EOFError, OSError):  # RuntimeError: a lock or a queue
+                self._orders.send_bytes(order)  # same effect as `send`
+            except (RuntimeError, EOFError, OSError):  # RuntimeError: locks and queues cannot be pickled
                 return None
         self._process.name = name
         return self._process
@@ -281,7 +281,8 @@ def take_standby() -> EngineStandby | None:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Return whether the process runs. One that has ended, and whose exit code was not collected yet, does not."""
+    """Return whether the process runs. A process that has ended, but whose exit code was not collected yet, does
+    not."""
     try:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

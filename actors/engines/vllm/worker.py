@@ -140,7 +140,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Carry out an order from the engine, to prepare, load or verify a version. Runs in the link's thread."""
         link = self._link
         assert link is not None
-        with torch.cuda.stream(self._stream):  # without effect for None
+        with torch.cuda.stream(self._stream):  # no effect if the stream is None
             if order.prepare is not None:
                 state = self._prepare(order.prepare)
                 link.answer(order, state=state)

@@ -180,7 +180,7 @@ class CollectiveSender(Sender):
         self._started = True
 
     def _join(self, port: int, name: str, world: int, deadline: Deadline) -> Group:
-        # Each group has its own client, because one that hangs in a group that never came about would block this one.
+        # Each group has its own client, because a client that hangs in a group that never formed would block this one.
         store = RendezvousStore(self._host, port, self._key, max(deadline.left_s, 1.0))
         return Group(store, name, 0, world, host=self._host, device=self._device, timeout_s=self.timeout_s)
 
@@ -267,7 +267,7 @@ class CollectiveReceiver(Receiver):
             link.close()
             raise deadline.error(f"the sender at {host}:{port} is lost: {error}") from error
         except WeightTransferError:
-            with contextlib.suppress(OSError):  # otherwise the sender would take this receiver for lost
+            with contextlib.suppress(OSError):  # otherwise the sender would count this receiver as lost
                 link.send(Note("gave up"))
             link.close()
             self.leave()

@@ -139,7 +139,7 @@ class Link:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # closed, or never connected
+            return  # the link is closed, or was never connected
         finally:
             self._socket.close()
 
@@ -209,7 +209,7 @@ class ReceiverTracker:
         self._lock = threading.RLock()
         self._closed = False
         self.num_heard = 0
-        """Number of messages heard from receivers that have joined."""
+        """Number of messages received from receivers that have joined."""
         self.groups: dict[int, str] = {}
         """Process group that each receiver still belonged to when it joined: rank -> name, "" for none. Only receivers
         that have joined are in it."""
@@ -246,7 +246,7 @@ class ReceiverTracker:
     def _poll(self) -> None:
         while not self._closed and (link := self._listener.accept(self._send_s)) is not None:
             self._arrivals.append(link)
-        if self._closed:  # by another thread, perhaps before it could see the last arrival
+        if self._closed:  # another thread closed it, perhaps without seeing the last arrival
             self.close()
             return
         for link in list(self._arrivals):
@@ -274,7 +274,7 @@ class ReceiverTracker:
             else:
                 self._links[hello.rank] = link
                 self.groups[hello.rank] = hello.group
-        except OSError:  # the connection broke before it said what it is
+        except OSError:  # the connection broke before the receiver identified itself
             link.close()
         self._arrivals.remove(link)
 
@@ -297,8 +297,8 @@ class ReceiverTracker:
             self.failed.setdefault(rank, f"{reason}, {self._place(rank)}")
 
     def tell(self, note: Note) -> None:
-        """Send a message to all receivers that have joined. One that cannot be reached is recorded as lost at the next
-        `poll`."""
+        """Send a message to all receivers that have joined. A receiver that cannot be reached is recorded as lost at
+        the next `poll`."""
         for link in list(self._links.values()):
             with contextlib.suppress(OSError):
                 link.send(note)
@@ -311,7 +311,7 @@ class ReceiverTracker:
             self.tell(Note("abort", reason))
 
     def close(self) -> None:
-        """Close all connections, also one that an `end` in another thread is just accepting. Idempotent."""
+        """Close all connections, even one that an `end` in another thread is just accepting. Idempotent."""
         self._closed = True
         for link in [*self._links.values(), *self._arrivals]:
             link.close()
@@ -326,7 +326,7 @@ class ReceiverTracker:
     def blame(self, what: str) -> tuple[str, list[str]]:
         """Return an error text that starts with `what` and names the receivers at fault, and a list of their engines.
 
-        At fault are the receivers that failed or were lost; when there are none, the furthest behind.
+        The receivers that failed or were lost are at fault; when there are none, those furthest behind.
         """
         at_fault = sorted(self.failed)
         told = [f"{self._names[rank]} {self.failed[rank]}" for rank in at_fault]

@@ -280,7 +280,7 @@ class CudaIpcStream(IpcStreamBase):
     def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
         """Count the bucket as finished once `stream` has completed the queued work that reads the sender's buffer. The
         last bucket is left to `_confirm`."""
-        if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last one, when the digests were found right
+        if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last one, once the digests match
             self._cache.callbacks.put(partial(self._count, bucket + 1), stream)
 
     def _count(self, num_buckets: int) -> None:

@@ -179,7 +179,7 @@ class Sender(ABC):
         update = self._update
         if update is None:
             raise ValueError("weights: no update is open, call begin first")
-        self._deadline(update).moved()  # the trainer's own work since the last call was no wait
+        self._deadline(update).moved()  # the trainer's own work since the last call does not count as waiting
         self._check_ended(update)
         return update
 
@@ -342,7 +342,7 @@ class Stream(ABC):
                 found[frame.bucket] = device_digest(payload) if self.take is None else self.take(frame, payload)
             expected += 1
             yield frame, payload
-            self.deadline.moved()  # work on the bucket was no wait
+            self.deadline.moved()  # work on the bucket does not count as waiting
         if expected != len(self.plan.sizes):
             raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
         if found and (damage := self._damage(found)):

@@ -101,7 +101,7 @@ class StoreSender(BackgroundSender):
         keys, rows.keys, rows.ended = rows.keys, [], True
         said = False
         with contextlib.suppress(DataPlaneError):  # such as CapacityExceeded: there is room once the rows are gone
-            # Before the rows go, so that no reader finds neither them nor the reason.
+            # The reason is put before the rows are removed, so that a reader always finds one of the two.
             self._put(update, "ended", {"reason": reason}, timeout_s=_SAY_S)
             said = True
         with contextlib.suppress(DataPlaneError):  # if it fails, readers still notice that rows are missing

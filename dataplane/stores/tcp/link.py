@@ -72,7 +72,7 @@ class UnitLink:
             if answer in (DONE, FREED, FULL):
                 self._give(connection)
             else:
-                connection.close()  # as the unit does
+                connection.close()  # the unit closes its end, too
         except (OSError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise

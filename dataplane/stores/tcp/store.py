@@ -177,7 +177,7 @@ class TcpStore:
 
     def read_ranges(self, blocks: Sequence[BlockRef], ranges: Sequence[ByteRanges], timeout_s: float) -> None:
         """Receive ranges of bytes of blocks straight into the memory where they belong. Every block is checked for
-        whether it is still there, also those without ranges.
+        whether it still exists, even those without ranges.
 
         Raises RowsCleared when a block was freed, before or while it was read, and StoreLost naming the unit that has
         died or does not answer.
@@ -308,7 +308,7 @@ class _Columns:
         firsts = np.cumsum([0, *counts[:-1]]) if ranges else none
         before = np.concatenate((np.zeros(1, np.int64), ends))[firsts] if ranges else none
         self._stop = ends - np.repeat(before, counts)
-        """Byte behind each range in the memory to which it belongs."""
+        """Byte after each range in the memory to which it belongs."""
 
     def targets(self, chosen: np.ndarray) -> list[memoryview]:
         """Return the memory of the chosen ranges, in order; ranges that are neighbours in memory share one piece."""

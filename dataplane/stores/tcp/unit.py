@@ -158,7 +158,7 @@ class StorageUnit:
                 _try_reply(connection, REFUSED, str(error))
                 return
             except OSError:
-                return  # the client has gone, or stopped within a message
+                return  # the client disconnected, or stopped within a message
             except StoreLost:
                 if not self._closed:
                     raise
@@ -313,7 +313,7 @@ def _reply(connection: Connection, op: str, head: bytes) -> None:
 
 
 def _try_reply(connection: Connection, op: str, text: str) -> None:
-    with contextlib.suppress(OSError):  # the client may have gone
+    with contextlib.suppress(OSError):  # the client may have disconnected
         _reply(connection, op, text.encode())
 
 

@@ -83,7 +83,7 @@ class Connection:
         received or skipped next; None when the other end has closed the connection between two messages.
 
         deadline: time by the clock `time.monotonic()`; None waits for the message's first byte without limit. Raises
-        ValueError for bytes that are no message, TimeoutError, and ConnectionError.
+        ValueError for bytes that are not a message, TimeoutError, and ConnectionError.
         """
         if not self._fill(HEADER.size, deadline, at_end=True):
             return None
@@ -259,7 +259,7 @@ class Get:
     one byte more that is 1 if no block was freed meanwhile, else 0."""
 
     block_ids: bytes
-    """Ids of the blocks, `column` of `[B]`. A block without ranges is only checked for whether it is still there."""
+    """Ids of the blocks, `column` of `[B]`. A block without ranges is only checked for whether it still exists."""
     block: bytes
     """Position of each range's block in `block_ids`, `column` of `[R]`."""
     start: bytes

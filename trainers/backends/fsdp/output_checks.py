@@ -72,7 +72,7 @@ def check_packing(
     """Check that rows packed into one sequence do not see each other. Otherwise the model would compute wrong
     log-probs.
 
-    The log-probs of a row of four tokens must be the same alone and packed behind a copy of itself. `module` is already
+    The log-probs of a row of four tokens must be the same alone and packed after a copy of itself. `module` is already
     sharded. Collective over all ranks, which together hold one model. Raises ValueError on every rank if the check
     fails on one. precision: context in which the forward passes of `module` run. half: true when the module computes in
     bfloat16.

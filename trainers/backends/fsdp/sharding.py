@@ -67,7 +67,7 @@ def spread(
             mesh=mesh["dp"],
             mp_policy=precision if half else MixedPrecisionPolicy(),
             offload_policy=host if offload else OffloadPolicy(),
-            reshard_after_forward=None if reshard else False,  # None: not of the root, whose backward pass comes next
+            reshard_after_forward=None if reshard else False,  # None: reshards all modules but the root
         )
         _sum_gradients(sharded)
     return module
@@ -82,7 +82,7 @@ def give_back(module: torch.nn.Module) -> None:
 
 
 def give_back_unfinished(module: torch.nn.Module, *, reshard: bool) -> None:
-    """Do what `give_back` does, also after a pass that failed halfway. FSDP would then keep what it was asked to keep.
+    """Do what `give_back` does, even after a pass that failed halfway. FSDP would then keep what it was asked to keep.
     reshard: that of `spread`."""
     if isinstance(module, FSDPModule):
         module.set_reshard_after_forward(True)
@@ -95,7 +95,7 @@ def _sum_gradients(module: FSDPModule) -> None:
     """Make FSDP sum the gradients of a shard over the ranks instead of averaging them. The train step itself divides
     them once, by the denominator of its mean loss."""
     module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, the default for a factor
+    module.set_force_sum_reduction_for_comms(True)  # gloo lacks the pre-multiplied sum, FSDP's default for a factor
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
@@ -182,7 +182,7 @@ def open_source(model: str) -> WeightSource:
     try:
         source = HfSource(model)
         why = _why_whole(source)
-    except ValueError as error:  # other files, or no model, which the next line reports
+    except ValueError as error:  # other files, or no model: the next line raises then
         whole, why = WholeModel(model), str(error)
     else:
         if not why:

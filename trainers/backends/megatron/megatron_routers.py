@@ -4,7 +4,7 @@
     backward pass, recomputed layer     nothing is installed; the layer takes the oldest choice of its queue
 
 Pipelines run forward passes of later microbatches before the backward pass of an earlier one, so a layer may have
-several choices in its queue, also between two calls of a step. Microbatches go backward in the order in which they went
+several choices in its queue, even between two calls of a step. Microbatches go backward in the order in which they went
 forward.
 
 The balance of experts does the same: a layer that will be computed again queues the auxiliary loss of its first pass.
@@ -51,7 +51,7 @@ class PipelineReplay(RouterReplay):
         """Connect the routers of this rank's stage, and leave them to their own choices.
 
         kept_graph: true if layers are computed again by torch's own checkpoints, whose first pass keeps a graph.
-        Megatron's run the first pass of a layer without one, which tells them apart from layers that are not computed
+        Megatron's run the first pass of a layer without one, which distinguishes them from layers that are not computed
         again.
 
         A stage without layers with experts gets no routes, and its passes need none.

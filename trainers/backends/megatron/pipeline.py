@@ -20,7 +20,7 @@ from . import library
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What a stage needs to exchange activations and gradients with its neighbours."""
+    """The means by which a stage exchanges activations and gradients with its neighbours."""
 
     neighbours: Any
     """Megatron's `P2PCommunicator`."""

@@ -238,7 +238,7 @@ def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.devi
 def sum_rows(cp: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
     """Sum `values` `[N]` over the context-parallel ranks, differentiably, as `LossInputs.reduce_rows` requires.
 
-    Collective over `cp`, also in backward.
+    Collective over `cp`, including in backward.
     """
     summed = _SumRows.apply(values, cp)
     assert isinstance(summed, torch.Tensor)

@@ -59,9 +59,9 @@ def token_logprobs(
     `hidden` `[T, H]` and the token ids `targets` (int64 `[T]`) are the same on all ranks of a shard's group. `head`
     maps hidden states `[t, H]` to this rank's logits `[t, v]`; in backward it must sum the gradient of its input over
     the group. With a whole vocabulary it may be the weight of an output layer without bias, `[V, H]`, which is faster.
-    `vocab` is the size of the vocabulary, or this rank's shard when the vocabulary is split over ranks.
-    Logits are divided by `temperature`. Collective over the group, also in the backward pass when there is more than
-    one chunk.
+    `vocab` is the size of the vocabulary, or this rank's shard when the vocabulary is split over ranks. Logits are
+    divided by `temperature`. Collective over the group, and in the backward pass, too, when there is more than one
+    chunk.
     """
     width = vocab if isinstance(vocab, int) else vocab.width
     shard = None if isinstance(vocab, int) else vocab

@@ -88,7 +88,7 @@ class PoolActor:
         self._trace = TraceWriter(folder / TRACE, self._began, holders(self._pool))
         self._changed = asyncio.Event()  # replaced each time it is set
         self._left: dict[str, str] = {}
-        """What is left of the processes of suspect tenants: name -> sentence."""
+        """Remaining processes of suspect tenants: name -> sentence."""
         self._switches: dict[str, tuple[int, float]] = {}
         self._orders = {"done": 0, "failed": 0, "void": 0}
         for name in list(self._pool.tenants):  # tenants could not report while this process was down

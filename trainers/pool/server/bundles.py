@@ -3,8 +3,8 @@
     pool     read_hosts -> one named placement group with a bundle for each GPU -> which GPU is each bundle?
     tenant   numbers of resources.trainer_gpus and rollout_gpus -> the pool's list -> bundles, devices
 
-A bundle has its GPU and no logical CPU, because the actors of any number of tenants stand on it: each takes a small
-fraction of the GPU, and is shown the GPUs of its seat. A tenant's actors without a GPU stand beside the bundles.
+A bundle has its GPU and no logical CPU, because the actors of any number of tenants share it: each takes a small
+fraction of the GPU, and is shown the GPUs of its seat. A tenant's actors without a GPU are placed outside the bundles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls a pool of GPUs from another process. A pool whose process has died is waited for until it is there again."""
+"""Calls a pool of GPUs from another process. If the pool's process has died, calls wait until it runs again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PoolClient:
         return self._call(PoolActor.wait_for_orders, tenant, timeout_s, wait_s=timeout_s)[0]
 
     def note(self, tenant: str, notes: list[StageNote]) -> None:
-        """Have stages of switches written into the pool's trace."""
+        """Write stages of switches into the pool's trace."""
         self._call(PoolActor.note, tenant, notes)
 
     def status(self) -> PoolStatus:

@@ -2,8 +2,8 @@
 
 A command is in the journal before it is answered, so that a restarted pool continues where it stopped. The journal
 begins with a snapshot of the pool and continues with one record per command. A record is its length, the xxh3 of its
-bytes, and these. A record that the end of the process cut off is dropped together with all behind it: such a command
-was never answered. Opening the journal writes a new file with the state as its snapshot. Nothing here imports Ray.
+bytes, and these. A record that the end of the process cut off is dropped together with all after it: such a command was
+never answered. Opening the journal writes a new file with the state as its snapshot. Nothing here imports Ray.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class PoolJournal:
     def __init__(self, path: Path, pool: Pool) -> None:
         """Open the journal, or begin it with `pool` if there is none.
 
-        Raises UserError if another process has it open, if it is of a pool of another size, or if it is no journal.
+        Raises UserError if another process has it open, if it belongs to a pool of another size, or if it is not a
+        journal.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
@@ -81,8 +82,8 @@ class PoolJournal:
             self._lock = None
 
     def _compact(self) -> None:
-        """Replace the file by one that begins with the pool as it stands. The old one stays until the new one is
-        whole."""
+        """Replace the file by one that begins with the present state of the pool. The old one stays until the new one
+        is whole."""
         draft = self._path.with_suffix(".new")
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.write(file, _MAGIC + _record(messages.encode(self.pool)))
@@ -94,7 +95,8 @@ class PoolJournal:
 
 
 def replay(path: Path) -> Pool:
-    """Return the pool as its journal has it. Raises UserError if the file is no journal or has no whole snapshot."""
+    """Return the pool as its journal has it. Raises UserError if the file is not a journal or has no complete
+    snapshot."""
     records = _records(path)
     first = next(records, None)
     if first is None:
@@ -126,7 +128,7 @@ def _records(path: Path) -> Iterator[bytes]:
 
 
 SERVER = "server.json"
-"""File in a pool's folder that is there for as long as the pool."""
+"""File in a pool's folder that exists for as long as the pool."""
 AUTH_MODE = "RAY_AUTH_MODE"
 """Environment variable that says whether Ray's processes prove that they know the cluster's token. Ray reads it when it
 is imported."""
@@ -154,7 +156,7 @@ def write_pool(folder: Path, served: ServedPool) -> None:
 
 
 def find_pool(folder: Path) -> ServedPool:
-    """Return where the pool of `folder` is. Raises UserError if no pool is there."""
+    """Return where the pool of `folder` is. Raises UserError if there is no pool."""
     try:
         served = ServedPool(**json.loads((folder / SERVER).read_text()))
     except OSError:

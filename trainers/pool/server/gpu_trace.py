@@ -1,4 +1,4 @@
-"""Writes and reads a pool's trace: who holds which GPU when, and what the stages of each switch take.
+"""Writes and reads a pool's trace: the holders of each GPU over time, and the durations of each switch's stages.
 
 note_state, note_stages -> pool_trace.jsonl, a `PoolEvent` per line -> pool_trace -> lanes
                                                                          -> perfetto_trace, pool_tables
@@ -27,7 +27,7 @@ Holder = tuple[str, Role]
 
 
 def holders(pool: Pool) -> dict[int, Holder]:
-    """Return who holds each GPU: number of the GPU -> tenant and role. Idle GPUs are left out."""
+    """Return the holder of each GPU: number of the GPU -> tenant and role. Idle GPUs are left out."""
     found: dict[int, Holder] = {}
     for grant in pool.grants.values():
         found.update(dict.fromkeys(grant.gpus, (grant.tenant, grant.role)))
@@ -41,7 +41,7 @@ class TraceWriter:
     """The file pool_trace.jsonl of one pool. A pool that is started again continues with it."""
 
     def __init__(self, path: Path, began: float, held: Mapping[int, Holder]) -> None:
-        """began: time (`time.time()`) from which times are counted. held: who holds which GPU now."""
+        """began: time (`time.time()`) from which times are counted. held: present holder of each GPU."""
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._began = began
         self._held = dict(held)
@@ -126,7 +126,7 @@ class Switch:
 
 @dataclass(slots=True)
 class Lane:
-    """What became of one GPU."""
+    """History of one GPU."""
 
     gpu: int
     segments: list[Segment] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class PoolTrace:
-    """All that a pool's events tell."""
+    """The history of a pool, as read from its events."""
 
     begin_s: float
     end_s: float

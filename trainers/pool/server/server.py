@@ -90,7 +90,7 @@ def served_pool(
     """Context manager that starts a pool, or starts it again from its journal in `folder`, and stops it at the end.
 
     num_gpus: number of GPUs, which are numbers only in a cluster without GPUs; None for those of the cluster, which are
-    reserved in Ray for as long as the pool is there. address: Ray cluster to join; None starts one with `num_cpus`
+    reserved in Ray for as long as the pool exists. address: Ray cluster to join; None starts one with `num_cpus`
     logical CPUs (None: those of this machine). prometheus_port: port on loopback at which the pool's figures are
     served; 0 for any free one, None for none. Raises UserError if the cluster has a pool of this name already, or not
     as many GPUs, if others hold some of them, or if the port is taken.

@@ -236,5 +236,5 @@ class PhaseSeconds:
 
     def draw(self) -> float:
         """Return the seconds of the next time."""
-        # Half of the variance is taken off so that the mean does not depend on sigma.
+        # Half of the variance is subtracted, so that the mean does not depend on sigma.
         return self._mean_s * float(np.exp(self._sigma * (self._random.standard_normal() - self._sigma / 2)))

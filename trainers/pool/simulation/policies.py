@@ -30,7 +30,7 @@ from .simulated_tenants import PoolSimulation, TenantFigures
 
 @dataclass(slots=True)
 class FirstComePool(Pool):
-    """A pool that serves tenants in the order in which they ask. Tenants tell their demand step by step."""
+    """A pool that serves tenants in the order in which they ask. Tenants report their demand step by step."""
 
     since_s: dict[str, float] = field(default_factory=dict)
     """Time since which each tenant has rollouts of one step to generate."""
@@ -119,7 +119,7 @@ def simulate_pool(file: PoolFile, policy: Policy, *, keep_events: bool = False) 
 
     Raises ConfigError if a fixed partition leaves a tenant no engine.
     """
-    # Simulated tenants do not fail, so that they need not show that they live.
+    # Simulated tenants do not fail, so they send no signs of life.
     settings, bounds = file.pool, PoolBounds(starve_s=file.pool.starve_s, lease_s=math.inf)
     specs = place_tenants(file)
     pools: list[tuple[Pool, Sequence[TenantSpec]]]
@@ -238,7 +238,7 @@ def tenant_figures(tenant: TenantFigures) -> dict[str, float]:
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """Return the square of the sum of `values`, over their number and the sum of their squares; 1 if all are 0."""
+    """Return the squared sum of `values`, divided by their number and their sum of squares; 1 if all are 0."""
     squares = math.fsum(value * value for value in values)
     return math.fsum(values) ** 2 / (len(values) * squares) if squares else 1.0
 

@@ -4,8 +4,8 @@
 
 The pool is the real state machine with the real planner; only time, engines and trainers are simulated. An engine
 generates a number of groups at the same time, each for as long as it takes. Groups of an engine that is put to sleep
-continue elsewhere from where they were. What tenants do not do here is fail, or build their engines and trainers: these
-are built when they arrive.
+continue elsewhere from where they were. Tenants here never fail, and their engines and trainers are already built when
+they arrive.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TenantFigures:
     switches: int = 0
     """Number of times that an engine was woken or put to sleep."""
     ended_s: float | None = None
-    """Simulated time at which it left the pool; None if it was still there."""
+    """Simulated time at which it left the pool; None if it had not left."""
 
     @property
     def busy_gpu_s(self) -> float:
@@ -106,7 +106,7 @@ class _Tenant:
         self.settled_s = 0.0
         """Time up to which figures are counted."""
         self.starved_since_s: float | None = None
-        """Time since which groups wait while no engine is awake; None if that is not so."""
+        """Time since which groups wait while no engine is awake; None at other times."""
         self.asked_s: float | None = None
         """Time at which the training that waits was asked for; None if none waits."""
         self.training = False
@@ -149,10 +149,10 @@ class PoolSimulation:
     ) -> None:
         """Prepare the simulation; nothing has arrived yet.
 
-        pool: an empty pool whose tenants need show no sign of life (`lease_s` infinite). seed: seed of the seconds that
-        groups and training take. warmup_s: seconds that count for no figure. by_step: whether tenants tell their demand
-        step by step, or for all work that they may do by now. trace: gets what happens on each GPU, in the order of
-        time.
+        pool: an empty pool whose tenants need not show signs of life (`lease_s` infinite). seed: seed of the seconds
+        that groups and training take. warmup_s: seconds that count for no figure. by_step: whether tenants report their
+        demand step by step, or for all work that they may do by now. trace: gets what happens on each GPU, in the order
+        of time.
         """
         self.pool = pool
         self._warmup_s, self._by_step, self._trace = warmup_s, by_step, trace
@@ -180,7 +180,7 @@ class PoolSimulation:
     # ------------------------------------------------------------ pool
 
     def _apply(self, command: Command) -> None:
-        """Give the pool a command, and see to the orders and grants that follow."""
+        """Give the pool a command, and carry out the orders and grants that follow."""
         self.pool.apply(self._now, command)
         while self._next_order < self.pool.next_order:
             order = self.pool.orders.get(self._next_order)
@@ -242,7 +242,7 @@ class PoolSimulation:
             self._at(self._now + self.pool.bounds.starve_s, self._starve, tenant, self._now)
 
     def _starve(self, tenant: _Tenant, asked_s: float) -> None:
-        """Let the pool look again at a request that has waited long."""
+        """Let the pool reconsider a request that has waited long."""
         if tenant.name in self._waiting and tenant.asked_s == asked_s:
             self._apply(Tick())
 
@@ -305,7 +305,7 @@ class PoolSimulation:
         self._fill(tenant)
 
     def _fill(self, tenant: _Tenant) -> None:
-        """Give groups that wait to the engines that have least to do."""
+        """Give waiting groups to the least loaded engines."""
         self._settle(tenant)
         room = [(len(groups), shard) for shard, groups in tenant.active.items()]
         heapq.heapify(room)
@@ -331,7 +331,7 @@ class PoolSimulation:
         self._fill(tenant)
 
     def _ended(self, tenant: _Tenant, group: _Group, start: int) -> None:
-        """See that a group is complete, unless it was moved since this was foreseen."""
+        """Record that a group is complete, unless it was moved after this end was scheduled."""
         if group.shard < 0 or group.starts != start:
             return
         self._settle(tenant)
@@ -342,7 +342,7 @@ class PoolSimulation:
         tenant.missing[group.step] -= 1
         complete = not tenant.missing[group.step]
         if complete and self._by_step:
-            self._report(tenant)  # that nothing is left of this step, before the next one's demand
+            self._report(tenant)  # that nothing is left of this step, before the next step's demand
         if complete:
             del tenant.missing[group.step]
         self._report(tenant)
@@ -350,7 +350,7 @@ class PoolSimulation:
             self._train(tenant)
 
     def _report(self, tenant: _Tenant) -> None:
-        """Tell the pool of the tenant's demand if it has changed by a bucket, or in its target."""
+        """Report the tenant's demand to the pool if it has changed by a bucket, or in its target."""
         demand = tenant.demand(by_step=self._by_step)
         told = (demand.target, demand.bucket)
         if told != tenant.told:

@@ -1,7 +1,7 @@
 """Defines what can be asked of a pool of GPUs: the calls of tenants, and the passing of time. All are plain data.
 
 The pool's state changes by these commands alone, and each carries all that the change depends on. A pool that is
-started again after its process has died repeats the commands of its journal and stands where it stood.
+started again after its process has died repeats the commands of its journal, which restores its state.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Release:
     tenant: str
     role: Role
     then: Ask | None = None
-    """What the tenant asks for in the same breath; the release takes effect only if this is not refused."""
+    """Request that the tenant makes at the same time; the release takes effect only if this is not refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A tenant tells how much rollout work it has left."""
+    """A tenant reports how much rollout work it has left."""
 
     tenant: str
     demand: Demand
@@ -80,36 +80,36 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A tenant shows that it lives."""
+    """A tenant shows that it is alive."""
 
     tenant: str
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkToZero:
-    """A tenant generates no more: all its shards are to be put to sleep, for good."""
+    """A tenant stops generating: all its shards are put to sleep permanently."""
 
     tenant: str
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A tenant tells what became of an order. A repeated outcome, or one for an order that is void, is ignored."""
+    """A tenant reports the outcome of an order. A repeated outcome, or one for an order that is void, is ignored."""
 
     tenant: str
     order: int
     done: tuple[int, ...]
     """Numbers of the shards that now are as ordered."""
     failed: dict[int, str]
-    """Reason for each shard that is not. A shard that could not be woken sleeps. One that could not be put to sleep
-    has been ended, so that its GPUs are free, too."""
+    """Reason for each shard that is not. A shard that could not be woken sleeps. A shard that could not be put to sleep
+    has been ended, so its GPUs are free, too."""
     unready: tuple[int, ...] = ()
-    """Failed shards with nothing wrong with them: they are to wake when the tenant has weights for them."""
+    """Failed shards that are healthy: they can wake once the tenant has weights for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unregister:
-    """A tenant that holds nothing any more leaves, or one whose processes have all been seen dead is removed."""
+    """A tenant that no longer holds anything leaves, or a tenant whose processes are all dead is removed."""
 
     tenant: str
     dead: bool = False
@@ -133,7 +133,7 @@ OrderKind = Literal["shrink", "expand"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a tenant is to do with some of its shards. It has to acknowledge it with an `Outcome`."""
+    """An instruction to a tenant for some of its shards. It has to acknowledge it with an `Outcome`."""
 
     number: int
     """Number of the order, ascending over all tenants. An order that is sent again has the same."""

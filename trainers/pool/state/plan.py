@@ -87,7 +87,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """What the pool knows of one tenant when it makes a plan."""
+    """The state of one tenant from which the pool makes a plan."""
 
     map: TenantMap
     awake: frozenset[int] = frozenset()
@@ -99,7 +99,7 @@ class TenantState:
     generates: bool = False
     """True from the first granted generation request until the tenant's end."""
     ending: bool = False
-    """True when all shards of the tenant are to be put to sleep for good."""
+    """True when all shards of the tenant are being put to sleep permanently."""
     left_out: frozenset[int] = frozenset()
     """Numbers of the shards that could not be woken too often, and are not woken any more."""
     hungry: bool = False
@@ -159,7 +159,8 @@ class ShardId:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one cycle of the pool does. All shrinks are acknowledged before grants take effect and expands begin."""
+    """The actions of one cycle of the pool. All shrinks are acknowledged before grants take effect and expands
+    begin."""
 
     shrinks: tuple[ShardId, ...] = ()
     """Shards to be put to sleep."""

@@ -111,7 +111,7 @@ def plan_cycle(state: PoolState, *, starve_s: float) -> Plan:
     awake = {name: len(tenant.awake) for name, tenant in state.tenants.items()}
     ends = any(tenant.ending and tenant.awake for tenant in state.tenants.values())
     if not (state.requests or ends or any(gap.takes for gap in gaps(state, awake, state.num_idle).values())):
-        return Plan()  # most looks at a large pool end here
+        return Plan()  # most cycles of a large pool end here
     draft = Draft(state)
     draft.shrink_ending()
     starving = {one: state.now_s - one.since_s >= starve_s for one in state.requests}
@@ -209,7 +209,7 @@ class Draft:
 
 def _serve(draft: Draft, request: Request, *, starving: bool) -> None:
     """Grant a request of other work than generation if all its GPUs can be had. They come from idle ones and from
-    shards that generate. Otherwise shrink nothing for it: no shard sleeps in vain."""
+    shards that generate. Otherwise shrink nothing for it, so that no shard sleeps needlessly."""
     wanted = draft.state.tenants[request.tenant].map.gpus(request.role)
     holders = draft.holder[list(wanted)]
     if (holders != TAKEN).all():

@@ -37,7 +37,7 @@ from .plan import Grant, Plan, PoolState, Priority, Request, Role, ShardId, Tena
 from .planner import is_uneven, plan_cycle
 
 MAX_FAILURES = 3
-"""Number of failed attempts to wake a shard after which it is left out for good."""
+"""Number of failed attempts to wake a shard after which it is left out permanently."""
 PAID = 0.25
 """Seconds of waiting that one second of holding a shard repays. It is below 1, because a tenant that gets a shard only
 briefly, between two trainings of another, generates little in it."""
@@ -55,7 +55,7 @@ class PoolBounds:
     """Seconds without a sign of life after which a tenant is suspect."""
     turn_s: float = 10.0
     """Seconds for which a tenant has work but no shard awake, less a part of those for which it has one, after which it
-    may take another's last shard. Two tenants that fight for one shard thus take turns of about this length."""
+    may take another's last shard. Two tenants that compete for one shard thus take turns of about this length."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Tenant:
     """True once all earlier tenants have finished a step or are gone; only then does it get GPUs."""
     has_finished_step: bool = False
     awake: set[int] = field(default_factory=set)
-    """Shards that hold their GPUs for generation, also on the way to sleep or out of it."""
+    """Shards that hold their GPUs for generation, including those that are falling asleep or waking."""
     failures: dict[int, int] = field(default_factory=dict)
     """Number of failed attempts to wake each shard."""
     demand: Demand | None = None
@@ -128,7 +128,7 @@ class Pool:
     next_order: int = 1
     next_tenant: int = 0
     rejected: list[str] = field(default_factory=list)
-    """What was wrong with the last plan that was dropped; empty if none was."""
+    """Faults of the last plan that was dropped; empty if none was."""
     num_rejected: int = 0
     """Number of plans that were dropped because they broke a check."""
 

@@ -11,7 +11,8 @@ Stage = Literal["shrink", "drain", "sleep", "memory", "wake", "sync", "onload", 
 """Part of a switch of a GPU from one role to another."""
 
 Event = Literal["grant", "release"] | Stage
-"""Kind of a line of pool_trace.jsonl. `grant` and `release` say who holds a GPU; the others are stages of a switch."""
+"""Kind of a line of pool_trace.jsonl. `grant` and `release` name the holder of a GPU; the others are stages of a
+switch."""
 TRACE = "pool_trace.jsonl"
 """File in a pool's folder with a line for each `PoolEvent`."""
 
@@ -30,7 +31,7 @@ class PoolEvent(TypedDict):
     event: Event
     """Kind of the event. From its grant to its release, the GPU is held by the tenant's role."""
     seconds: NotRequired[float]
-    """Seconds that it took, all before `t`. Those of a grant are the wait for it. Absent: unknown."""
+    """Seconds that it took, all before `t`. For a grant, these are the seconds of the wait for it. Absent: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class PooledGpu:
 
 @dataclass(frozen=True, slots=True)
 class TenantLine:
-    """What `headrace pool status` shows of one tenant."""
+    """The figures of one tenant that `headrace pool status` shows."""
 
     name: str
     train_gpus: tuple[int, ...]
@@ -94,11 +95,11 @@ class WaitLine:
 
     who: str
     what: str
-    """What is waited for, in words."""
+    """Object of the wait, in words."""
     since_s: float
     """Seconds since the wait began."""
     freed_by: str
-    """What frees the GPUs next, in words; "" if nothing is under way."""
+    """Event that frees the GPUs next, in words; "" if nothing is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class PoolStatus:
     tenants: tuple[TenantLine, ...]
     waits: tuple[WaitLine, ...]
     rejected: tuple[str, ...]
-    """What was wrong with the last plan that broke a check; empty if none did."""
+    """Faults of the last plan that broke a check; empty if none did."""
     num_rejected: int
     pid: int
     """Id of the process that keeps the pool; another one after a restart."""

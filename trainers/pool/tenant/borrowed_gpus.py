@@ -107,9 +107,9 @@ class BorrowsGpus:
 
     def sync_engine(self, engine: Engine, version: int) -> bool:
         if not version:
-            return True  # it has loaded that from the model's folder
+            return True  # the engine loaded this version from the model's folder
         if self._weights.kept is None:
-            return False  # the train workers were replaced, and sync it soon
+            return False  # the train workers were replaced, and will sync it soon
         try:
             self._weights.catch_up(engine)
         except ActorFailed:

@@ -103,14 +103,14 @@ class Shards:
             self._changes.notify_all()
 
     def carry_out(self, order: Order) -> Outcome:
-        """Do what the pool orders; returns what became of it. Called in another thread than the driver's."""
+        """Carry out an order of the pool, and return its outcome. Called in another thread than the driver's."""
         engines = [self._actors.engines.engines[shard] for shard in order.shards]
         carry_out = self._shrink if order.kind == "shrink" else self._expand
         self._unready.clear()
         try:
             with self._changes:
                 failed = carry_out(engines)
-        except Exception as error:  # the pool must hear of it, whatever it was
+        except Exception as error:  # any error must be reported to the pool
             _log.exception("%s of shards %s", order.kind, order.shards)
             for engine in engines:
                 self._end(engine, str(error))
@@ -179,7 +179,7 @@ class Shards:
         return failed
 
     def _drain(self, engines: Sequence[Engine]) -> None:
-        """Have all rollout actors send no more requests to `engines`, and wait until none is in flight. Rollout actors
+        """Stop all rollout actors from sending requests to `engines`, and wait until none is in flight. Rollout actors
         that fail have no request any more."""
         rollouts = self._actors.rollouts
         calls = [rollout.suspend_engine(engine.handle, self._cut) for rollout in rollouts for engine in engines]
@@ -194,7 +194,7 @@ class Shards:
     # ------------------------------------------------------------ expand
 
     def _expand(self, engines: Sequence[Engine]) -> dict[str, str]:
-        """Wake engines with the newest version. Returns those that sleep on: name -> reason."""
+        """Wake engines with the newest version. Returns those that stay asleep: name -> reason."""
         failed: dict[str, str] = {}
         asleep = [engine for engine in engines if engine.asleep]
         self._replace_dead(asleep, failed)
@@ -239,8 +239,8 @@ class Shards:
     def _catch_up(self, engine: Engine, failed: dict[str, str]) -> None:
         """Bring an engine to the newest version, which is kept while the train workers do something else.
 
-        If these have died, the driver gets the error, and the engine is unready: its GPUs are more use to others, and
-        to the new train workers, than in a wait for these.
+        If these have died, the driver gets the error, and the engine is unready: its GPUs are more useful to others,
+        and to the new train workers, than while it waits for these.
         """
         if self._weights.kept is not None:
             if engine.version == self._weights.kept and not engine.broken:
@@ -268,7 +268,7 @@ class Shards:
         rollouts = self._actors.rollouts
         outcomes = gather_each([rollout.readmit_engine(engine.handle) for rollout in rollouts], "engines", HEALTH_S)
         wrong = [outcome for outcome in outcomes if isinstance(outcome, ActorFailed) and outcome.cause is not None]
-        if wrong:  # a rollout actor that is dead itself is replaced by the driver, and told then
+        if wrong:  # the driver replaces a dead rollout actor, and gives this engine to the new one
             failed[engine.name] = str(wrong[0])
             return
         engine.asleep = False
@@ -291,8 +291,8 @@ class Shards:
                 failed[engine.name] = str(outcome)
 
     def _end(self, engine: Engine, reason: str) -> None:
-        """Kill the processes of an engine, which frees their memory for certain, and wait until they are gone. Others
-        take their place when the shard is to wake."""
+        """Kill the processes of an engine, which frees their memory for certain, and wait until they are gone. New
+        processes replace them when the shard wakes."""
         info = engine.handle.info
         _log.warning("%s is ended: %s", info, reason)
         family = Family(info.pid) if info.host == socket.gethostname() else None

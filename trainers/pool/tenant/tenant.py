@@ -1,4 +1,4 @@
-"""`Tenant` is a run's side of a pool of GPUs: it shows that the run lives, and carries out the pool's orders.
+"""`Tenant` is a run's side of a pool of GPUs: it shows that the run is alive, and carries out the pool's orders.
 
 driver's thread   hold(role) ... release(role)         waits for GPUs, and gives them back
 order thread      wait_for_orders -> carry_out -> outcome
@@ -51,7 +51,7 @@ class Tenant:
         self._joined = False
 
     def join(self) -> None:
-        """Register in the pool, and show from now on that this run lives. Raises UserError if it is refused."""
+        """Register in the pool, and show from now on that this run is alive. Raises UserError if it is refused."""
         self._client.send(self._registration)
         self._joined = True
         self._start(self._beat, "pool beat")

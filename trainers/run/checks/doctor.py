@@ -281,11 +281,11 @@ def _gpus() -> list[Finding]:
 
 
 def _layout() -> list[Finding]:
-    """Return where a run with the default configuration would stand; nothing on a machine without GPUs."""
+    """Return the placement of a run with the default configuration; nothing on a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
     from ...cluster.placement import PlacementRequest
-    from .dry_run import gpu_lines, plan_here  # imports torch, which takes a core seconds that the probes need
+    from .dry_run import gpu_lines, plan_here  # imports torch, which takes seconds of a core that the probes need
 
     plain = Config()
     placement = plan_here(PlacementRequest.of(plain), plain.resources, plain.sync)

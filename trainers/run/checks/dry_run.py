@@ -109,7 +109,7 @@ class PlannedProcess:
     cpus: int
     """Number of logical CPUs that it requests from Ray."""
     what: str
-    """What the process does, in a few words."""
+    """Purpose of the process, in a few words."""
 
 
 def placements(request: PlacementRequest, store: StoreConfig, engine: str, backend: str) -> list[PlannedProcess]:
@@ -288,8 +288,8 @@ def _route_lines(rollout: RolloutConfig, model: ModelConfig, longest: int, route
 
 
 def check_host_memory(trainer: TrainerConfig, params: int, total: int, *, model: str, with_reference: bool) -> None:
-    """Raise UserError if the train workers together need more host memory beside their GPUs than `total` bytes. model:
-    path of the model, which has `params` parameters."""
+    """Raise UserError if the train workers together need more than `total` bytes of host memory besides their GPUs.
+    model: path of the model, which has `params` parameters."""
     world = trainer.topology.world
     needed = host_bytes(trainer, params, with_reference=with_reference, gpus=True)
     if needed * world > total:

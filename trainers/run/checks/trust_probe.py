@@ -48,7 +48,7 @@ def distrust(
     """Return a sentence that warns of log-probs that differ too much, or None if there is nothing to warn of.
 
     metrics: those of the first step of a run or of its continuation, in which both sides have the same weights. Rows of
-    older versions, which a continuation may train on first, tell nothing. has_experts: whether the model has layers
+    older versions, which a continuation may train on first, prove nothing. has_experts: whether the model has layers
     with experts.
     """
     ratio = metrics.get("logprob/ratio_error")
