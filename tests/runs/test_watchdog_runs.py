@@ -21,17 +21,17 @@ pytestmark = pytest.mark.processes
 HANGS = """
 import sys, threading
 from headrace.cli import main
-from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo.train_workers import TrainWorkers
 from headrace.trainers.supervision import watchdog
 
 watchdog.MARGIN_S = 1.0
 
-def hang(run):
-    with run.stages.timed("train"):
-        run.stages.heartbeat.enter("train", 1.0)
+def hang(workers):
+    with workers.stages.timed("train"):
+        workers.stages.heartbeat.enter("train", 1.0)
         threading.Event().wait()
 
-grpo.finish = hang
+TrainWorkers.finish = hang
 sys.exit(main(sys.argv[1:]))
 """
 STEPS = ("validation.every=0", "algorithm.steps=100000")

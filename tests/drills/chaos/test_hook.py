@@ -17,6 +17,7 @@ import asyncio, errno, importlib, os, socket, sys, time
 from pathlib import Path
 import torch
 from headrace.tests.drills.chaos.control import Control, Order
+from headrace.tests.drills.chaos.faulty_calls import POLL_S
 from headrace.tests.drills.chaos.hook import PATCHES
 from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
@@ -74,6 +75,7 @@ def cut():
 struck(2, "cut", cut)
 other.send(b"x")
 struck(3, "slow_store", lambda: True)
+time.sleep(10 * POLL_S)  # the rows are put and read once, which must happen after the process has seen the order
 
 async def rows(plane):
     async with connect_async(plane.handle) as writer:

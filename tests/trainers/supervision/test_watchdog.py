@@ -35,7 +35,7 @@ pytestmark = pytest.mark.processes
 
 DRIVER = """
 import json, os, signal, subprocess, sys, threading
-from headrace.trainers.supervision import heartbeat, stuck_run
+from headrace.trainers.supervision import heartbeat, stuck_report
 
 folder, run_id, manner = sys.argv[1:]
 signal.signal(signal.SIGUSR2, signal.default_int_handler)
@@ -47,7 +47,7 @@ watchdog = subprocess.Popen(
     [sys.executable, "-m", "headrace.trainers.supervision.watchdog", str(memory), str(os.getpid()), folder,
      f"--strangers={stranger.pid}", "--margin-s=0.1", "--grace-s=1", "--groups=8", "--group-size=4"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory], start_new_session=True, text=True)
-stuck_run.answer_with_stacks(folder)
+stuck_report.answer_with_stacks(folder)
 
 def tell(said):
     watchdog.stdin.write(json.dumps(said) + "\\n")

@@ -177,7 +177,7 @@ def test_strangers_hold_up_no_update() -> None:
 def test_a_receiver_and_a_sender_of_different_keys_refuse_each_other() -> None:
     ends = Ends(new_key())
     refused, aborted = sorted(ends.update())
-    assert "cannot be reached: who listens there is not the weights of this run" in refused
+    assert "cannot be reached: the peer is not the weights of this run" in refused
     assert "aborted: the receiver failed" in aborted
     ends.close()
 
