@@ -11,7 +11,7 @@ import pytest
 
 from headrace.tests.runs.pool_runs import SCRIPTED, shared_pool
 from headrace.tests.runs.test_time_sharing import expect_whole
-from headrace.tools.measure.pool_figures import read_events, read_tenant, shared_window, stage_seconds
+from headrace.tools.measure.pool_figures import read_tenant, read_timed_events, shared_window, stage_seconds
 from headrace.trainers.pool.server.gpu_trace import pool_trace
 from headrace.trainers.pool.simulation.config import SwitchSection, pool_file
 from headrace.trainers.pool.simulation.policies import simulate_pool
@@ -45,7 +45,7 @@ def test_the_simulation_agrees_with_the_pool(tmp_path: Path, group_s: float, tra
     pool.expect_kept_rules()
     for name in ("alone", "a", "b"):
         expect_whole(tmp_path / name, STEPS)
-    events = read_events(tmp_path)
+    events = read_timed_events(tmp_path)
     seconds = stage_seconds(events, ("alone", "a", "b"))
     section = {
         "rollout_gpus": 2, "train_gpus": 1, "groups": 8, "engine_groups": 64, "group_s": group_s, "group_sigma": 0,

@@ -30,8 +30,8 @@ from headrace.tools.measure.pool_figures import (
     TenantFigures,
     against_link,
     double_grants,
-    read_events,
     read_tenant,
+    read_timed_events,
     shared_window,
     stage_seconds,
     switch_figures,
@@ -196,7 +196,7 @@ def _judge(report: WorkReport, options: PoolOptions, found: _Measured, *, gpu: b
     since, until = shared_window(found.both) if found.both else (0.0, 0.0)
     figures = {"weights_gib": found.weight_bytes / 2**30} | _walls(found, since, until)
     trace = options.out / "pool"
-    events = read_events(trace)
+    events = read_timed_events(trace)
     if events:
         write_perfetto(pool_trace([event for _, event in events]), options.out / "pool.trace.json")
     inside = [(at, event) for at, event in events if since <= at <= until]

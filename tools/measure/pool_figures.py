@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.bench.gpu.train_run import StepFigures, metrics_start, step_figures
 from headrace.trainers.observe.metrics import ELAPSED, read_metrics
+from headrace.trainers.pool.server import gpu_trace
 from headrace.trainers.pool.state.status import TRACE, PoolEvent
 
 STAGES = {"rollout": ("drain", "sleep", "memory", "sync", "wake"), "train": ("onload", "offload")}
@@ -62,14 +63,13 @@ def read_tenant(name: str, folder: Path) -> TenantFigures:
     )
 
 
-def read_events(folder: Path) -> list[tuple[float, PoolEvent]]:
+def read_timed_events(folder: Path) -> list[tuple[float, PoolEvent]]:
     """Return the pool's trace: Unix time of each event, event. It is empty if the pool has not written it. An
     incomplete last line is ignored."""
     if not (folder / "pool.json").exists() or not (folder / TRACE).exists():
         return []
     began = json.loads((folder / "pool.json").read_text())["began"]
-    lines = (folder / TRACE).read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
-    return [(began + event["t"], event) for event in map(json.loads, lines)]
+    return [(began + event["t"], event) for event in gpu_trace.read_events(folder / TRACE)]
 
 
 def shared_window(tenants: Sequence[TenantFigures]) -> tuple[float, float]:

@@ -231,9 +231,10 @@ def _switches(events: Sequence[PoolEvent]) -> list[Switch]:
 
 
 def read_events(path: Path) -> list[PoolEvent]:
-    """Return the events of a `pool_trace.jsonl`. Raises UserError if it cannot be read."""
+    """Return the events of a `pool_trace.jsonl`. A last line that is not written yet is left out. Raises UserError if
+    the file cannot be read."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return list(map(json.loads, path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}), expected the trace of a pool") from None
 
