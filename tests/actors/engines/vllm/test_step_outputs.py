@@ -3,6 +3,8 @@
 These schedulers are real. The model runner is made up: it has the routes of a table, which differ by request and token.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM need not be installed where types are checked; without it pyright takes the folder above for it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
