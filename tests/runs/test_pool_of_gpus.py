@@ -53,7 +53,7 @@ def test_two_runs_with_vllm_share_two_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     out = tmp_path / "out"
-    command = ["headrace.tools.measure.gpu", "--work", "pool-tiny", "--steps", "8", "--out", str(out)]
+    command = ["headrace.tools.measure.pool", "--work", "pool-tiny", "--steps", "8", "--out", str(out)]
     output = runs.succeed(runs.start_command(command, tmp_path), timeout_s=800)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["gpu.pool-tiny.lost_tokens"] == 0 and summary["gpu.pool-tiny.expands"] >= 8, output

@@ -1,19 +1,24 @@
-"""`tools/measure/gpu.py --work pool-*` runs two tenants on a pool of two GPUs, and one that has both GPUs to itself.
+"""`python tools/measure/pool.py` runs two tenants on a pool of two GPUs, and one that has both GPUs to itself.
 
     pool start -> tenant `alone`, to its end -> tenants `a` and `b` at once, until each has made its steps
           -> pool stop, report
 
 Each trains on one GPU and has an engine on both. The pool admits one of `a` and `b` first, and the other one after its
-first step. The figures of both are those of the time in which both were at work.
+first step. The figures of both are those of the time in which both were at work. `--work pool-tiny` also runs without a
+GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import shutil
-from collections.abc import Mapping
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +28,12 @@ import torch
 from headrace.bench.gpu.nvml import GpuSamples, gpu_names, sampler_of, usable_nvml
 from headrace.bench.gpu.train_run import complaints
 from headrace.bench.gpu.work_report import Progress, WorkReport
-from headrace.bench.gpu.works import GrpoWork
+from headrace.bench.gpu.works import HALF, GrpoWork
 from headrace.bench.models import make_folder
 from headrace.bench.records import conditions
+from headrace.cli.arguments import Parser, known, results_folder
+from headrace.cli.bench import measured
+from headrace.cli.command import ended
 from headrace.tools.measure.pool_figures import (
     TenantFigures,
     against_link,
@@ -38,8 +46,6 @@ from headrace.tools.measure.pool_figures import (
     tenant_figures,
 )
 from headrace.tools.measure.pool_tenants import NUM_GPUS, TenantTask, follow, served, tenants
-from headrace.tools.measure.switch_trainer import link_bytes_per_s
-from headrace.tools.measure.works import POOL_WORKS
 from headrace.trainers.errors import UserError
 from headrace.trainers.pool.server.gpu_trace import pool_trace, write_perfetto
 
@@ -52,16 +58,27 @@ ENDLESS = 1_000_000
 MOST_GROWTH_GIB = 0.0625
 """Largest growth, in GiB, of what a process holds asleep that counts as none."""
 _LINK_TIMEOUT_S = 120.0
+_LINK_BYTES = 2 << 30
+_WIDE = replace(HALF, mismatch_mean=0.03)
+"""Bounds for bfloat16 and 2 G parameters. Runs whose weights were equal byte for byte had means of up to 0.021, and a
+largest difference of 0.12."""
+_SHORT = (192, 128, (64, 192))
+POOL_WORKS = {
+    "pool-tiny": GrpoWork("tiny", "gpu-0.6b.yaml", 32, 24, (16, 48), prompts=2, group_size=4, steps=10),
+    "pool-0.6b": GrpoWork("0.6b", "gpu-0.6b.yaml", *_SHORT, prompts=8, steps=20),
+    "pool-2g": GrpoWork("2g", "gpu-1.7b.yaml", *_SHORT, prompts=8, steps=10, half=_WIDE),
+}
+"""Name of a work -> the run of each of two tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """Options of `tools/measure/gpu.py` for the works `pool-*`."""
+    """Options of `tools/measure/pool.py`."""
 
     out: Path
     """Folder for the results, the run folders and the pool's, which is new or empty."""
     work: str
-    """Name of the work, a key of `works.POOL_WORKS`."""
+    """Name of the work, a key of `POOL_WORKS`."""
     backend: str = "fsdp"
     """Train backend, `fsdp` or `megatron`."""
     steps: int | None = None
@@ -88,6 +105,36 @@ class _Measured:
     problems: list[str] = field(default_factory=list)
     weight_bytes: int = 0
     """Size of the model's files; 0 before they are made."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure a work and return the exit code, as `headrace` does."""
+    started = time.monotonic()
+    parser = Parser("tools/measure/pool.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add: Callable[..., object] = parser.add_argument
+    add("--work", default="pool-0.6b", metavar="NAME", help=f"{' '.join(POOL_WORKS)}; default: pool-0.6b")
+    add("--out", type=Path, metavar="DIR", help="folder for the results; default: runs/bench-...")
+    add("--backend", default="fsdp", choices=("fsdp", "megatron"), help="train backend; default: fsdp")
+    add("--steps", type=int, metavar="N", help="steps of each run; default: the work's own")
+    add("--prompts", type=int, metavar="N", help="prompts of a step; default: the work's own")
+    add("--model", type=Path, metavar="DIR", help="model folder to use again; it is made if it is not there")
+    add("--limit-s", type=float, default=900.0, metavar="S", help="seconds that each run may take; default: 900")
+    add("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key of the runs' config")
+    arguments = parser.parse_args(argv)
+    return ended(lambda: _measure(arguments, Progress(lambda line: print(line, flush=True), started)))
+
+
+def _measure(arguments: argparse.Namespace, tell: Progress) -> int:
+    [work] = known("--work", (arguments.work,), tuple(POOL_WORKS))
+    for option, number in (("--steps", arguments.steps), ("--prompts", arguments.prompts)):
+        if number is not None and number < 1:
+            raise UserError(f"{option}: got {number}, expected at least 1")
+    report = WorkReport(work, results_folder(arguments, "gpu", new=True), tell)
+    options = PoolOptions(
+        report.out, work, arguments.backend, steps=arguments.steps, prompts=arguments.prompts,
+        model=arguments.model, limit_s=arguments.limit_s, overrides=tuple(arguments.overrides),
+    )  # fmt: skip
+    return measured(report, lambda: run_pool(options, report))
 
 
 def run_pool(options: PoolOptions, report: WorkReport) -> None:
@@ -186,6 +233,24 @@ def _measure_link() -> tuple[float, float]:
     return link_bytes_per_s(torch.device("cuda", 0))
 
 
+def link_bytes_per_s(device: torch.device, num_bytes: int = _LINK_BYTES, repeats: int = 5) -> tuple[float, float]:
+    """Return the bytes per second of copies from the device to pinned host memory, and back. They are medians, after
+    one copy that is not counted."""
+    there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    here = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    rates = []
+    for to, source in ((here, there), (there, here)):
+        seconds = []
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            to.copy_(source)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+        rates.append(num_bytes / statistics.median(seconds[1:]))
+    return rates[0], rates[1]
+
+
 # ---------------- What they come to.
 
 
@@ -263,3 +328,7 @@ def _growth(figures: Mapping[str, float]) -> list[str]:
         for name in ("engine_gib_asleep", "trainer_gib_offloaded")
         if figures.get(f"{name}_growth", 0.0) > MOST_GROWTH_GIB
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Reads what a pool and its tenants have written, and computes the figures of `tools/measure/gpu.py --work pool-*`."""
+"""Reads what a pool and its tenants have written, and computes the figures of `tools/measure/pool.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace bench gpu --work pool-*`: figures from traces and metrics, complaints, and the command on a CPU."""
+"""`tools/measure/pool.py`: figures from traces and metrics, complaints, and the command on a CPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.work_report import WorkReport
 from headrace.tests.bench.gpu.runs import record, write_run
 from headrace.tools.measure import pool as benchmark
-from headrace.tools.measure.gpu import main
-from headrace.tools.measure.pool import PoolOptions
+from headrace.tools.measure.pool import POOL_WORKS, PoolOptions, link_bytes_per_s, main
 from headrace.tools.measure.pool_figures import (
     TenantFigures,
     against_link,
@@ -26,7 +26,6 @@ from headrace.tools.measure.pool_figures import (
     tenant_figures,
 )
 from headrace.tools.measure.pool_tenants import TenantTask, tail
-from headrace.tools.measure.works import POOL_WORKS
 from headrace.trainers.config.load import load_config
 
 
@@ -92,6 +91,7 @@ def test_growth_losses_and_what_was_moved_are_told(tmp_path: Path) -> None:
     assert link["expand_over_link_s"] == pytest.approx(0.48)
     wrong = " ".join(benchmark._losses(one))
     assert "pool/lost_tokens is 3" in wrong and "actors_replaced is 1" in wrong
+    assert all(rate > 0 for rate in link_bytes_per_s(torch.device("cpu"), num_bytes=1 << 16, repeats=2))
     assert "engine_gib_asleep grew by 0.200 GiB" in " ".join(benchmark._growth(figures))
     assert benchmark._losses(TenantFigures("b", (), (), ())) == ["b: no step was finished"]
 
@@ -114,8 +114,6 @@ def test_what_a_tenant_runs_is_a_configuration(tmp_path: Path, work: str) -> Non
 def test_mistakes_and_failures_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--work", "pool-0.6b", "--out", str(tmp_path / "out")]) == 2
     assert "--work: got 'pool-0.6b' with 0 GPU(s), expected 2" in capsys.readouterr().err
-    assert main(["--work", "switch-2g", "--out", str(tmp_path / "out"), "trainer.lr=1"]) == 2
-    assert "trainer.lr=1: no run is made for --work switch-2g" in capsys.readouterr().err
     output = tmp_path / "a.txt"
     output.write_text("".join(f"line {number}\n" for number in range(40)))
     assert tail(output).splitlines()[0] == str(output) and tail(output).splitlines()[-1] == "    line 39"
