@@ -13,6 +13,7 @@ useful only together, and raises the first failure.
 
 from __future__ import annotations
 
+import functools
 import textwrap
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
@@ -138,20 +139,6 @@ class ActorHandle:
         it."""
         self.ray_actor.__ray_call__.remote(function, *args, **kwargs)
 
-    @overload
-    def _call(
-        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
-    ) -> Call[T]: ...
-    @overload
-    def _call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[T]: ...
-    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
-        """Call a method of the actor's host class without waiting for the result. All arguments are passed by position.
-
-        Raises TypeError for an argument that may not pass through the driver, such as a tensor.
-        """
-        assert not kwargs, "a message has no names"
-        return self.send(method, encode_arguments(args))
-
     def send(self, method: Callable[..., Any], message: bytes, actors: Sequence[Any] = ()) -> Call[Any]:
         """Send a call of `method`, whose encoded arguments are `message`. actors: Ray handles to pass after these
         arguments, see `remote_methods.submit`."""
@@ -179,6 +166,26 @@ class ActorHandle:
             raise ActorFailed(f"{stage}: the answer of {self.info} is lost: {type(error).__name__}: {error}") from error
         self._meter.num_bytes += len(reply)
         return decode_result(call.method, reply)
+
+
+@overload
+def calling(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[ActorHandle, P], Call[T]]: ...
+@overload
+def calling(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[ActorHandle, P], Call[T]]: ...
+def calling(method: Callable[..., Any]) -> Callable[..., Call[Any]]:
+    """Return the method of a handle that calls `method` of the actor's host class without waiting for the result.
+
+    All arguments are passed by position. The returned method raises TypeError for an argument that may not pass through
+    the driver, such as a tensor.
+    """
+
+    @functools.wraps(method)
+    def call(handle: ActorHandle, *args: Any) -> Call[Any]:
+        return handle.send(method, encode_arguments(args))
+
+    return call
 
 
 def gather(
