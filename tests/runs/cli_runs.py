@@ -67,6 +67,19 @@ def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, st
     return forks.run(arguments, run_dir.parent, environment(), timeout_s)
 
 
+def finish(run_dir: Path, *overrides: str, timeout_s: float = 240) -> str:
+    """Output of such a run, which must end without an error."""
+    code, output = run(run_dir, *overrides, timeout_s=timeout_s)
+    assert code == 0, output
+    return output
+
+
+def trained(run_dir: Path, *overrides: str) -> list[dict]:
+    """The steps of such a run."""
+    finish(run_dir, *overrides)
+    return steps_of(run_dir)
+
+
 def _arguments(run_dir: Path, overrides: Sequence[str]) -> list[str]:
     config = str(ROOT / "examples" / "quickstart.yaml")
     return ["headrace.cli", "train", config, f"run.dir={run_dir}", *SMALL, *overrides]
@@ -98,6 +111,11 @@ def metrics(run_dir: Path) -> list[dict]:
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be being written
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl with the figures of a step."""
+    return [line for line in metrics(run_dir) if "event" not in line and "reward/mean" in line]
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180) -> None:

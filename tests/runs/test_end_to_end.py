@@ -11,10 +11,6 @@ pytestmark = pytest.mark.processes
 FIGURES = ("reward/mean", "train/loss", "train/grad_norm", "rollout/response_length_mean", "policy/version")
 
 
-def steps_of(run_dir):
-    return [line for line in runs.metrics(run_dir) if "event" not in line and "reward/mean" in line]
-
-
 @pytest.mark.timeout(900)
 def test_stores_give_identical_metrics(tmp_path):
     kinds = ("local", "shm", "ray", "simple")
@@ -23,7 +19,7 @@ def test_stores_give_identical_metrics(tmp_path):
     for kind in kinds:
         run_dir = tmp_path / kind
         assert runs.metrics(run_dir)[-1]["event"] == "finished"
-        seen[kind] = [[line[name] for name in FIGURES] for line in steps_of(run_dir)]
+        seen[kind] = [[line[name] for name in FIGURES] for line in runs.steps_of(run_dir)]
         assert len(seen[kind]) == 3
     assert all(figures == seen["shm"] for figures in seen.values())
 
@@ -31,13 +27,11 @@ def test_stores_give_identical_metrics(tmp_path):
 @pytest.mark.timeout(600)
 def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
     run_dir = tmp_path / "run"
-    code, output = runs.run(
+    lines = runs.trained(
         run_dir, "trainer.dp=2", "algorithm.steps=4", "algorithm.prev_logprobs=recompute", "loss.kl_coef=0.01",
         "dataplane.integrity=verify", "run.trace_step=3",
         "algorithm.prompts_per_step=16",  # 128 rows: plan, sync and reports cost the same few KB for any number
     )  # fmt: skip
-    assert code == 0, output
-    lines = steps_of(run_dir)
     assert all(0 < line["driver/bytes_per_row"] < 100 for line in lines)
     assert all(line["dataplane/bytes_put"] > 0 and line["dataplane/bytes_got"] > 0 for line in lines)
     assert [line["policy/version"] for line in lines] == [1, 2, 3, 4]
@@ -53,13 +47,9 @@ def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
 @pytest.mark.timeout(600)
 def test_resume_goes_on_where_the_checkpoint_stands(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    code, output = runs.run(whole, "algorithm.steps=6", "run.checkpoint_every=3")
-    assert code == 0, output
-    code, output = runs.run(parts, "algorithm.steps=3", "run.checkpoint_every=3")
-    assert code == 0, output
-    code, output = runs.run(parts, "algorithm.steps=6", "run.checkpoint_every=3")
-    assert code == 2 and "already holds a run" in output
-    code, output = runs.run(parts, "algorithm.steps=6", "run.checkpoint_every=3", "--resume")
-    assert code == 0, output
-    after = [[line[name] for name in FIGURES] for line in steps_of(parts)[3:]]
-    assert after == [[line[name] for name in FIGURES] for line in steps_of(whole)[3:]]
+    options = ("algorithm.steps=6", "run.checkpoint_every=3")
+    at_once = runs.trained(whole, *options)
+    runs.finish(parts, *options, "algorithm.steps=3")
+    after = runs.trained(parts, *options, "--resume")
+    wanted = [[line[name] for name in FIGURES] for line in at_once[3:]]
+    assert [[line[name] for name in FIGURES] for line in after[3:]] == wanted

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli import main
 from headrace.cli.outcome import DONE, MISTAKE
-from headrace.tests.runs.cli_runs import ROOT, run
+from headrace.tests.runs.cli_runs import ROOT, finish
 from headrace.trainers.observe.metrics import read_metrics
 
 SETS = (
@@ -24,8 +24,7 @@ def test_a_run_s_last_evaluation_is_that_of_its_model(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    code, output = run(folder, SETS, "algorithm.steps=3", "validation.every=0", "algorithm.mode=async")
-    assert code == 0, output
+    finish(folder, SETS, "algorithm.steps=3", "validation.every=0", "algorithm.mode=async")
     path = ROOT / "examples" / "quickstart.yaml"
     records, _ = read_metrics(folder / "metrics.jsonl")
     greedy = {record["step"]: record for record in records if "eval/greedy/avg@1" in record}

@@ -20,7 +20,6 @@ import torch
 from headrace.bench.gpu.nvml import visible_gpus
 from headrace.bench.gpu.works import CPU, Layout
 from headrace.tests.runs import cli_runs as runs
-from headrace.tests.runs.test_end_to_end import steps_of
 from headrace.tests.runs.test_healing import kill
 from headrace.tests.runs.test_journal_resume import kill_all
 from headrace.trainers.grpo.checkpoints import Checkpoints
@@ -65,6 +64,10 @@ PLACES = {
     "two GPUs, by turns": Place(colocated(2), (*FLOAT32, "resources.switch_roles=always")),
     "two GPUs, apart": Place(Layout("separate-2", "separate", 2)),
     "two GPUs, both roles tp 2": Place(Layout("tensor-2", "tensor", 2)),
+    "two GPUs, apart by a map": Place(
+        Layout("separate-by-map", "one-engine", 2), (*FLOAT32, "trainer.dp=1", "resources.trainer_gpus=[1]")
+    ),
+    "two GPUs, an engine of two": Place(colocated(2), (*FLOAT32, "rollout.num_engines=1", "rollout.tp=2")),
     "two GPUs, one engine": Place(Layout("one-engine-2", "one-engine", 2)),
     "four GPUs, apart": Place(Layout("separate-4", "separate", 4)),
 }
@@ -107,12 +110,14 @@ def test_figures_are_right_wherever_the_roles_stand(place: Place, tmp_path: Path
     run_dir = tmp_path / "run"
     process = runs.start(run_dir, *place.settings(), "algorithm.steps=8", "validation.every=8")
     output = runs.succeed(process, timeout_s=500)
-    steps = steps_of(run_dir)
+    steps = runs.steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, 9)), output
     check(steps, place)
     assert [step["policy/version"] for step in steps] == list(range(1, 9))
-    engines = 2 if "rollout.num_engines=2" in place.settings() else 1
-    assert all(step["sync/engines"] == engines and step["sync/bytes"] > 0 for step in steps)
+    if place.layout.gpus:
+        assert ("GPUs: separate, " in output) == place.layout.label.startswith("separate")
+    engines = dict(setting.split("=", 1) for setting in place.settings()).get("rollout.num_engines", "1")
+    assert all(step["sync/engines"] == int(engines) and step["sync/bytes"] > 0 for step in steps)
     assert not runs.shared_memory(run_dir)
 
 
@@ -128,7 +133,7 @@ def test_figures_go_on_after_the_kill_of_a_role(place: Place, name: str, tmp_pat
     runs.wait_for_step(run_dir, 5, process, timeout_s=400)
     kill(run_dir, name)
     output = runs.succeed(process, timeout_s=400)
-    steps = steps_of(run_dir)
+    steps = runs.steps_of(run_dir)
     check(steps, place)
     assert steps[-1]["step"] == 30 and f"{name}" in output
     if name == "engine 0":
@@ -149,7 +154,7 @@ def test_figures_go_on_after_the_kill_of_the_whole_run(place: Place, tmp_path: P
     process = runs.start(run_dir, *options, "algorithm.steps=100000")
     runs.wait_for_step(run_dir, 6, process, timeout_s=400)
     kill_all(process, run_dir)
-    before = {step["step"]: step for step in steps_of(run_dir)}
+    before = {step["step"]: step for step in runs.steps_of(run_dir)}
     whole = Checkpoints(run_dir / "checkpoints").latest_state().step
     assert whole in (due := max(before) // 4 * 4, due - 4), "the next checkpoint waits until the one before is complete"
     last = max(before) + 3

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from headrace.tests.runs import cli_runs as runs
-from headrace.tests.runs.test_end_to_end import steps_of
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +39,7 @@ def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
     runs.wait_for_step(run_dir, 2, process)
     kill(run_dir, "rollout 1")
     output = runs.succeed(process)
-    steps = steps_of(run_dir)
+    steps = runs.steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["sync/engines"] == 2
     assert all(step["train/sequences"] == 8 * 8 and step["rollout/failed_rows"] == 0 for step in steps)
@@ -65,7 +64,7 @@ def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     runs.wait_for_step(run_dir, 2, process)
     kill(run_dir, "engine 1")
     runs.succeed(process)
-    steps = steps_of(run_dir)
+    steps = runs.steps_of(run_dir)
     assert len(steps) == STEPS and steps[-1]["rollout/actors_replaced"] == 1
     assert min(step["sync/engines"] for step in steps) <= 2 and steps[-1]["sync/engines"] == 2
     assert all(step["rollout/failed_rows"] == 0 for step in steps), "its requests went to the other"
@@ -121,7 +120,7 @@ def test_a_rollout_actor_that_hangs_is_replaced(tmp_path: Path) -> None:
     hanging = runs.actors(run_dir)["rollout 1"]
     hanging.suspend()
     output = runs.succeed(process)
-    steps = steps_of(run_dir)
+    steps = runs.steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, 301))
     assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["run/restarts"] == 0
     assert "no answer within 20 s from rollout 1" in output

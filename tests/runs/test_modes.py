@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from headrace.tests.runs import cli_runs as runs
-from headrace.tests.runs.test_end_to_end import steps_of
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +22,7 @@ def test_streaming_gives_the_gradients_of_sync(tmp_path: Path) -> None:
     shared = (*SHORT, "trainer.dp=2", "loss.kl_coef=0.01")
     modes = {"sync": (), "streaming": (), "async_streaming": ("algorithm.max_staleness=0",)}
     runs.run_each(tmp_path, {mode: [*shared, f"algorithm.mode={mode}", *more] for mode, more in modes.items()})
-    found = {mode: steps_of(tmp_path / mode) for mode in modes}
+    found = {mode: runs.steps_of(tmp_path / mode) for mode in modes}
     for alone, *others in zip(*found.values(), strict=True):
         for chunked in others:
             assert figures(chunked) == pytest.approx(figures(alone), rel=1e-6, abs=1e-6)
@@ -36,7 +35,7 @@ def test_minibatches_and_epochs_give_the_same_updates_on_every_mesh(tmp_path: Pa
         "loss.kl_coef=0.01", "loss.clip_low=0.01", "loss.clip_high=0.01", "trainer.lr=0.01",
     )  # fmt: skip
     runs.run_each(tmp_path, {"one": shared, "two": [*shared, "trainer.dp=2"]})
-    one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
+    one, two = runs.steps_of(tmp_path / "one"), runs.steps_of(tmp_path / "two")
     # One update is the same to 1e-6. Adam divides each gradient by its own size, so that what rounding makes of a
     # gradient of almost 0 is a whole step of that weight: later updates start from weights that differ by more.
     first = ("update_1/grad_norm", "update_1/reference_kl", "update_1/approx_kl", "update_1/clip_fraction")
@@ -50,13 +49,10 @@ def test_minibatches_and_epochs_give_the_same_updates_on_every_mesh(tmp_path: Pa
 
 @pytest.mark.parametrize(("staleness", "in_flight"), [(0, "keep"), pytest.param(2, "abort", marks=pytest.mark.slow)])
 def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int, in_flight: str) -> None:
-    run_dir = tmp_path / "run"
-    code, output = runs.run(
-        run_dir, "validation.every=3", "algorithm.steps=6", "algorithm.mode=async",
+    steps = runs.trained(
+        tmp_path / "run", "validation.every=3", "algorithm.steps=6", "algorithm.mode=async",
         f"algorithm.max_staleness={staleness}", f"sync.in_flight={in_flight}",
     )  # fmt: skip
-    assert code == 0, output
-    steps = steps_of(run_dir)
     seen = [step["staleness/max"] for step in steps]
     assert len(steps) == 6 and max(seen) <= staleness
     assert all(step["rollout/failed_rows"] == 0 for step in steps), "what is cut off goes on"
@@ -69,12 +65,10 @@ def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int, in_fli
 def test_a_deterministic_run_repeats_figure_by_figure(tmp_path: Path) -> None:
     found = []
     for name in ("first", "second"):
-        code, output = runs.run(
+        steps = runs.trained(
             tmp_path / name, *SHORT, "algorithm.mode=async", "run.deterministic=true", "sync.in_flight=keep",
             "rollout.num_engines=2", "algorithm.dynamic_sampling.enabled=true",
         )  # fmt: skip
-        assert code == 0, output
-        steps = steps_of(tmp_path / name)
         assert steps[-1]["staleness/max"] == 1
         found.append([figures(step) + [step["rollout/groups_dropped"]] for step in steps])
     assert found[0] == found[1]
@@ -83,11 +77,10 @@ def test_a_deterministic_run_repeats_figure_by_figure(tmp_path: Path) -> None:
 @pytest.mark.slow  # background validation also runs in test_healing
 def test_validation_in_the_background_ends_at_the_target_and_never_keeps_the_start(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    code, output = runs.run(
+    output = runs.finish(
         run_dir, "algorithm.mode=async", "algorithm.steps=50", "validation.every=2", "validation.background=true",
         "validation.stop_at=0.0", "run.keep_best=true",
     )  # fmt: skip
-    assert code == 0, output
     lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
     assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0)]
     best = json.loads((run_dir / "best.json").read_text())
@@ -95,10 +88,9 @@ def test_validation_in_the_background_ends_at_the_target_and_never_keeps_the_sta
     assert "best/: none, as no validation after the first had a higher val/exact_match" in output
 
     run_dir = tmp_path / "longer"
-    code, output = runs.run(
+    runs.finish(
         run_dir, "algorithm.mode=streaming", "algorithm.steps=5", "validation.every=2", "validation.background=true"
     )
-    assert code == 0, output
     lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
     assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0), (3, 2), (5, 5)]
 
@@ -108,15 +100,13 @@ def test_validation_in_the_background_ends_at_the_target_and_never_keeps_the_sta
 def test_a_recorded_run_is_trained_again_without_an_engine(tmp_path: Path) -> None:
     """Rollouts that overlap the training as timing has it; other loss, same groups."""
     options = (*SHORT, "algorithm.mode=async", "sync.in_flight=keep", "algorithm.dynamic_sampling.enabled=true")
-    recorded, replayed, other = (tmp_path / name for name in ("recorded", "replayed", "other"))
-    code, output = runs.run(recorded, *options, "run.record=true", "run.checkpoint_every=1")
-    assert code == 0, output
-    code, output = runs.run(replayed, *options, f"run.replay={recorded}", "trainer.dp=2")
-    assert code == 0, output
-    for was, now in zip(steps_of(recorded), steps_of(replayed), strict=True):
+    recorded = tmp_path / "recorded"
+    first = runs.trained(recorded, *options, "run.record=true", "run.checkpoint_every=1")
+    again = runs.trained(tmp_path / "replayed", *options, f"run.replay={recorded}", "trainer.dp=2")
+    for was, now in zip(first, again, strict=True):
         assert figures(now) == pytest.approx(figures(was), rel=1e-4, abs=1e-5)
         assert now["staleness/mean"] == was["staleness/mean"]
         assert now["rollout/groups_dropped"] == was["rollout/groups_dropped"]
-    code, output = runs.run(other, *options, f"run.replay={recorded}", "run.seed=1")
+    code, output = runs.run(tmp_path / "other", *options, f"run.replay={recorded}", "run.seed=1")
     said = " ".join(output.replace("│", " ").split())  # the panel breaks lines where the path's length has it
     assert code == 1 and "holds no group of the prompt at position 0" in said, output

@@ -19,7 +19,6 @@ from ray.util.placement_group import placement_group_table
 from headrace.tests import process_pool
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.pool_runs import SCRIPTED, pool_of_gpus
-from headrace.tests.runs.test_end_to_end import steps_of
 from headrace.tests.runs.test_time_sharing import expect_whole
 
 QUICK = (*SCRIPTED, "algorithm.steps=4", "scripted.latency_s=0.1", "scripted.train_step_s=0.1")
@@ -87,6 +86,6 @@ def test_tenants_stand_on_the_gpus_of_a_pool_as_their_maps_say(tmp_path: Path) -
         assert first.result()[0] == 130 and second.result()[0] != 0
     pool.expect_kept_rules()
     expect_whole(tmp_path / "c", 4)
-    expect_whole(tmp_path / "a", steps_of(tmp_path / "a")[-1]["step"])
+    expect_whole(tmp_path / "a", runs.steps_of(tmp_path / "a")[-1]["step"])
     wait_until(lambda: free_gpus() == 2, "the pool has ended")
     assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}

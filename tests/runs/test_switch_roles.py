@@ -10,25 +10,15 @@ from typing import Any
 import pytest
 
 from headrace.tests.runs import cli_runs as runs
-from headrace.tests.runs.test_end_to_end import steps_of
+from headrace.tests.runs import pool_runs
 from headrace.tests.runs.test_healing import kill
 
 pytestmark = pytest.mark.processes
 
 TURNS = "resources.switch_roles=always"
-SCRIPTED = (
-    "rollout.engine=scripted", "trainer.backend=scripted", "warmup.corpus=none", "validation.metric=val/reward",
-)  # fmt: skip
+SCRIPTED = (*pool_runs.SCRIPTED[:-1], "validation.metric=val/reward")
 TIMES = ("_s", "_ms", "_gib", "/seconds", "bytes_per_row", "fixed_us", "gb_per_s", "tokens_per_s", "tflops", "mfu")
-
-
-TIMED = (
-    "dataplane/calls",
-    "dataplane/put/calls",
-    "dataplane/claim/calls",
-    "dataplane/bytes_put",
-    "dataplane/put/bytes",
-)
+TIMED = {f"dataplane/{name}" for name in ("calls", "put/calls", "claim/calls", "bytes_put", "put/bytes")}
 """Counts that timing decides: groups that end together are put together, which saves bytes, and a claim that has waited
 for a second is made again. With two engines, groups do not always end in the same company."""
 
@@ -51,7 +41,7 @@ def compare(folder: Path, *overrides: str) -> None:
     """Train with and without turns, and expect the same figures and the same bytes of the model."""
     asked = ("run.deterministic=true", "algorithm.steps=3", "run.checkpoint_every=2", *overrides)
     runs.run_each(folder, {"never": [*asked, "resources.switch_roles=never"], "always": [*asked, TURNS]})
-    alone, turns = (steps_of(folder / name) for name in ("never", "always"))
+    alone, turns = (runs.steps_of(folder / name) for name in ("never", "always"))
     for line, expected in zip(turns, alone, strict=True):
         assert {key: line[key] for key in figures(line)} == figures(expected)
     assert not [key for line in alone for key in line if "switch" in key]
@@ -95,7 +85,7 @@ def test_whoever_dies_is_replaced_and_every_step_is_made(tmp_path: Path, target:
     runs.wait_for_step(run_dir, 4, process)
     kill(run_dir, target)
     output = runs.succeed(process)
-    done = steps_of(run_dir)
+    done = runs.steps_of(run_dir)
     assert done[-1]["step"] == steps and {line["step"] for line in done} == set(range(1, steps + 1)), output
     replaced = done[-1]["rollout/actors_replaced"] + done[-1]["run/restarts"]
     assert replaced == 1 and target in output
@@ -116,7 +106,5 @@ def test_an_interrupt_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path: P
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=240)
     assert process.returncode != 0 and "interrupted" in output, output
-    code, output = runs.run(run_dir, *overrides, "--resume")
-    assert code == 0, output
-    assert [line["step"] for line in steps_of(run_dir)][-1] == 4
+    assert runs.trained(run_dir, *overrides, "--resume")[-1]["step"] == 4
     assert not runs.shared_memory(run_dir)

@@ -14,7 +14,6 @@ import pytest
 
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.pool_runs import SCRIPTED, SharedPool, shared_pool
-from headrace.tests.runs.test_end_to_end import steps_of
 from headrace.tests.runs.test_healing import kill
 from headrace.tests.runs.test_switch_roles import figures
 
@@ -31,7 +30,7 @@ requests of equal length end together, and that is when a training asks for the 
 
 def expect_whole(run_dir: Path, steps: int = STEPS) -> list[dict]:
     """Expect that a run made all its steps, each with all of its samples, and lost no token."""
-    done = steps_of(run_dir)
+    done = runs.steps_of(run_dir)
     assert [step["step"] for step in done] == list(range(1, steps + 1))
     assert all(step["rollout/failed_rows"] == 0 and step["train/sequences"] == 64 for step in done)
     assert done[-1]["pool/lost_tokens"] == 0 and max(step["staleness/max"] for step in done) <= 1
@@ -53,7 +52,7 @@ def test_a_tenant_has_the_figures_of_its_run_alone(tmp_path: Path) -> None:
             assert code == 0, output
         pool.wait_until_empty()
     pool.expect_kept_rules()
-    alone, shared = steps_of(tmp_path / "alone"), steps_of(tmp_path / "a")
+    alone, shared = runs.steps_of(tmp_path / "alone"), runs.steps_of(tmp_path / "a")
     assert len(alone) == 3
     for line, expected in zip(shared, alone, strict=True):
         wanted = {key: value for key, value in figures(expected).items() if not key.startswith(DECIDED_BY_TIMING)}
@@ -83,20 +82,20 @@ def test_deaths_in_one_tenant_and_of_the_pool_cost_the_other_nothing(tmp_path: P
         for victim, count in DEATHS.items():
             for name, running in zip("ab", both, strict=True):
                 _wait_for_step(tmp_path / name, step + 2, running)
-            step = steps_of(tmp_path / "a")[-1]["step"]
+            step = runs.steps_of(tmp_path / "a")[-1]["step"]
             _kill(pool, tmp_path / "a", victim)
             if count is not None:  # an engine that dies asleep is replaced when the pool next orders it to wake
                 step = _wait_for(tmp_path / "a", lambda line, count=count: line.get(count) == 1, both[0])
             assert not pool.suspects
         pool.wait_until_left("a")
-        _wait_for_step(tmp_path / "b", steps_of(tmp_path / "b")[-1]["step"] + 3, both[1])
+        _wait_for_step(tmp_path / "b", runs.steps_of(tmp_path / "b")[-1]["step"] + 3, both[1])
         os.kill(pool.driver("b"), signal.SIGINT)
         pool.wait_until_empty()
     pool.expect_kept_rules()
     steps = [line for line in runs.metrics(tmp_path / "a") if "reward/mean" in line]
     assert {line["step"] for line in steps} >= set(range(1, step)), "it made every step, some perhaps twice"
     assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["run/restarts"] == 1
-    done = expect_whole(tmp_path / "b", steps_of(tmp_path / "b")[-1]["step"])
+    done = expect_whole(tmp_path / "b", runs.steps_of(tmp_path / "b")[-1]["step"])
     assert done[-1]["run/restarts"] == 0 and done[-1]["rollout/actors_replaced"] == 0
 
 
@@ -149,12 +148,12 @@ def test_random_deaths_cost_the_other_tenant_nothing(tmp_path: Path, victim: str
         pool.wait_until_empty()
     pool.expect_kept_rules()
     expect_whole(tmp_path / "b", _last_step(tmp_path / "b"))
-    assert {line["step"] for line in steps_of(tmp_path / "a")} == set(range(1, _last_step(tmp_path / "a") + 1))
+    assert {line["step"] for line in runs.steps_of(tmp_path / "a")} == set(range(1, _last_step(tmp_path / "a") + 1))
     assert not runs.shared_memory(tmp_path / "a") and not runs.shared_memory(tmp_path / "b")
 
 
 def _last_step(run_dir: Path) -> int:
-    return max((line["step"] for line in steps_of(run_dir)), default=0)
+    return max((line["step"] for line in runs.steps_of(run_dir)), default=0)
 
 
 def _kill(pool: SharedPool, run_dir: Path, victim: str) -> None:

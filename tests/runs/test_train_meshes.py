@@ -3,7 +3,6 @@
 import pytest
 
 from headrace.tests.runs import cli_runs as runs
-from headrace.tests.runs.test_end_to_end import steps_of
 
 pytestmark = pytest.mark.processes
 
@@ -34,10 +33,7 @@ def figures(line):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The first step of one rank."""
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    code, output = runs.run(run_dir, *PASSES, "algorithm.steps=1")
-    assert code == 0, output
-    return figures(steps_of(run_dir)[0])
+    return figures(runs.trained(tmp_path_factory.mktemp("alone") / "run", *PASSES, "algorithm.steps=1")[0])
 
 
 # Each mesh's backend by itself: tests/trainers/backends.
@@ -46,10 +42,7 @@ def alone(tmp_path_factory):
     "mesh", [mesh if mesh == SHORT else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 )
 def test_the_first_step_is_that_of_one_rank(tmp_path, alone, mesh):
-    run_dir = tmp_path / "run"
-    code, output = runs.run(run_dir, *PASSES, *MESHES[mesh], "algorithm.steps=2")
-    assert code == 0, output
-    first, second = steps_of(run_dir)
+    first, second = runs.trained(tmp_path / "run", *PASSES, *MESHES[mesh], "algorithm.steps=2")
     assert figures(first) == pytest.approx(alone, rel=1e-5, abs=1e-6)
     assert second["train/grad_norm"] > 0 and second["train/reference_kl"] > 0
 
@@ -59,14 +52,9 @@ def test_the_first_step_is_that_of_one_rank(tmp_path, alone, mesh):
 @pytest.mark.parametrize("mesh", [("trainer.tp=2",), (*MEGATRON, "trainer.pp=2")])
 def test_a_resume_may_change_the_mesh(tmp_path, mesh):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    code, output = runs.run(whole, "validation.every=0", "trainer.dp=2", "algorithm.steps=3")
-    assert code == 0, output
-    code, output = runs.run(parts, "validation.every=0", "trainer.dp=2", "algorithm.steps=2", "run.checkpoint_every=2")
-    assert code == 0, output
-    code, output = runs.run(
-        parts, "validation.every=0", *mesh, "algorithm.steps=3", "run.checkpoint_every=2", "--resume"
-    )
-    assert code == 0, output
-    expected, found = steps_of(whole)[2], steps_of(parts)[2]
+    options = ("validation.every=0", "algorithm.steps=3", "run.checkpoint_every=2")
+    expected = runs.trained(whole, *options, "trainer.dp=2")[2]
+    runs.finish(parts, *options, "trainer.dp=2", "algorithm.steps=2")
+    found = runs.trained(parts, *options, *mesh, "--resume")[2]
     for name in ("reward/mean", "train/loss", "train/grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
