@@ -23,8 +23,6 @@ pieces."""
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A storage whose memory on the device is freed."""
-
     storage: torch.UntypedStorage
     nbytes: int
     start: int | None

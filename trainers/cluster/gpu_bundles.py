@@ -165,7 +165,6 @@ def _plan_on(request: PlacementRequest, hosts: Sequence[Host]) -> Placement:
 
 
 def _fits_when_idle(request: PlacementRequest, hosts: Sequence[Host]) -> bool:
-    """Return whether the run could be placed if nothing else ran on the cluster."""
     total = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes()}
     try:
         plan_placement(

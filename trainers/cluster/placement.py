@@ -284,8 +284,6 @@ def train_groups(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Distribution of both roles over the hosts."""
-
     groups: tuple[tuple[int, ...], ...]
     """Groups of train ranks, each on one host."""
     train: tuple[int, ...]
@@ -308,7 +306,6 @@ def _place(layout: str, request: PlacementRequest, hosts: Sequence[Host]) -> _Co
 
 
 def _room(host: Host) -> tuple[int, int]:
-    """Return the numbers of free GPUs and free logical CPUs of a host."""
     return len(host.free_gpus), int(host.free_cpus)
 
 
@@ -372,7 +369,6 @@ def _colocated(
 
 
 def _placement(request: PlacementRequest, hosts: tuple[Host, ...], layout: str, counts: _Counts) -> Placement:
-    """Return the placement with the given numbers of train groups and engines on each host."""
     size, groups = request.tp, iter(counts.groups)
     ranks: list[tuple[int, int, tuple[int, ...]]] = []
     engines: list[tuple[int, tuple[int, ...]]] = []
@@ -481,7 +477,6 @@ def _reason(request: PlacementRequest, hosts: Sequence[Host], layout: str) -> st
 
 
 def _needs(request: PlacementRequest) -> tuple[int, int]:
-    """Return the numbers of GPUs that the train workers and the engines need."""
     return request.topology.world, request.num_engines * request.tp
 
 
@@ -506,7 +501,6 @@ def _refusal(request: PlacementRequest, hosts: Sequence[Host]) -> str:
 
 
 def _would_fit(request: PlacementRequest, hosts: Sequence[Host]) -> str:
-    """Return the part of a refusal that says which smaller run would fit."""
     smaller = [(dp, engines) for dp in _fewer(request.topology.dp) for engines in _fewer(request.num_engines)]
     for dp, engines in sorted(smaller, key=lambda pair: (-sum(pair), -pair[0])):
         tried = replace(request, topology=replace(request.topology, dp=dp), num_engines=engines)
@@ -521,7 +515,6 @@ def _fewer(count: int) -> list[int]:
 
 
 def _listed(hosts: Sequence[Host]) -> str:
-    """Return what is free on each host, in words."""
     shown = [
         f"{host.name} has {len(host.free_gpus)} of {host.num_gpus} GPU(s) and {host.free_cpus:g} CPU(s) free"
         for host in hosts[:8]

@@ -172,7 +172,6 @@ def lean_start() -> Iterator[None]:
 
 
 def _start_no_api_server(node: Any, **_: Any) -> None:
-    """Replacement for the method of Ray's `Node` that starts the dashboard."""
     node._webui_url = ""
 
 

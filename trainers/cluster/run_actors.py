@@ -347,7 +347,6 @@ class ActorStarter:
 
 
 def _path(kind: type) -> str:
-    """Return the import path of an actor's class."""
     return f"{kind.__module__}:{kind.__name__}"
 
 

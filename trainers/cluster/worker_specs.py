@@ -54,7 +54,6 @@ def worker_setup(
 
 
 def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:
-    """Build the sender of weight transport `kind`, which engines reach at the IP address `host`."""
     return build_sender(kind, replace(config, host=host))
 
 

@@ -303,6 +303,5 @@ def _doubtful(
 
 
 def _among(key: str, overridden: Collection[str]) -> bool:
-    """Return whether `overridden` contains `key` or a section that contains `key`."""
     parts = key.split(".")
     return any(".".join(parts[:depth]) in overridden for depth in range(1, len(parts) + 1))

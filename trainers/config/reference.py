@@ -161,7 +161,6 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class that a type annotation is or contains, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)

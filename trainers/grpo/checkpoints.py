@@ -80,7 +80,6 @@ class Checkpoints:
                 self.settle(workers, rollouts)
 
     def _begin_save(self, workers: TrainWorkers, state: State) -> None:
-        """Make the train workers copy their state and start to write it; see `save`."""
         path = self._path(state.step)
         self._begun_s = time.monotonic()
         with workers.stages.timed("checkpoint"):

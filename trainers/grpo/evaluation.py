@@ -136,7 +136,6 @@ class Evaluation:
                 self._rollouts.begin_watch()  # Ray soon reports that it is gone
 
     def _metrics(self) -> dict[str, float]:
-        """Return the metrics of the evaluation that has ended."""
         reports, self._reports = self._reports, []
         sums = FigureSums()
         for report in reports:

@@ -198,5 +198,4 @@ class RolloutPool:
 
 
 def _hosts(engines: Sequence[Engine]) -> list[EngineHandle]:
-    """Return the handles of the actors that host `engines`."""
     return [engine.handle for engine in engines]

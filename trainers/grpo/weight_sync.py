@@ -397,7 +397,6 @@ class WeightSync:
 
 
 def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str, ActorFailed]:
-    """Return the failures among the outcomes of calls to `engines`: name of the engine -> failure."""
     return {
         engine.name: outcome
         for engine, outcome in zip(engines, outcomes, strict=True)
@@ -411,7 +410,6 @@ def _died(failure: ActorFailed) -> bool:
 
 
 def _blamed(sent: Sequence[object]) -> set[str]:
-    """Return the names of the engines that a sender named as the cause of its failure."""
     causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]
     return {engine for cause in causes if isinstance(cause, WeightTransferError) for engine in cause.engines}
 

@@ -208,7 +208,6 @@ def _probe(term: LossTerm, micros: Sequence[Sequence[int]], columns: Sequence[Co
 
 
 def _made_up(column: ColumnConfig, rows: Sequence[int], index: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a column for the made-up rows `rows`, whose tokens are those at `index`."""
     if column.kind == "per_sample":
         return torch.from_numpy(made_up(column, len(_PROBE_TOKENS)))[rows]
     return torch.from_numpy(made_up(column, sum(_PROBE_TOKENS)))[index]

@@ -122,7 +122,6 @@ def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
 
 
 def _of(run: Compared, key: str, merge: Callable[[Sequence[float]], float], show: Callable[[float], str]) -> str:
-    """Return the values of a metric in a run, merged into one, as text."""
     values = run.values(key)
     return show(merge(values)) if values else _MISSING
 
@@ -186,7 +185,6 @@ def _line(label: str, texts: Sequence[str]) -> str:
 
 
 def _panels(runs: Sequence[Compared]) -> list[tuple[str, str]]:
-    """Return the metrics that are plotted, as (title, key)."""
     judged = dict.fromkeys(run.judged for run in runs if run.judged != REWARD)
     names = dict.fromkeys(key for run in runs for record in run.records for key in record if key.startswith("reward/"))
     rewards = [key for key in names if key != "reward/mean"]

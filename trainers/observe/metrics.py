@@ -147,7 +147,6 @@ def _number(key: str, value: Any) -> float | int | None:
 
 
 def _num_resumed(path: Path) -> int:
-    """Return the number of `resumed` events in a metrics file."""
     mark = f'"event": "{RESUMED}"'.encode()
     return sum(line.startswith(b"{" + mark) for line in path.read_bytes().splitlines())
 

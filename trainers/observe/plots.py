@@ -278,7 +278,6 @@ def minutes(records: Sequence[Record]) -> list[float]:
 
 
 def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    """Return (steps, values) of the records that have a value for `key`."""
     having = [record for record in records if record.get(key) is not None]
     return [record["step"] for record in having], [record[key] for record in having]
 

@@ -245,7 +245,6 @@ def _count(value: float) -> str:
 
 
 def _at(config: Any, dotted: str) -> Any:
-    """Return the value of a dotted config key, or None if it is missing."""
     for key in dotted.split("."):
         config = config.get(key) if isinstance(config, dict) else None
     return config

@@ -133,7 +133,6 @@ class MlflowTracker:
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return dotted keys and values of nested dicts."""
     found: list[tuple[str, Any]] = []
     for key, value in section.items():
         found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(f"{prefix}{key}", value)]

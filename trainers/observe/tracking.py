@@ -132,7 +132,6 @@ class _Line:
         self._started(self._kind, self._tracker.start(self._run))
 
     def _try(self, call: Callable[[], None]) -> bool:
-        """Make `call` and return whether it succeeded. A failure is reported."""
         try:
             call()
         except Exception as error:  # services fail in many ways, and none of them may end the run

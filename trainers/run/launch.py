@@ -208,7 +208,6 @@ class _Training:
         return lost
 
     def _tell_start(self, times: StartTimes, state: State) -> None:
-        """Write into the metrics, and tell the user, when each part of the start has ended."""
         times.mark("ready")
         self._folder.metrics.event("start", state.step, **times.figures())
         self._progress.message(str(times))
@@ -278,7 +277,6 @@ class _Training:
         return after_step
 
     def _tell_notes(self, run: Run, state: State) -> None:
-        """Tell the user, and write into the metrics, what was chosen for the run when it was launched."""
         placement = run.actors.placement
         if placement.num_gpus:
             self._progress.message(placement.sentence)
@@ -290,7 +288,6 @@ class _Training:
             self._folder.metrics.event("data", state.step, note=note)
 
     def _finish(self, run: Run, state: State, checkpoints: Checkpoints) -> None:
-        """Write the last checkpoint and the model."""
         folder = self._folder.path
         self._progress.phase("saving the model")
         run.roles.to_training()

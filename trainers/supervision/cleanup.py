@@ -91,7 +91,6 @@ def wait_until_ended(pids: Callable[[], Iterable[int]], timeout_s: float) -> boo
 
 
 def _processes(pids: Iterable[int]) -> set[psutil.Process]:
-    """Return the processes of `pids` that exist."""
     found = set()
     for pid in pids:
         try:

@@ -198,7 +198,6 @@ def heading(sentence: str) -> str:
 
 
 def _process_line(actor: ActorLine) -> tuple[str, ...]:
-    """Return the cells of a process's line: name, pid, state, seconds of CPU and memory."""
     where = f"pid {actor.pid} on {actor.host}"
     if not actor.here:
         return actor.name, where, "on another host"
@@ -215,7 +214,6 @@ def _process_line(actor: ActorLine) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Format `rows` as lines with aligned columns."""
     columns = max(len(row) for row in rows)
     widths = [max(len(row[at]) for row in rows if at < len(row)) for at in range(columns)]
     return [

@@ -79,7 +79,6 @@ class Watchdog:
     # ------------------------------------------------------------ messages of the driver
 
     def _listen(self, timeout_s: float) -> None:
-        """Handle the driver's messages, waiting at most `timeout_s` for one."""
         if not select.select([0], [], [], timeout_s)[0]:
             return
         data = os.read(0, 1 << 16)
@@ -116,7 +115,6 @@ class Watchdog:
         return self._family.driver is not None and is_alive(self._family.driver)
 
     def _wait_for_driver(self, timeout_s: float) -> None:
-        """Wait until the driver is gone, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._driver_is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -108,7 +108,6 @@ class FsdpBackend:
         self._meter = StepMeter(flops, self._device, world, group, half=self._half)
 
     def _route_replay(self, policy: CausalLM) -> RouterReplay | None:
-        """Return what makes the routers of `policy` replay routes; None for a run without router replay."""
         if not self._config.router_replay.enabled:
             return None
         spec = route_spec(policy.model.config)
@@ -395,7 +394,6 @@ class FsdpBackend:
         return result
 
     def _predict(self, model: CausalLM, layout: RowLayout, temperature: float) -> torch.Tensor:
-        """Return the log-probs of the layout's wanted tokens, float32 `[T]`, from a pass without a backward pass."""
         with self._precision(model):
             values, _ = model(layout, temperature)
         return values

@@ -111,7 +111,6 @@ def _gates(router: Any, logits: torch.Tensor, index: torch.Tensor) -> torch.Tens
 
 
 def _verify(replay: RouterReplay, layer: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-    """Check the experts that the layer had to use, if the step verifies them."""
     if replay.verifying:
         replay.verify_used(layer, _used(args[1], replay.spec.num_experts))
 

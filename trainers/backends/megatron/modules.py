@@ -191,7 +191,6 @@ def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -
 
 @uncompiled
 def _gathered(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of all ranks."""
     return _Gather.apply(torch.stack([k, v]), group)
 
 

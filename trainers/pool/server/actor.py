@@ -182,13 +182,11 @@ class PoolActor:
         changed.set()
 
     def _save_rejected(self) -> None:
-        """Keep the pool's state after a plan was dropped because it broke a check, as a case for a test."""
         path = Path(self._setup.folder) / f"rejected-{self._pool.num_rejected}.msgpack"
         if self._pool.num_rejected and not path.exists():
             path.write_bytes(messages.encode(self._pool))
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `holds` returns True, for `timeout_s` seconds at most. Returns whether it does."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not holds():

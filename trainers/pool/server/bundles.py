@@ -105,7 +105,6 @@ def _hosts(reserved: Sequence[PooledGpu]) -> tuple[Host, ...]:
 
 
 def _by_host(hosts: Sequence[Host], reserved: Sequence[PooledGpu]) -> Mapping[int, Mapping[int, PooledGpu]]:
-    """Return the pool's GPUs by index of the host and number on it."""
     return {
         index: {gpu.number: gpu for gpu in reserved if gpu.node == host.node}
         for index, host in enumerate(hosts)

@@ -119,7 +119,6 @@ def pool_file(data: Mapping[str, Any]) -> PoolFile:
 
 
 def _problems(name: str, tenant: TenantSection, pool: PoolSection) -> list[str]:
-    """Return a sentence for each thing about one tenant that the pool cannot serve."""
     at, found = f"tenants.{name}", []
     for key, number in (("rollout_gpus", tenant.rollout_gpus), ("first_gpu", tenant.first_gpu or 0)):
         if number % tenant.tp:

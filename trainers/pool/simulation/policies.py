@@ -81,7 +81,6 @@ def _serve(draft: Draft, request: Request, can_have: np.ndarray) -> None:
 
 
 def _wake(draft: Draft, name: str, can_have: np.ndarray) -> None:
-    """Wake all engines of a tenant whose GPUs are free or given up."""
     own, gpus = draft.of_tenant(name), draft.gpus[name]
     asleep = ~(draft.awake_now[own] | draft.touched[own])
     for shard in np.flatnonzero(asleep & can_have[gpus].all(axis=1)).tolist():

@@ -83,8 +83,6 @@ class _Group:
 
 
 class _Tenant:
-    """State of one simulated tenant."""
-
     def __init__(self, spec: TenantSpec, seed: int) -> None:
         section = spec.section
         self.spec, self.section, self.name = spec, section, spec.name
@@ -208,7 +206,6 @@ class PoolSimulation:
         self._at(self._now + took_s, self._done, tenant, order)
 
     def _done(self, tenant: _Tenant, order: Order) -> None:
-        """Acknowledge an order that has been carried out."""
         self._settle(tenant)
         gpus = [gpu for shard in order.shards for gpu in tenant.spec.map.shards[shard]]
         if order.kind == "shrink":
@@ -261,7 +258,6 @@ class PoolSimulation:
         self._at(end_s, self._trained, tenant, begin_s)
 
     def _trained(self, tenant: _Tenant, begin_s: float) -> None:
-        """Send the new weights to the engines that are awake, then make the GPUs free."""
         gpus, switch = tenant.spec.map.train_gpus, tenant.section.switch
         tenant.figures.train_gpu_s += len(gpus) * max(0.0, self._now - max(begin_s, self._warmup_s))
         sync_s = switch.sync_s if tenant.active else 0.0
@@ -288,7 +284,6 @@ class PoolSimulation:
         self._train(tenant)
 
     def _leave(self, tenant: _Tenant) -> None:
-        """Leave the pool once nothing is held any more."""
         if not tenant.num_held_gpus and tenant.figures.ended_s is None:
             tenant.figures.ended_s = self._now
             self._apply(Unregister(tenant.name))
@@ -296,7 +291,6 @@ class PoolSimulation:
     # ------------------------------------------------------------ rollouts
 
     def _begin(self, tenant: _Tenant) -> None:
-        """Let the groups of further steps be generated, as far as that is allowed."""
         while tenant.may_begin:
             step, groups = tenant.begun, tenant.section.groups
             tenant.begun += 1
@@ -305,7 +299,6 @@ class PoolSimulation:
         self._fill(tenant)
 
     def _fill(self, tenant: _Tenant) -> None:
-        """Give waiting groups to the least loaded engines."""
         self._settle(tenant)
         room = [(len(groups), shard) for shard, groups in tenant.active.items()]
         heapq.heapify(room)
@@ -350,7 +343,6 @@ class PoolSimulation:
             self._train(tenant)
 
     def _report(self, tenant: _Tenant) -> None:
-        """Report the tenant's demand to the pool if it has changed by a bucket, or in its target."""
         demand = tenant.demand(by_step=self._by_step)
         told = (demand.target, demand.bucket)
         if told != tenant.told:
@@ -366,7 +358,6 @@ class PoolSimulation:
         tenant.figures.rollout_gpu_s += tenant.num_active * section.tp / section.engine_groups * counted_s
 
     def _mark_wait(self, tenant: _Tenant) -> None:
-        """Note whether groups wait while no engine is awake."""
         if not tenant.queue or tenant.active:
             self._end_waits(tenant)
         elif tenant.starved_since_s is None:
@@ -382,7 +373,6 @@ class PoolSimulation:
 
     @property
     def _counts(self) -> bool:
-        """Return whether the warm-up is over."""
         return self._now >= self._warmup_s
 
     def _at(self, time: float, handler: Callable[..., None], *arguments: object) -> None:
@@ -417,7 +407,6 @@ class PoolSimulation:
 
 
 def _stages(kind: OrderKind, switch: SwitchSection) -> list[tuple[Stage, float]]:
-    """Return the stages of an order and their seconds."""
     if kind == "shrink":
         return [("shrink", 0.0), ("drain", switch.drain_s), ("sleep", switch.sleep_s), ("memory", switch.memory_s)]
     return [("wake", switch.wake_s), ("sync", switch.sync_s)]

@@ -195,7 +195,6 @@ def apply_plan(state: PoolState, plan: Plan) -> PoolState:
 
 
 def _state_faults(state: PoolState) -> Iterator[str]:
-    """Yield what is wrong with a state before any plan."""
     held = state.held()
     if len(set(held)) == len(held) and (not held or (min(held) >= 0 and max(held) < state.num_gpus)):
         return
@@ -209,7 +208,6 @@ def _state_faults(state: PoolState) -> Iterator[str]:
 
 
 def _name_faults(state: PoolState, plan: Plan) -> Iterator[str]:
-    """Yield orders for tenants and shards that do not exist."""
     for shard in (*plan.shrinks, *plan.expands):
         tenant = state.tenants.get(shard.tenant)
         if tenant is None:
@@ -225,7 +223,6 @@ def _name_faults(state: PoolState, plan: Plan) -> Iterator[str]:
 
 
 def _order_faults(state: PoolState, plan: Plan) -> Iterator[str]:
-    """Yield orders that contradict each other or what their shards do now."""
     for what, orders in (("put to sleep", plan.shrinks), ("woken", plan.expands)):
         for shard, count in Counter(orders).items():
             if count > 1:

@@ -344,7 +344,6 @@ class Pool:
         self._admit()
 
     def _void(self, name: str) -> None:
-        """Take back all orders for a tenant."""
         for number in [number for number, order in self.orders.items() if order.tenant == name]:
             del self.orders[number]
 

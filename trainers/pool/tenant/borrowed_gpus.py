@@ -154,6 +154,5 @@ class BorrowsGpus:
         }
 
     def _take_gpus(self) -> None:
-        """Wait until the pool has granted the train GPUs. Idempotent."""
         with self._stages.timed("grant", math.inf, apart=True):
             self._tenant.hold("train", Priority.TRAINING, self._stages.report_progress)

@@ -264,7 +264,6 @@ class Shards:
         return answer if isinstance(answer, ActorFailed) and answer.died else None
 
     def _readmit(self, engine: Engine, failed: dict[str, str]) -> None:
-        """Let an awake engine get requests from all rollout actors."""
         rollouts = self._actors.rollouts
         outcomes = gather_each([rollout.readmit_engine(engine.handle) for rollout in rollouts], "engines", HEALTH_S)
         wrong = [outcome for outcome in outcomes if isinstance(outcome, ActorFailed) and outcome.cause is not None]

@@ -187,7 +187,6 @@ def _packages() -> list[Finding]:
 
 
 def _version(name: str) -> str | None:
-    """Return the installed version of a package, or None when it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -165,8 +165,6 @@ def describe(config: Config) -> str:
 
 
 class _Description:
-    """Describes one run, part by part."""
-
     def __init__(self, config: Config) -> None:
         self._config = config
 

@@ -209,7 +209,6 @@ def _check_sampler(sampler: str, algorithm: AlgorithmConfig, plane: DataPlaneCon
 
 
 def _check_ray_address(given: str | None) -> None:
-    """Raise ValueError when no connection to the cluster at `resources.ray_address` can be opened."""
     if given is None or given == "local" or assumed_machine() is not None:
         return
     try:

@@ -58,8 +58,6 @@ def read_prompts(
 
 
 class _FirstPrompts:
-    """Prompt source that consists of the first `size` prompts of another source."""
-
     def __init__(self, source: PromptSource, size: int) -> None:
         self.name = source.name
         self.size: int | None = size
@@ -99,7 +97,6 @@ def _is_local(path: str) -> bool:
 
 
 def _model_is_cached(repository: str) -> bool:
-    """Return whether the Hugging Face cache on this machine has the config and the tokenizer of a model."""
     from huggingface_hub import try_to_load_from_cache
 
     files = ("config.json", "tokenizer_config.json")
