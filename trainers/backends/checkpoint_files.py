@@ -58,7 +58,12 @@ def prepare(
     one is complete. Collective over `group`. Raises ValueError on every rank when `path` exists and is not a
     checkpoint.
     """
-    on_first_rank(lambda: _restart_draft(path), rank, world, group)
+
+    def restart() -> None:
+        _recover(path)
+        start_draft(path, replaces=_is_whole(path))
+
+    on_first_rank(restart, rank, world, group)
     staged = {**state, **_rng_state(rank)}
     return {name: value.detach().to("cpu", copy=True) for name, value in staged.items()} if copy else staged
 
@@ -137,11 +142,6 @@ def _recover(path: str) -> None:
     """Rename the older checkpoint back to `path` if the process was killed while replacing it."""
     if not os.path.exists(path) and _is_whole(_old_of(path)):
         os.rename(_old_of(path), path)
-
-
-def _restart_draft(path: str) -> None:
-    _recover(path)
-    start_draft(path, replaces=_is_whole(path))
 
 
 def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:

@@ -70,7 +70,9 @@ class Residence:
         for one in moved:
             one.storage.resize_(0)
         self._moved, self.offloaded = moved, True
-        self._empty_allocator()
+        if self._device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # otherwise they stay allocated; the next product makes them again
+            torch.cuda.empty_cache()
         freed = time.perf_counter()
         return OffloadReport(_copied(moved), copied - start, freed - copied, 0.0, before, device_bytes_in_use())
 
@@ -168,11 +170,6 @@ class Residence:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _empty_allocator(self) -> None:
-        if self._device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # otherwise they stay allocated; the next product makes them again
-            torch.cuda.empty_cache()
 
 
 def _content(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -103,9 +103,9 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
     if asked == "always":
         return RolesDecision(True, "engines and train workers take turns in memory (resources.switch_roles=always)")
     both = "engines and train workers share GPUs"
-    obstacles = switch_obstacles(
-        config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay
-    )
+    obstacles = [
+        *switch_obstacles(config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay)
+    ]
     memory = estimate(config, gpu_bytes)
     if memory is None or gpu_bytes is None:
         unknown = "the size of the model" if memory is None else "the memory of the GPUs"

@@ -298,15 +298,14 @@ def _place(layout: str, request: PlacementRequest, hosts: Sequence[Host]) -> _Co
     distribute = _separate if layout == "separate" else _colocated
     for groups in train_groups(request.topology):
         for chosen in [*([index] for index in range(len(hosts))), list(range(len(hosts)))]:
-            rooms = tuple(_room(host) if index in chosen else (0, 0) for index, host in enumerate(hosts))
+            rooms = tuple(
+                (len(host.free_gpus), int(host.free_cpus)) if index in chosen else (0, 0)
+                for index, host in enumerate(hosts)
+            )
             counts = distribute(rooms, len(groups[0]), len(groups), request.tp, request.num_engines)
             if counts is not None:
                 return _Counts(groups, *counts)
     return None
-
-
-def _room(host: Host) -> tuple[int, int]:
-    return len(host.free_gpus), int(host.free_cpus)
 
 
 def _separate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ...actors.engines.protocol import SamplingParams
@@ -230,16 +230,7 @@ def evaluation_plans(
 
 
 def _validation(validation: ValidationConfig, training: EvaluationDefaults) -> EvaluationPlan:
-    rollout, greedy = training.rollout, validation.temperature == 0
-    sampling = SamplingParams(
-        n=validation.n,
-        max_new_tokens=validation.max_new_tokens or rollout.max_new_tokens,
-        temperature=validation.temperature,
-        top_p=1.0 if greedy else rollout.top_p,
-        top_k=0 if greedy else rollout.top_k,
-        seed=training.seed,
-        stop=rollout.stop,
-    )
+    greedy = {"top_p": 1.0, "top_k": 0} if validation.temperature == 0 else {}
     setup = EvaluationSetup(
         name=VALIDATION,
         prefix=VALIDATION_PREFIX,
@@ -249,19 +240,16 @@ def _validation(validation: ValidationConfig, training: EvaluationDefaults) -> E
         correct=None,
     )
     awaited = "before_update" if validation.background else "at_once"
-    return EvaluationPlan(setup, sampling, validation.every, awaited, 0)
+    return EvaluationPlan(setup, _sampling(validation, training, **greedy), validation.every, awaited, 0)
+
+
+def _sampling(one: ValidationConfig | EvaluationConfig, training: EvaluationDefaults, **own: Any) -> SamplingParams:
+    usual = sampling(training.rollout, n=one.n, seed=training.seed)
+    longest = one.max_new_tokens or usual.max_new_tokens
+    return replace(usual, max_new_tokens=longest, temperature=one.temperature, **own)
 
 
 def _named(name: str, one: EvaluationConfig, training: EvaluationDefaults) -> EvaluationPlan:
-    sampling = SamplingParams(
-        n=one.n,
-        max_new_tokens=one.max_new_tokens or training.rollout.max_new_tokens,
-        temperature=one.temperature,
-        top_p=one.top_p,
-        top_k=one.top_k,
-        seed=training.seed,
-        stop=training.rollout.stop,
-    )
     reward = one.reward or training.reward
     setup = EvaluationSetup(
         name=f"evaluation.{name}",
@@ -272,4 +260,5 @@ def _named(name: str, one: EvaluationConfig, training: EvaluationDefaults) -> Ev
         correct=one.correct or reward.functions[0].label,
     )
     awaited, in_flight = ("never", one.in_flight) if one.background else ("at_once", 0)
-    return EvaluationPlan(setup, sampling, one.every, awaited, in_flight)
+    sampled = _sampling(one, training, top_p=one.top_p, top_k=one.top_k)
+    return EvaluationPlan(setup, sampled, one.every, awaited, in_flight)

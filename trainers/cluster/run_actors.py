@@ -244,7 +244,10 @@ class StartingActors:
         with nullcontext() if loan is None else loan.holding("rollout"):
             _build(generators, [], timeout_s, times)
             if loan is not None:
-                _put_to_sleep(self.hosts, loan.sleep_level, timeout_s)
+                # Their first wake may need more memory than later ones, and now all of the GPU is theirs.
+                _started([host.sleep(loan.sleep_level) for host in self.hosts], "start", timeout_s)
+                _started([host.wake() for host in self.hosts], "start", timeout_s)
+                _started([host.sleep(loan.sleep_level) for host in self.hosts], "start", timeout_s)
                 loan.expect_freed(self.hosts)
 
 
@@ -386,14 +389,6 @@ def _build(
         if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
             raise UserError(str(error.cause)) from error
         raise
-
-
-def _put_to_sleep(hosts: Sequence[EngineHandle], level: int, timeout_s: float) -> None:
-    """Put new engines to sleep, wake them, and put them to sleep again. Their first wake may need more memory than
-    later ones, and now all of the GPU is theirs."""
-    _started([host.sleep(level) for host in hosts], "start", timeout_s)
-    _started([host.wake() for host in hosts], "start", timeout_s)
-    _started([host.sleep(level) for host in hosts], "start", timeout_s)
 
 
 def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...actors.environments.config import EnvironmentConfig
@@ -35,14 +35,14 @@ model, and of the policy before a step with several updates."""
 
 def contradictions(config: Config) -> list[str]:
     """Return one sentence for each contradiction between the keys of `config`; [] when there is none."""
-    return (
-        size_problems(config.algorithm, config.trainer, config.rollout, config.data, config.longest_sequence)
-        + mesh_problems(config.trainer)
-        + gpu_map_problems(config.resources, config.rollout, config.trainer)
-        + pool_problems(config)
-        + StoreDemand.of(config).problems(config.dataplane.store.capacity_mib)
-        + meaning_problems(config)
-    )
+    return [
+        *size_problems(config.algorithm, config.trainer, config.rollout, config.data, config.longest_sequence),
+        *mesh_problems(config.trainer),
+        *gpu_map_problems(config.resources, config.rollout, config.trainer),
+        *pool_problems(config),
+        *StoreDemand.of(config).problems(config.dataplane.store.capacity_mib),
+        *meaning_problems(config),
+    ]
 
 
 def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, *, window: int) -> list[str]:
@@ -119,26 +119,25 @@ def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool
 
 def size_problems(
     algorithm: AlgorithmConfig, trainer: TrainerConfig, rollout: RolloutConfig, data: DataConfig, needed: int
-) -> list[str]:
-    """Return one sentence for each mismatch of sizes. Sizes are compared between groups and replicas, groups and
+) -> Iterator[str]:
+    """Yield one sentence for each mismatch of sizes. Sizes are compared between groups and replicas, groups and
     rollout actors, or rows and microbatches. needed: number of tokens that an engine must take."""
-    problems = []
     prompts, dp = algorithm.prompts_per_step, trainer.dp
     if prompts % dp:
-        problems.append(
+        yield (
             f"algorithm.prompts_per_step: got {prompts}, expected a multiple of trainer.dp={dp}, "
             "because every replica trains on the same number of whole groups"
         )
     actors = rollout.num_actors or rollout.num_engines
     key = "num_engines" if rollout.num_actors is None else "num_actors"
     if prompts < actors:
-        problems.append(
+        yield (
             f"algorithm.prompts_per_step: got {prompts}, expected at least rollout.{key}={actors}, because every "
             "rollout actor needs a group to generate"
         )
     given = rollout.max_model_len
     if given is not None and given < needed:
-        problems.append(
+        yield (
             f"rollout.max_model_len: got {given}, expected at least {needed}, the length of the longest prompt and "
             "answer (data.max_prompt_tokens + rollout.max_new_tokens or that of an evaluation)"
         )
@@ -147,116 +146,108 @@ def size_problems(
     padded = round_up(longest, multiple)
     if trainer.tokens_per_microbatch < padded:
         rounded = f", rounded up to a multiple of {multiple}" if padded > longest else ""
-        problems.append(
+        yield (
             f"trainer.tokens_per_microbatch: got {trainer.tokens_per_microbatch}, expected at least {padded}, "
             f"the length of the longest row (data.max_prompt_tokens + rollout.max_new_tokens{rounded})"
         )
-    return problems
 
 
-def gpu_map_problems(resources: ResourcesConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> list[str]:
-    """Return one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`. They must give
+def gpu_map_problems(resources: ResourcesConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[str]:
+    """Yield one sentence for each mistake in `resources.trainer_gpus` and `resources.rollout_gpus`. They must give
     each train worker one GPU and each engine as many as it has processes."""
     engines, tp = rollout.num_engines, rollout.tp
     maps = {"trainer_gpus": resources.trainer_gpus, "rollout_gpus": resources.rollout_gpus}
     if None in maps.values():
         missing = [name for name, gpus in maps.items() if gpus is None]
         if len(missing) == len(maps):
-            return []
-        return [f"resources.{missing[0]}: not set, expected GPU numbers, because the other map of GPUs is set"]
+            return
+        yield f"resources.{missing[0]}: not set, expected GPU numbers, because the other map of GPUs is set"
+        return
     wanted = {
         "trainer_gpus": (trainer.topology.world, "one for each train worker of the mesh in section trainer"),
         "rollout_gpus": (engines * tp, f"rollout.tp={tp} for each of rollout.num_engines={engines}"),
     }
-    problems = []
     for name, gpus in maps.items():
         assert gpus is not None
         count, what = wanted[name]
         if len(gpus) != count:
-            problems.append(f"resources.{name}: got {len(gpus)} GPU(s), expected {count}, {what}")
+            yield f"resources.{name}: got {len(gpus)} GPU(s), expected {count}, {what}"
         elif len(set(gpus)) != count:
-            problems.append(
+            yield (
                 f"resources.{name}: got {list(gpus)}, expected each GPU once, because two processes of one role cannot "
                 "share a GPU"
             )
-    return problems
 
 
-def meaning_problems(config: Config) -> list[str]:
-    """Return one sentence for each senseless combination of settings, such as delta updates without staging."""
-    problems = []
+def meaning_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence for each senseless combination of settings, such as delta updates without staging."""
     rollout, data = config.rollout, config.data
     if config.algorithm.prev_logprobs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
-        problems.append(
+        yield (
             f"algorithm.prev_logprobs: got 'rollout' with rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}"
             ", expected 'recompute', because the engine's log-probs then belong to a truncated distribution"
         )
     if config.validation.every and not data.has_held_out:
-        problems.append(
+        yield (
             "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "
             f"because data.train={data.train!r} has no held-out part of its own"
         )
-    problems += metric_problems(config.validation, config.figures, config.data)
-    problems += evaluation_problems(config.evaluation, config.reward, config.run)
+    yield from metric_problems(config.validation, config.figures, config.data)
+    yield from evaluation_problems(config.evaluation, config.reward, config.run)
     if config.trainer.min_lr > config.trainer.lr:
-        problems.append(
-            f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
-        )
+        yield f"trainer.min_lr: got {config.trainer.min_lr:g}, expected at most trainer.lr={config.trainer.lr:g}"
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":
-        problems.append(
+        yield (
             f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected "
             "rollout.engine='scripted', because other engines cannot use this backend's weights"
         )
     if rollout.logprobs == "arrays" and "speculative_config" in rollout.vllm:
-        problems.append(
+        yield (
             "rollout.logprobs: got 'arrays' with rollout.vllm.speculative_config, expected 'auto' or 'vllm', because "
             "speculative decoding samples several tokens at once"
         )
-    problems += sync_problems(config.sync, config.resources)
+    yield from sync_problems(config.sync, config.resources)
     if config.overlap.by_chunk and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
-        problems.append(
+        yield (
             f"algorithm.mode: got {config.algorithm.mode!r} with advantage.kind={config.advantage.kind!r}, expected "
             "'sync' or 'async', because this estimator normalises over all rows of a step"
         )
-    problems += update_problems(config.algorithm, config.trainer, config.overlap)
+    yield from update_problems(config.algorithm, config.trainer, config.overlap)
     labels = [function.label for function in config.reward.functions]
     for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):
-        problems.append(
+        yield (
             f"reward.functions: got the name {label!r}, which is taken, expected a different `name` for each function"
         )
-    problems += admission_problems(config.algorithm, config.run)
+    yield from admission_problems(config.algorithm, config.run)
     if config.run.replay is not None:
-        problems += replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
-    problems += objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
+        yield from replay_problems(config.run, config.validation, config.algorithm, window=config.overlap.window)
+    yield from objective_problems(config.loss, config.advantage, config.reward, config.algorithm.prev_logprobs)
     if config.router_replay.enabled:
-        problems += route_problems(config.environment, config.rollout)
+        yield from route_problems(config.environment, config.rollout)
     if config.resources.switch_roles == "always":
         obstacles = switch_obstacles(
             config.algorithm.mode, config.sync, config.validation, config.evaluation, config.run.replay
         )
-        problems += [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in obstacles]
-    return problems
+        yield from [f"resources.switch_roles: got 'always' with {obstacle}" for obstacle in obstacles]
 
 
-def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> list[str]:
-    """Return one sentence for each setting of the weight sync that contradicts another, or a time limit."""
-    problems = []
+def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> Iterator[str]:
+    """Yield one sentence for each setting of the weight sync that contradicts another, or a time limit."""
     bound_s, key = min(
         (resources.stage_timeout_s, "stage_timeout_s"),
         (resources.collective_timeout_s, "collective_timeout_s"),
         key=lambda bound: bound[0],
     )
     if sync.timeout_s >= bound_s:
-        problems.append(
+        yield (
             f"sync.timeout_s: got {sync.timeout_s:g}, expected less than resources.{key}={bound_s:g}, because train "
             "workers wait for each other while the sync waits for an engine"
         )
     if sync.delta and sync.staging == "none":
-        problems.append(
+        yield (
             "sync.delta: got true with sync.staging='none', expected false, because an engine applies a delta to a "
             "copy of the last version"
         )
-    return problems
 
 
 def switch_obstacles(
@@ -265,58 +256,53 @@ def switch_obstacles(
     validation: ValidationConfig,
     evaluation: Mapping[str, EvaluationConfig],
     replay: str | None,
-) -> list[str]:
-    """Return one clause for each setting with which engines and train workers cannot take turns on their GPUs. It says
+) -> Iterator[str]:
+    """Yield one clause for each setting with which engines and train workers cannot take turns on their GPUs. It says
     the setting, what it would have to be, and why. replay: the folder in `run.replay`."""
-    obstacles = []
     if mode != "sync":
-        obstacles.append(
+        yield (
             f"algorithm.mode={mode!r}, expected algorithm.mode='sync', because in other modes both roles are busy at "
             "the same time"
         )
     if validation.every and validation.background:
-        obstacles.append(
+        yield (
             "validation.background=true, expected false, because the engines would answer while the trainer computes"
         )
     for name, one in evaluation.items():
         if one.every and one.background:
-            obstacles.append(
+            yield (
                 f"evaluation.{name}.background=true, expected false, because the engines would answer while the "
                 "trainer computes"
             )
     if sync.delta:
-        obstacles.append(
+        yield (
             "sync.delta=true, expected false, because a sleeping engine keeps no version that a delta could refer to"
         )
     if sync.staging == "full":
-        obstacles.append(
-            "sync.staging='full', expected 'auto', because the engine's second copy would take the trainer's place"
-        )
+        yield "sync.staging='full', expected 'auto', because the engine's second copy would take the trainer's place"
     if replay is not None:
-        obstacles.append("run.replay set, expected it unset, because a replay has no engine")
-    return obstacles
+        yield "run.replay set, expected it unset, because a replay has no engine"
 
 
-def update_problems(algorithm: AlgorithmConfig, trainer: TrainerConfig, overlap: Overlap) -> list[str]:
-    """Return one sentence for each setting of mini-batches and epochs that does not fit the mode or the mesh."""
-    problems, dp = [], trainer.dp
+def update_problems(algorithm: AlgorithmConfig, trainer: TrainerConfig, overlap: Overlap) -> Iterator[str]:
+    """Yield one sentence for each setting of mini-batches and epochs that does not fit the mode or the mesh."""
+    dp = trainer.dp
     if algorithm.minibatches > 1 and algorithm.prompts_per_step % (algorithm.minibatches * dp):
-        problems.append(
+        yield (
             f"algorithm.minibatches: got {algorithm.minibatches}, expected a number whose product with "
             f"trainer.dp={dp} divides algorithm.prompts_per_step={algorithm.prompts_per_step}, because every replica "
             "trains on the same number of whole groups of each mini-batch"
         )
     if not overlap.by_chunk:
-        return problems
+        return
     why = f"because algorithm.mode={algorithm.mode!r} trains on groups as they become ready"
     if algorithm.epochs > 1:
-        problems.append(f"algorithm.epochs: got {algorithm.epochs}, expected 1 (or mode 'sync' or 'async'), {why}")
+        yield f"algorithm.epochs: got {algorithm.epochs}, expected 1 (or mode 'sync' or 'async'), {why}"
     if algorithm.minibatches > 1 and algorithm.prev_logprobs == "recompute":
-        problems.append(
+        yield (
             f"algorithm.prev_logprobs: got 'recompute' with algorithm.minibatches={algorithm.minibatches}, expected "
             f"'rollout' (or mode 'sync' or 'async'), {why}, when earlier updates have changed the policy"
         )
-    return problems
 
 
 def metric_problems(validation: ValidationConfig, known: Sequence[str], data: DataConfig) -> list[str]:
@@ -331,79 +317,69 @@ def metric_problems(validation: ValidationConfig, known: Sequence[str], data: Da
     return []
 
 
-def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConfig, run: RunConfig) -> list[str]:
-    """Return one sentence for each contradiction inside the named evaluation sets, and between them and the run."""
-    problems = []
+def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConfig, run: RunConfig) -> Iterator[str]:
+    """Yield one sentence for each contradiction inside the named evaluation sets, and between them and the run."""
     for name, one in sets.items():
         key = f"evaluation.{name}"
         labels = [function.label for function in (one.reward or reward).functions]
         if one.correct is not None and one.correct not in labels:
-            problems.append(f"{key}.correct: got {one.correct!r}, expected one of its rewards, {', '.join(labels)}")
+            yield f"{key}.correct: got {one.correct!r}, expected one of its rewards, {', '.join(labels)}"
         if one.num_prompts is None and one.data.source.startswith("task:"):
-            problems.append(f"{key}.num_prompts: not set, expected a number, because {one.data.source} has no end")
+            yield f"{key}.num_prompts: not set, expected a number, because {one.data.source} has no end"
         for sampled, plain in (("n", 1), ("top_p", 1.0), ("top_k", 0)):
             if one.temperature == 0 and getattr(one, sampled) != plain:
-                problems.append(
+                yield (
                     f"{key}.{sampled}: got {getattr(one, sampled)} with {key}.temperature=0, expected {plain:g}, "
                     "because greedy samples are all the same"
                 )
         if one.every and one.background and run.deterministic:
-            problems.append(
+            yield (
                 f"{key}.background: got true with run.deterministic=true, expected false, because the weights change "
                 "during an evaluation in the background"
             )
         if one.every and run.replay is not None:
-            problems.append(
-                f"{key}.every: got {one.every} with run.replay set, expected 0, because a replay has no engine"
-            )
-    return problems
+            yield f"{key}.every: got {one.every} with run.replay set, expected 0, because a replay has no engine"
 
 
-def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> list[str]:
-    """Return one sentence for each sampler or oversampling setting that conflicts with the order of groups. It is the
+def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> Iterator[str]:
+    """Yield one sentence for each sampler or oversampling setting that conflicts with the order of groups. It is the
     order in which a step must take its groups."""
-    problems = []
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
     key = "algorithm.dynamic_sampling.oversample"
     if over and (in_order or run.deterministic):
         what = "run.deterministic=true" if run.deterministic else f"algorithm.sampler={algorithm.sampler!r}"
-        problems.append(
+        yield (
             f"{key}: got {algorithm.dynamic_sampling.oversample:g} with {what}, expected 1, because a step "
             "with more prompts takes the groups that are ready first"
         )
     if run.deterministic and algorithm.sampler not in ("auto", "in_order"):
-        problems.append(
+        yield (
             f"algorithm.sampler: got {algorithm.sampler!r} with run.deterministic=true, expected 'in_order', because "
             "other samplers take groups in the order in which they become ready"
         )
-    return problems
 
 
 def replay_problems(
     run: RunConfig, validation: ValidationConfig, algorithm: AlgorithmConfig, *, window: int
-) -> list[str]:
-    """Return one sentence for each key that cannot be combined with `run.replay`. A replay trains on the recorded
+) -> Iterator[str]:
+    """Yield one sentence for each key that cannot be combined with `run.replay`. A replay trains on the recorded
     groups of another run. window: number of versions that rollouts run ahead."""
-    problems = []
     if run.record:
-        problems.append(
-            "run.record: got true with run.replay set, expected false, because a replay generates no groups"
-        )
+        yield "run.record: got true with run.replay set, expected false, because a replay generates no groups"
     if validation.every:
-        problems.append(
+        yield (
             f"validation.every: got {validation.every} with run.replay set, expected 0, because a replay has no engine"
         )
     if algorithm.dynamic_sampling.oversample > 1:
-        problems.append(
+        yield (
             f"algorithm.dynamic_sampling.oversample: got {algorithm.dynamic_sampling.oversample:g} with run.replay "
             "set, expected 1, because a step has the groups that it had in the recorded run"
         )
     if window and algorithm.sampler not in ("auto", "in_order"):
-        problems.append(
+        yield (
             f"algorithm.sampler: got {algorithm.sampler!r} with run.replay set, expected 'in_order', because a step "
             "has the groups that it had in the recorded run"
         )
-    return problems
 
 
 NO_ROUTES_WITH = {
@@ -430,102 +406,96 @@ def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> li
 
 def objective_problems(
     loss: LossConfig, advantage: AdvantageConfig, reward: RewardConfig, prev_logprobs: str
-) -> list[str]:
-    """Return one sentence for each contradiction between the keys of losses, advantages and rewards. prev_logprobs:
+) -> Iterator[str]:
+    """Yield one sentence for each contradiction between the keys of losses, advantages and rewards. prev_logprobs:
     value of `algorithm.prev_logprobs`."""
-    problems = []
     if loss.correction != "none":
         low, high = loss.correction_bounds
         if low >= high:
-            problems.append(f"loss.correction_high: got {high}, expected a number above loss.correction_low={low}")
+            yield f"loss.correction_high: got {high}, expected a number above loss.correction_low={low}"
     if loss.correction != "none" and prev_logprobs == "rollout":
-        problems.append(
+        yield (
             f"loss.correction: got {loss.correction!r} with algorithm.prev_logprobs='rollout', expected "
             "algorithm.prev_logprobs='recompute', because without it all importance weights are 1"
         )
     counting = [function.label for function in reward.functions if function.weight]
     if advantage.kind == "gdpo" and len(counting) < 2:
-        problems.append(
+        yield (
             f"advantage.kind: got 'gdpo' with {len(counting)} reward functions whose weight is not 0, expected at "
             "least two, because it normalises each of them separately"
         )
-    return problems
 
 
 # ---------------- a run that borrows its GPUs from a pool
 
 
-def pool_problems(config: Config) -> list[str]:
-    """Return one sentence for each setting with which a run cannot borrow its GPUs from a pool; [] without a pool."""
+def pool_problems(config: Config) -> Iterator[str]:
+    """Yield one sentence for each setting with which a run cannot borrow its GPUs from a pool; none without a pool."""
     if config.pool.address is None:
-        return []
+        return
     because = "with pool.address set"
-    problems = _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because)
+    yield from _map_problems(config.resources, config.rollout.num_engines, config.engine_gpus, because)
     if not config.overlap.window:
-        problems.append(
+        yield (
             f"algorithm.mode: got {config.algorithm.mode!r} {because}, expected 'async' or 'async_streaming' with "
             "algorithm.max_staleness above 0, because in other modes no engine generates while the run trains"
         )
     if config.rollout.num_actors is None:
-        problems.append(
+        yield (
             f"rollout.num_actors: not set {because}, expected a number, because an engine inside a rollout actor "
             "cannot sleep while the actor goes on"
         )
     given = config.resources.ray_address
     if given not in (None, config.pool.address):
-        problems.append(
+        yield (
             f"resources.ray_address: got {given!r} {because}, expected it unset, because a run joins the cluster "
             "of its pool"
         )
     if config.resources.switch_roles == "always":
-        problems.append(
-            f"resources.switch_roles: got 'always' {because}, expected 'auto', because the pool grants the GPUs"
-        )
+        yield f"resources.switch_roles: got 'always' {because}, expected 'auto', because the pool grants the GPUs"
     if config.sync.in_flight == "wait":
-        problems.append(
+        yield (
             f"sync.in_flight: got 'wait' {because}, expected 'keep' or 'abort', because training would keep its GPUs "
             "until the longest request of the engines that are awake has ended"
         )
     if config.sync.delta:
-        problems.append(
+        yield (
             f"sync.delta: got true {because}, expected false, because a sleeping engine keeps no version that a delta "
             "could refer to"
         )
     if config.run.replay is not None:
-        problems.append(f"run.replay: got a folder {because}, expected it unset, because a replay has no engine")
+        yield f"run.replay: got a folder {because}, expected it unset, because a replay has no engine"
     background = [("validation", config.validation.every and config.validation.background)]
     background += [(f"evaluation.{name}", one.every and one.background) for name, one in config.evaluation.items()]
-    problems += [
+    yield from [
         f"{key}.background: got true {because}, expected false, because training waits for it with GPUs in its hands"
         for key, is_background in background
         if is_background
     ]
-    return problems
 
 
-def _map_problems(resources: ResourcesConfig, engines: int, shards: Sequence[Sequence[int]], because: str) -> list[str]:
+def _map_problems(
+    resources: ResourcesConfig, engines: int, shards: Sequence[Sequence[int]], because: str
+) -> Iterator[str]:
     if resources.trainer_gpus is None or resources.rollout_gpus is None:
-        return [f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool"]
-    problems = []
+        yield f"resources.trainer_gpus: not set {because}, expected it and resources.rollout_gpus: GPUs of the pool"
+        return
     train, rollout = set(resources.trainer_gpus), resources.rollout_gpus
     if beyond := sorted(train.difference(rollout)):
-        problems.append(
+        yield (
             f"resources.trainer_gpus: got GPU {beyond[0]} {because}, expected GPUs of resources.rollout_gpus, because "
             "engines use the GPUs of training in the meantime"
         )
     if engines < 2:
-        problems.append(
+        yield (
             f"rollout.num_engines: got {engines} {because}, expected at least 2, because one engine "
             "alone would have to sleep whenever the run trains"
         )
     elif all(train.intersection(shard) for shard in shards):
-        problems.append(
+        yield (
             f"resources.trainer_gpus: got {sorted(train)} {because}, expected that one engine of "
             "resources.rollout_gpus has none of them, because it goes on generating while the run trains"
         )
     for shard in shards:
         if list(shard) != list(range(shard[0], shard[0] + len(shard))):
-            problems.append(
-                f"resources.rollout_gpus: got {list(shard)} for one engine {because}, expected neighbouring GPUs"
-            )
-    return problems
+            yield f"resources.rollout_gpus: got {list(shard)} for one engine {because}, expected neighbouring GPUs"

@@ -13,7 +13,7 @@ from ...actors.rollout.data_config import JSONL_SUFFIXES, MIXTURE, DataConfig, i
 from ...dataplane.config import Section
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
-from .config import AlgorithmConfig, Config, RunConfig
+from .config import AlgorithmConfig, Config
 from .evaluation_sets import EvaluationConfig
 
 
@@ -70,11 +70,6 @@ def _sources(data: DataConfig, evaluation: Mapping[str, EvaluationConfig]) -> tu
     return tuple(source for source in (*data.trained, data.validation, *sets) if source)
 
 
-def _overtakes(algorithm: AlgorithmConfig, run: RunConfig) -> bool:
-    sampler = algorithm.sampler
-    return sampler != "in_order" and not (sampler == "auto" or run.deterministic)
-
-
 AHEAD = _is("algorithm.mode", "async", "async_streaming")
 BY_CHUNK = _is("algorithm.mode", "streaming", "async_streaming")
 VLLM = _is("rollout.engine", "vllm")
@@ -116,7 +111,9 @@ SLEEPS = Need(
 OVERTAKING = Need(
     "algorithm.sampler",
     "a sampler that may change the order of groups, unlike auto and in_order",
-    lambda config: _overtakes(config.algorithm, config.run),
+    lambda config: (
+        config.algorithm.sampler != "in_order" and not (config.algorithm.sampler == "auto" or config.run.deterministic)
+    ),
 )
 OWN_OPTIONS = Need(
     "algorithm.sampler",

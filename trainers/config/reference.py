@@ -154,7 +154,8 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         listed = typing.get_origin(field.annotation) is tuple
         if below is None or below is not field.annotation:
             effect = " and ".join(need.words for need in EFFECTS.get(prefix + name, ()))
-            kind = _type_name(field) if below is None else "list of sections" if listed else "section or unset"
+            plain = _annotation_name(field.annotation) + _bounds(field.metadata)
+            kind = plain if below is None else "list of sections" if listed else "section or unset"
             yield Key(prefix + name, kind, _default(field), described.get(name, ""), effect)
         if below is not None:
             yield from _keys_of(below, f"{prefix}{name}{'.N' if listed else ''}.")
@@ -205,10 +206,6 @@ def _plain(value: Any) -> str:
 
 _PLAIN_TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-
-
-def _type_name(field: FieldInfo) -> str:
-    return _annotation_name(field.annotation) + _bounds(field.metadata)
 
 
 def _annotation_name(annotation: Any) -> str:

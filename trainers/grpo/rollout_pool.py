@@ -77,8 +77,8 @@ class RolloutPool:
     def begin_watch(self) -> None:
         """Reset the time without progress that `still_s` returns for each actor. Called when a new wait for rollouts
         begins."""
-        rollouts, engines = self._actors.rollouts, self._actors.engines
-        self._watch = ProgressWatch(rollouts if engines.embedded else [*rollouts, *_hosts(engines.engines)])
+        separate = [engine.handle for engine in self._separate]
+        self._watch = ProgressWatch([*self._actors.rollouts, *separate])
 
     def look(self, version: int) -> bool:
         """Query the progress of all actors, without waiting for their answers. Returns whether any has made progress or
@@ -195,7 +195,3 @@ class RolloutPool:
                 engine.handle.kill()
             self.replace(engine.handle, engine.handle.info.pid, ActorFailed(reason, died=True), version)
         return bool(gone)
-
-
-def _hosts(engines: Sequence[Engine]) -> list[EngineHandle]:
-    return [engine.handle for engine in engines]

@@ -267,7 +267,8 @@ class WeightSync:
         if sends and (self._config.delta or (self._config.cache and not self._lasting)):
             self._in_cache = version  # the cache has the complete version even if an engine lost it
         tally.sends += reports
-        tally.blamed = _blamed(sent)
+        causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]
+        tally.blamed = {name for cause in causes if isinstance(cause, WeightTransferError) for name in cause.engines}
 
     def _must_be_held(self, engine: Engine) -> bool:
         """Return whether the engine's running requests must end before a transfer begins. They must if in_flight is
@@ -407,11 +408,6 @@ def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str
 def _died(failure: ActorFailed) -> bool:
     """Return whether the failure means that the actor's process died, or that of the engine within it."""
     return failure.died or isinstance(failure.cause, EngineDied)
-
-
-def _blamed(sent: Sequence[object]) -> set[str]:
-    causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]
-    return {engine for cause in causes if isinstance(cause, WeightTransferError) for engine in cause.engines}
 
 
 class _Tally:

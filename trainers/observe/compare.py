@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import os
 import statistics
@@ -17,8 +16,8 @@ from rich.text import Text
 
 from ...actors.rollout.evaluation import REWARD
 from ..errors import UserError
-from .metrics import FINISHED, Record, judged_label, read_metrics, time_split
-from .page import page, plot_html, short, table
+from .metrics import FINISHED, Record, judged_label, read_run, time_split
+from .page import page, plot_html, short, table, write_page
 from .report import judged_key, seconds_text
 
 MAX_RUNS = 12
@@ -63,12 +62,7 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Compared]:
 
 
 def _read(folder: Path, name: str) -> Compared:
-    if not (folder / "metrics.jsonl").is_file():
-        raise UserError(f"{folder}: no metrics.jsonl there, expected a run folder")
-    try:
-        records, events = read_metrics(folder / "metrics.jsonl")
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    records, events = read_run(folder)
     path = folder / "config.yaml"
     config = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
     finished = any(event["event"] == FINISHED for event in events)
@@ -167,16 +161,11 @@ def write_comparison(runs: Sequence[Compared], path: Path) -> Path:
         + table("Settings that differ", ("key", *head[1:]), [_line(key, texts) for key, texts in differences(runs)])
         + f'</div>\n<div class="plots">{"".join(map(plot_html, shown))}</div>'
     )
-    new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(page(" and ".join(run.name for run in runs), body), encoding="utf-8")
-        new.replace(path)
+        return write_page(path, page(" and ".join(run.name for run in runs), body))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
         raise UserError(f"--out: {path} cannot be written ({error.strerror}), expected a file name") from error
-    return path
 
 
 def _line(label: str, texts: Sequence[str]) -> str:

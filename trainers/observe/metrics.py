@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.rollout.evaluation import needs_answers
+from ..errors import UserError
 from .tracking import Tracking
 
 FINISHED = "finished"
@@ -87,7 +88,8 @@ class MetricsWriter:
         self._tracking = tracking
         self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
         _drop_torn_line(Path(path))
-        self._attempt = _num_resumed(Path(path))
+        mark = b"{" + f'"event": "{RESUMED}"'.encode()
+        self._attempt = sum(line.startswith(mark) for line in Path(path).read_bytes().splitlines())
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line for `step`. Values are numbers, numpy or torch scalars, or None; NaN and infinity become null.
@@ -146,11 +148,6 @@ def _number(key: str, value: Any) -> float | int | None:
     raise ValueError(f"metric {key!r}: got {value!r}, expected a number or None")
 
 
-def _num_resumed(path: Path) -> int:
-    mark = f'"event": "{RESUMED}"'.encode()
-    return sum(line.startswith(b"{" + mark) for line in path.read_bytes().splitlines())
-
-
 def _drop_torn_line(path: Path) -> None:
     """Cut off an incomplete last line, which a process left when it died. The next line then does not continue it."""
     data = path.read_bytes()
@@ -158,11 +155,20 @@ def _drop_torn_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
+def read_run(folder: str | os.PathLike[str]) -> tuple[list[Record], list[Record]]:
+    """Return the metrics of the run in `folder` as `read_metrics` does. Raises UserError if the folder has no metrics,
+    or a broken file of them."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder}: no metrics.jsonl there, expected a run folder")
+    return read_metrics(path)
+
+
 def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Read a metrics.jsonl as (records, events): one merged record per step, ascending, and events in file order.
 
     A `resumed` event drops the records of all steps after its own, because the resumed run repeated these steps. An
-    incomplete last line is ignored. For any other line that is not a metrics record, raises ValueError that names file
+    incomplete last line is ignored. For any other line that is not a metrics record, raises UserError that names file
     and line.
     """
     records: dict[int, dict[str, Any]] = {}
@@ -173,7 +179,7 @@ def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
             line = json.loads(raw)
             step = line["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} line {number}: not a metrics record ({error!r})") from error
+            raise UserError(f"{path} line {number}: not a metrics record ({error!r})") from error
         if "event" not in line:
             records.setdefault(step, {}).update(line)
             continue

@@ -5,6 +5,7 @@ A page is one file that needs no network. All text in it is escaped, because pro
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 from collections.abc import Sequence
@@ -111,6 +112,19 @@ def page(title: str, body: str, *, state: str = "", good: bool = False, scripts:
     for none, green if `good`. scripts: HTML of the `<script>` elements at the end."""
     mark = f'<span class="state {"good" if good else "open"}">{html.escape(state)}</span>' if state else ""
     return Template(_PAGE).substitute(title=html.escape(title), state=mark, body=body, scripts=scripts)
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write a page to `path`, whose readers find the old or the new one whole, and return it. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    return path
 
 
 def script(name: str) -> str:

@@ -330,16 +330,12 @@ def _plot(title: str, note: str, legend: Sequence[tuple[str, str]], figure: Figu
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', _opening(title), svg, count=1)
+    # The opening tag keeps the viewBox and loses the size, which the page decides.
+    links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    opening = rf'<svg role="img" aria-label="{title}" \1 {links}>'
+    svg = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', opening, svg, count=1)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font: \1 var(--font)", svg)
     svg = re.sub(r"font-family: [^;\"]+", "font-family: var(--font)", svg)
     for name, stand_in in _STAND_INS.items():
         svg = svg.replace(stand_in, f"var(--{name})")
     return Plot(title, note, tuple(legend), svg, wide)
-
-
-def _opening(title: str) -> str:
-    """Return a replacement for the SVG's opening tag that keeps the viewBox and omits the size. The page decides the
-    size."""
-    links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return rf'<svg role="img" aria-label="{title}" \1 {links}>'

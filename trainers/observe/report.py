@@ -20,9 +20,8 @@ import psutil
 import yaml
 
 from ...actors.rollout.evaluation import EXACT_MATCH, REWARD, find_figure
-from ..errors import UserError
-from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_metrics
-from .page import card, data_script, page, plot_html, script, short, table
+from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_run
+from .page import card, data_script, page, plot_html, script, short, table, write_page
 from .samples import FILE, Row, read_samples
 
 CLOSE_S = 10.0
@@ -103,26 +102,12 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     metrics file.
     """
     folder = Path(run_dir)
-    metrics_path, config_path = folder / "metrics.jsonl", folder / "config.yaml"
-    if not metrics_path.is_file():
-        raise UserError(f"{folder}: no metrics.jsonl there, expected a run folder")
-    try:
-        records, events = read_metrics(metrics_path)
-        samples = read_samples(folder / FILE)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    config_path = folder / "config.yaml"
+    records, events = read_run(folder)
+    samples = read_samples(folder / FILE)
     config_text = config_path.read_text(encoding="utf-8") if config_path.is_file() else ""
     text = render(records, events, config_text, title=folder.resolve().name, samples=samples)
-    path = folder / "report.html"
-    new = folder / "report.html.new"
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    return path
+    return write_page(folder / "report.html", text)
 
 
 def render(

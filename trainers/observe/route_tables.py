@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import UserError
-from .metrics import read_metrics
+from .metrics import read_run
 
 BY_STEP = {
     "routes/missing_share": "missing share",
@@ -39,13 +39,7 @@ def route_tables(run_dir: Path, *, last: int | None = None) -> list[Table]:
     routes nor experts."""
     if last is not None and last < 1:
         raise UserError(f"--last: got {last}, expected 1 step or more")
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{run_dir}: no metrics.jsonl there, expected a run folder")
-    try:
-        records, _ = read_metrics(path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    records, _ = read_run(run_dir)
     steps = [line for line in records if any(name.startswith(("routes/", "moe/")) for name in line)]
     if not steps:
         raise UserError(

@@ -162,7 +162,8 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._remove_drafts()
+            for draft in (draft for pattern in _DRAFTS for draft in self.path.glob(pattern)):
+                _remove(draft)  # the processes that wrote it have ended by now
         if isinstance(error, Exception) and not isinstance(error, UserError):
             self._write_traceback(error)
         try:
@@ -185,13 +186,6 @@ class RunFolder:
             error.add_note(f"The traceback could not be written to {self.error_path}: {full.strerror}")
         else:
             error.add_note(f"The traceback is in {self.error_path}")
-
-    def _remove_drafts(self) -> None:
-        """Delete the drafts that were being written when the run failed. The processes that wrote them have ended by
-        then."""
-        for pattern in _DRAFTS:
-            for draft in self.path.glob(pattern):
-                _remove(draft)
 
     def _remove_what_was_made(self) -> None:
         """Delete all that was created in the run folder since it was opened, because the user's mistake ended the run.

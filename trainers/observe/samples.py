@@ -27,7 +27,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
     The dict has the entries of the line `episode` (see `actors/sample_file.py`). Of a training prompt it also has
     `step`, `advantage` and `trained_logprobs`, which are None until a step trains on the row. Of a held-out prompt,
     `step` is the version that was evaluated. A row that was generated again replaces the earlier one. An incomplete
-    last line is ignored. For any other line that this version does not know, raises ValueError that names file and
+    last line is ignored. For any other line that this version does not know, raises UserError that names file and
     line.
     """
     try:
@@ -48,7 +48,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
             episodes[identity] = {name: value for name, value in line.items() if name != "kind"}
             assert line["kind"] == EPISODE
         except (ValueError, TypeError, KeyError, AssertionError) as error:
-            raise ValueError(f"{path} line {number}: not a line of samples ({error!r})") from error
+            raise UserError(f"{path} line {number}: not a line of samples ({error!r})") from error
     rows = []
     for (name, key, _), row in episodes.items():
         found = trained.get(key, {}) if name == TRAINING else {"step": row["version"]}
@@ -114,10 +114,7 @@ def select(rows: Sequence[Row], choice: Choice) -> list[Row]:
 def show_samples(run_dir: Path, choice: Choice, console: Console, *, as_json: bool = False) -> int:
     """Print the episodes of a run folder that `choice` selects, for people or as one JSON object per line. Returns
     their number. Raises UserError if the folder has no episodes or a broken file."""
-    try:
-        rows = read_samples(run_dir / FILE)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    rows = read_samples(run_dir / FILE)
     if not rows:
         raise UserError(f"{run_dir}: no episodes in {FILE} there, expected a run folder with logging.samples.every > 0")
     found = select(rows, choice)

@@ -171,13 +171,26 @@ class TensorboardTracker:
         self._writer.close()
 
 
-class TrackioTracker:
+class _LibraryRun:
+    """The part of a tracker whose package has runs with `log` and `finish`, and tables."""
+
+    _library: Any
+    _run: Any
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker(_LibraryRun):
     """Tracker that is a run of trackio."""
 
-    def __init__(self, options: TrackioOptions) -> None:
-        self._options = options
-        self._run: Any = None
-        self._library: Any = None
+    _options: TrackioOptions
 
     def start(self, run: TrackedRun) -> str:
         if self._options.dir is not None:
@@ -200,27 +213,18 @@ class TrackioTracker:
         )
         return name
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         import pandas
 
         frame = pandas.DataFrame([list(row) for row in rows], columns=list(SAMPLE_COLUMNS))
         self._run.log({"samples": self._library.Table(dataframe=frame)}, step=step)
 
-    def finish(self) -> None:
-        self._run.finish()
 
-
-class WandbTracker:
+class WandbTracker(_LibraryRun):
     """Tracker that is a run of Weights & Biases. Steps that were logged before, as a resumed run repeats them, are
     dropped by the service."""
 
-    def __init__(self, options: WandbOptions) -> None:
-        self._options = options
-        self._run: Any = None
-        self._library: Any = None
+    _options: WandbOptions
 
     def start(self, run: TrackedRun) -> str:
         try:
@@ -252,15 +256,9 @@ class WandbTracker:
         unregister_all_post_import_hooks()
         return name
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         table = self._library.Table(columns=list(SAMPLE_COLUMNS), data=[list(row) for row in rows])
         self._run.log({"samples": table}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 def wanted_trackers(config: LoggingConfig) -> Sequence[TrackerConfig]:
@@ -272,13 +270,10 @@ def wanted_trackers(config: LoggingConfig) -> Sequence[TrackerConfig]:
 def build_tracker(config: TrackerConfig) -> Tracker:
     """Build one tracker. It imports its package when it is started."""
     options: Any = options_section(config.kind, config.options)
-    match config.kind:
-        case "wandb":
-            return WandbTracker(options)
-        case "trackio":
-            return TrackioTracker(options)
-        case "mlflow":
-            return MlflowTracker(options)
-        case "tensorboard":
-            return TensorboardTracker(options)
-    raise AssertionError(config.kind)
+    kinds = {
+        "wandb": WandbTracker,
+        "trackio": TrackioTracker,
+        "mlflow": MlflowTracker,
+        "tensorboard": TensorboardTracker,
+    }
+    return kinds[config.kind](options)

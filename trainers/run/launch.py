@@ -189,7 +189,9 @@ class _Training:
                 check=self._check_prompts,
                 times=times,
             ) as run:
-                self._tell_start(times, state)
+                times.mark("ready")
+                self._folder.metrics.event("start", state.step, **times.figures())
+                self._progress.message(str(times))
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
@@ -206,11 +208,6 @@ class _Training:
             if lost is None or not self._begun or left <= 0 or self._watch.reason() is not None:
                 raise
         return lost
-
-    def _tell_start(self, times: StartTimes, state: State) -> None:
-        times.mark("ready")
-        self._folder.metrics.event("start", state.step, **times.figures())
-        self._progress.message(str(times))
 
     def _tell_distrust(self, state: State, metrics: dict[str, float]) -> None:
         """Warn the user if the log-probs of engine and trainer differ too much in the first step."""

@@ -123,7 +123,10 @@ def _recorded(run: RunConfig, settings: str, run_dir: Path, version: int) -> dic
     for position in journal.positions:  # one by one, so that other versions' groups are not kept in memory
         group = journal.find(position)
         if group is not None:
-            made_by = _versions(group)
+            spans = group.rows.batch["version_spans"]
+            assert isinstance(spans, Ragged)
+            # Those recorded for the rows matter where a row has no generated tokens.
+            made_by = {*spans.values.reshape(-1, 2)[:, 1].tolist(), *group.rows.versions.tolist()} - {-1}
             there |= made_by
             if made_by == {version}:
                 found[position] = group
@@ -131,14 +134,6 @@ def _recorded(run: RunConfig, settings: str, run_dir: Path, version: int) -> dic
         versions = f"versions {min(there)} to {max(there)}" if there else "none"
         raise UserError(f"{run_dir} holds no group of version {version}, only of {versions}")
     return found
-
-
-def _versions(group: JournaledGroup) -> set[int]:
-    """Return the policy versions of a group: those that generated its tokens, and those recorded for its rows. The
-    latter matter for rows without generated tokens."""
-    spans = group.rows.batch["version_spans"]
-    assert isinstance(spans, Ragged)
-    return {*spans.values.reshape(-1, 2)[:, 1].tolist(), *group.rows.versions.tolist()} - {-1}
 
 
 async def _replay(

@@ -104,7 +104,7 @@ class SimulatedEngine:
             self._mark, self._since = self._mark_list[gone - 1], self._times[gone - 1]
             assert not self._groups or self._groups[0][0] > self._mark, "ended groups were not taken"
         if gone < running and now > self._since:
-            self._mark += (now - self._since) / self._token_s(running - gone)
+            self._mark += (now - self._since) / (self._decode_s + self._decode_row_s * (running - gone))
         self._since = max(now, self._since) + pause_s  # a pause in progress ends first
         self._marks = self._marks[gone:]
 
@@ -117,9 +117,6 @@ class SimulatedEngine:
         seconds = np.diff(marks, prepend=self._mark) * (self._decode_s + self._decode_row_s * left)
         self._times = (self._since + np.cumsum(seconds)).tolist()
         self._mark_list = marks.tolist()
-
-    def _token_s(self, running: int) -> float:
-        return self._decode_s + self._decode_row_s * running
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ class Family:
             for process in alive:
                 killed[process] = _describe(process)
                 kill_process(process)
-        _wait_until_gone([*killed, *([self.driver] if self.driver is not None else [])])
+        gone = [*killed, *([self.driver] if self.driver is not None else [])]
+        # A zombie counts as gone, unlike in psutil.wait_procs, because its parent may be slow to notice.
+        _wait(lambda: any(map(is_alive, gone)), END_TIMEOUT_S)
         return list(killed.values())
 
     def _note(self, processes: Iterable[psutil.Process]) -> None:
@@ -127,12 +129,6 @@ def kill_process(process: psutil.Process) -> None:
             process.kill()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         pass  # it has ended, or belongs to another user, and Ray has to end it
-
-
-def _wait_until_gone(processes: list[psutil.Process]) -> None:
-    """Wait until the processes are gone. A zombie counts as gone, unlike in psutil.wait_procs, because its parent may
-    be slow to notice."""
-    _wait(lambda: any(map(is_alive, processes)), END_TIMEOUT_S)
 
 
 def _wait(alive: Callable[[], bool], timeout_s: float) -> bool:

@@ -115,7 +115,10 @@ def open_mesh(topology: Topology, rank: int) -> Mesh:
         expert_replicas=_group(parallel_state.get_expert_data_parallel_group()),
         owns_default=owns_default,
     )
-    assert _agrees(mesh), f"Megatron places rank {rank} elsewhere than {topology} at {place}"
+    ranks = (mesh.tp.rank(), mesh.cp.rank(), mesh.pp.rank(), parallel_state.get_data_parallel_rank())
+    assert ranks == (place.tp, place.cp, place.pp, place.dp), (
+        f"Megatron places rank {rank} elsewhere than {topology} at {place}"
+    )
     return mesh
 
 
@@ -132,8 +135,3 @@ def clear_scratch() -> None:
 def _group(found: Any) -> dist.ProcessGroup:
     assert isinstance(found, dist.ProcessGroup), f"this rank is not in its own group: {found}"
     return found
-
-
-def _agrees(mesh: Mesh) -> bool:
-    ranks = (mesh.tp.rank(), mesh.cp.rank(), mesh.pp.rank(), parallel_state.get_data_parallel_rank())
-    return ranks == (mesh.place.tp, mesh.place.cp, mesh.place.pp, mesh.place.dp)

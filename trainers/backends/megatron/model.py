@@ -83,7 +83,9 @@ class PolicyModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
-        weight = self.shared_embedding_or_output_weight() if self._is_tied_here() else self.output_layer.weight
+        # When they are tied but on different stages, the last stage has a copy of the embedding instead.
+        tied_here = self.share_embeddings_and_output_weights and self.pre_process
+        weight = self.shared_embedding_or_output_weight() if tied_here else self.output_layer.weight
         assert weight is not None, "the last stage has an output layer or shares the embedding"
         if len(weight) > self._tokens:
             weight = weight[: self._tokens]  # padding follows, which makes the ranks' parts equal
@@ -105,13 +107,6 @@ class PolicyModel(GPTModel):
         if self.config.sequence_parallel:
             fixed = fixed.chunk(self._group.size())[self._group.rank()]
         return hidden.detach().where(fixed[:, None, None], hidden)
-
-    def _is_tied_here(self) -> bool:
-        """Return whether embedding and output layer are one parameter on this stage.
-
-        When they are tied but on different stages, the last stage has a copy of the embedding instead.
-        """
-        return self.share_embeddings_and_output_weights and self.pre_process
 
 
 def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: torch.device) -> PolicyModel:

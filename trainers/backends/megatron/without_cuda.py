@@ -33,7 +33,7 @@ def on_cpu() -> Iterator[None]:
         (torch.cuda, "synchronize", _nothing),
         (torch.cuda, "empty_cache", _nothing),
         (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "Event", _Event),
+        (torch.cuda, "Event", _Stream),
         (torch.cuda, "current_stream", lambda *_: _STREAM),
         (torch.cuda, "default_stream", lambda *_: _STREAM),
         (torch.cuda, "stream", lambda _: nullcontext()),
@@ -81,19 +81,10 @@ class _Stream:
     """Stand-in for a CUDA stream or event. Its methods do nothing, because CPU operations are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.wait_stream = self.wait_event = self.synchronize = self.record = self.wait = _nothing
 
-    def wait_stream(self, *_: Any) -> None:
-        pass
-
-    def wait_event(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self, *_: Any) -> _Event:
-        return _Event()
+    def record_event(self, *_: Any) -> _Stream:
+        return _Stream()
 
     def __enter__(self) -> _Stream:
         return self
@@ -102,19 +93,11 @@ class _Stream:
         pass
 
 
-class _Event(_Stream):
-    def record(self, *_: Any) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 _STREAM = _Stream()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -177,14 +177,11 @@ class PoolActor:
                 outcome = "failed" if command.failed else "done"
             self._orders[outcome] += 1
         self._trace.note_state(now_s, self._pool)
-        self._save_rejected()
+        rejected = Path(self._setup.folder) / f"rejected-{self._pool.num_rejected}.msgpack"
+        if self._pool.num_rejected and not rejected.exists():
+            rejected.write_bytes(messages.encode(self._pool))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _save_rejected(self) -> None:
-        path = Path(self._setup.folder) / f"rejected-{self._pool.num_rejected}.msgpack"
-        if self._pool.num_rejected and not path.exists():
-            path.write_bytes(messages.encode(self._pool))
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         try:
@@ -212,12 +209,9 @@ class PoolActor:
             for name in [name for name, task in ending.items() if task.done()]:
                 self._left[name] = ending.pop(name).result()
                 if not self._left[name]:
-                    self._remove_dead(name)
-
-    def _remove_dead(self, name: str) -> None:
-        self._left.pop(name)
-        if name in self._pool.tenants:  # otherwise the tenant has left by itself
-            self._apply(Unregister(name, dead=True))
+                    self._left.pop(name)
+                    if name in self._pool.tenants:  # otherwise the tenant has left by itself
+                        self._apply(Unregister(name, dead=True))
 
     def _tenant_lines(self, now_s: float) -> tuple[TenantLine, ...]:
         pool, found = self._pool, self._gaps(now_s)

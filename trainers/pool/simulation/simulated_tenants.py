@@ -306,7 +306,10 @@ class PoolSimulation:
             count, shard = room[0]
             self._start(tenant, tenant.queue.popleft(), shard)
             heapq.heapreplace(room, (count + 1, shard))
-        self._mark_wait(tenant)
+        if not tenant.queue or tenant.active:
+            self._end_waits(tenant)
+        elif tenant.starved_since_s is None:
+            tenant.starved_since_s = self._now
 
     def _start(self, tenant: _Tenant, group: _Group, shard: int) -> None:
         group.shard, group.end_s, group.starts = shard, self._now + group.left_s, group.starts + 1
@@ -356,12 +359,6 @@ class PoolSimulation:
         section = tenant.section
         tenant.figures.held_gpu_s += tenant.num_held_gpus * counted_s
         tenant.figures.rollout_gpu_s += tenant.num_active * section.tp / section.engine_groups * counted_s
-
-    def _mark_wait(self, tenant: _Tenant) -> None:
-        if not tenant.queue or tenant.active:
-            self._end_waits(tenant)
-        elif tenant.starved_since_s is None:
-            tenant.starved_since_s = self._now
 
     def _end_waits(self, tenant: _Tenant) -> None:
         """Count a wait of rollouts, if there is one, as one that ends now."""

@@ -156,15 +156,11 @@ class Draft:
             for shard in state.tenants[name].left_out:
                 self.touched[self._first[name] + shard] = True
         self._shrinks: list[int] = []
-        self._expands: list[int] = []
+        self.expands: list[int] = []
         self.grants: list[Grant] = []
 
     def plan(self) -> Plan:
-        return Plan(tuple(map(self.shard, self._shrinks)), tuple(self.grants), tuple(map(self.shard, self._expands)))
-
-    @property
-    def num_expands(self) -> int:
-        return len(self._expands)
+        return Plan(tuple(map(self.shard, self._shrinks)), tuple(self.grants), tuple(map(self.shard, self.expands)))
 
     @property
     def num_idle(self) -> int:
@@ -189,7 +185,7 @@ class Draft:
         self.holder[self.gpus[shard.tenant][shard.shard]] = flat
         self.awake[shard.tenant] += 1
         self.awake_now[flat], self.touched[flat] = True, True
-        self._expands.append(flat)
+        self.expands.append(flat)
 
     def shrink_ending(self) -> None:
         """Put the shards of all tenants that end to sleep."""
@@ -245,7 +241,7 @@ def _balance(draft: Draft) -> None:
         for name in {taker.name, *given}:
             found[name].set_awake(draft.awake[name] * found[name].tp)
         givable = _givable(draft, {name: gap.to_give for name, gap in found.items()})
-        if draft.num_expands >= MAX_EXPANDS:
+        if len(draft.expands) >= MAX_EXPANDS:
             _logger.warning("the pool's plan wakes %d shards; the next plan goes on", MAX_EXPANDS)
             return
 

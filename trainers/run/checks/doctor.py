@@ -212,17 +212,12 @@ def _machine() -> list[Finding]:
     ]
 
 
-def _cgroup(name: str) -> str:
-    """Return the text of the container's cgroup file `name`, which holds a limit, or "" if there is no such file."""
-    try:
-        return Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return ""
-
-
 def _cgroup_cores() -> float | None:
     """Return the number of cores that the container may use, possibly a fraction; None without a limit."""
-    quota, _, period = _cgroup("cpu.max").partition(" ")
+    try:
+        quota, _, period = Path("/sys/fs/cgroup/cpu.max").read_text().strip().partition(" ")
+    except OSError:
+        return None
     return int(quota) / int(period) if quota.isdigit() else None
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ....actors.engines.config import ModelConfig
 from ....actors.protocols import PromptRow, PromptSource
@@ -33,10 +32,11 @@ def read_prompts(
     from ....actors.engines.tokenizer import load_tokenizer
     from ....actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
     from ....actors.rollout.rows import check_columns
+    from ...base_model.made_tokenizers import make_tokenizer
 
     left = []
     with _one_tokenizer_thread():
-        tokenizer = _builtin_tokenizer() if model.builtin else load_tokenizer(model.path)
+        tokenizer = make_tokenizer() if model.builtin else load_tokenizer(model.path)
         sets = [(plan.setup.data, True) for plan in plans]
         read = [(training, False), *sets]
         for data, validation in [(part, held) for whole, held in read for part in whole.parts(validation=held)]:
@@ -68,12 +68,6 @@ class _FirstPrompts:
 
     def texts(self, start: int, stop: int) -> list[str]:
         return [self.row(index).text for index in range(start, stop)]
-
-
-def _builtin_tokenizer() -> Any:
-    from ...base_model.made_tokenizers import make_tokenizer
-
-    return make_tokenizer()
 
 
 @contextmanager

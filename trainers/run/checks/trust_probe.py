@@ -202,7 +202,9 @@ def compare_rows(
     temperature = rollout.temperature
     try:
         [values] = backend.logprobs([micro], 1, temperature=temperature)
-        found = _mismatch(values[sampled], micro.batch.jagged("rollout_logprobs").values[sampled])
+        sums, largest = mismatch_of(values[sampled], micro.batch.jagged("rollout_logprobs").values[sampled])
+        means = (sums / max(int(sampled.sum()), 1)).tolist()
+        found = {**dict(zip(MISMATCH_SUMS, means, strict=True)), MISMATCH_MAX: float(largest)}
         measured = {} if spec is None else backend.native_figures([micro], 1, temperature=temperature)
     finally:
         backend.close()
@@ -233,12 +235,6 @@ def _micro_batch(rows: Rows, spec: RouteSpec | None) -> tuple[MicroBatch, torch.
     lengths = batch.jagged("input_ids").lengths
     ones, groups = np.ones(len(rows), np.float32), np.arange(len(rows), dtype=np.int64)
     return MicroBatch(batch, lengths, ones, groups, None), batch.jagged("response_mask").values > 0
-
-
-def _mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
-    sums, largest = mismatch_of(trainer, engine)
-    means = (sums / max(len(trainer), 1)).tolist()
-    return {**dict(zip(MISMATCH_SUMS, means, strict=True)), MISMATCH_MAX: float(largest)}
 
 
 # ---------------------------------------------------------------- as shown
