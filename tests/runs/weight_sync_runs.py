@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,8 +105,7 @@ def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarr
 
 def trainer_model(started: grpo.Run, folder: Path) -> Any:
     """The trainer's present weights as a HF model, by its own export."""
-    shutil.rmtree(folder, ignore_errors=True)
-    started.workers.export_model(str(folder))
+    started.workers.export_model(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -252,12 +251,8 @@ class Validation(Evaluation):
             return
         self._best = value
         if self._state.step:
-            draft = self._folder / f"{BEST}.new"
-            shutil.rmtree(draft, ignore_errors=True)
             with self._rollouts.trainer_at_work(self._state.version):
-                self._workers.export_model(str(draft))
-            shutil.rmtree(self._folder / BEST, ignore_errors=True)
-            draft.rename(self._folder / BEST)
+                self._workers.export_model(self._folder / BEST)
         best = {"metric": goal.metric, "value": value, "step": self._state.step, "version": self._state.version}
         (self._folder / f"{BEST}.json").write_text(json.dumps(best))
 

@@ -30,7 +30,7 @@ from typing import Literal, Protocol, TypeVar
 from ...actors.process.memory import ProcessMemory
 from ...actors.protocols import OffloadReport
 from ...dataplane.client.client import DataPlaneClient
-from ..cluster.calls import ActorFailed, gather, gather_each
+from ..cluster.calls import ActorFailed, Call, gather, gather_each
 from ..cluster.engine_pool import Engine, NoEngineLeft
 from ..cluster.handles import EngineHandle, TrainHandle
 from ..cluster.run_actors import RunActors
@@ -45,15 +45,15 @@ H = TypeVar("H", bound=EngineHandle | TrainHandle)
 
 
 def wait_until_freed(
-    handles: Sequence[H], limit: Callable[[H, ProcessMemory], int | None], fall_s: float, timeout_s: float, key: str
+    handles: Sequence[H], limit: Callable[[H, ProcessMemory], int | None], timeout_s: float
 ) -> tuple[list[ProcessMemory], dict[H, str]]:
-    """Measure actors until each is within its limit, for `fall_s` seconds at most. Returns what was measured last, and
+    """Measure actors until each is within its limit, for FALL_S seconds at most. Returns what was measured last, and
     for each actor that is above its limit or could not be measured: handle -> what is wrong, as a clause.
 
     limit: function that returns the largest number of bytes that an actor may hold on GPUs, or None if that is not
-    known. timeout_s: seconds within which an actor must answer. key: config key that sets the limit, for the clause.
+    known. timeout_s: seconds within which an actor must answer.
     """
-    deadline = time.monotonic() + fall_s
+    deadline = time.monotonic() + FALL_S
     found, failed, above = dict[H, ProcessMemory](), dict[H, str](), dict[H, str]()
     left = list(handles)
     while left:
@@ -66,8 +66,8 @@ def wait_until_freed(
             most = limit(handle, answer)
             if most is not None and answer.device_bytes > most:
                 above[handle] = (
-                    f"still holds {answer.device_bytes / 2**20:.0f} MiB of GPU memory after {fall_s:g} s, expected "
-                    f"at most {most / 2**20:.0f} ({key})"
+                    f"still holds {answer.device_bytes / 2**20:.0f} MiB of GPU memory after {FALL_S:g} s, expected "
+                    f"at most {most / 2**20:.0f} ({KEY})"
                 )
         left = list(above)
         if time.monotonic() >= deadline:
@@ -86,13 +86,11 @@ def residual_limit(held: ProcessMemory, residual_bytes: int, processes: int) -> 
 class TrainerMemory:
     """The memory of a run's train workers, which goes to host memory and back."""
 
-    def __init__(self, actors: RunActors, *, timeout_s: float, most_bytes: int, key: str) -> None:
-        """timeout_s: seconds that a worker may take. most_bytes: GPU memory that a worker may keep after `offload`.
-        key: config key that sets this limit."""
+    def __init__(self, actors: RunActors, *, timeout_s: float, most_bytes: int) -> None:
+        """timeout_s: seconds that a worker may take. most_bytes: GPU memory that a worker may keep after `offload`."""
         self._actors = actors
         self._timeout_s = timeout_s
         self._most_bytes = most_bytes
-        self._key = key
         self._figures: dict[str, float] = {}
 
     @property
@@ -113,14 +111,12 @@ class TrainerMemory:
         self._note("onload", reports, held)
         return held
 
-    def offload(self, fall_s: float) -> list[ProcessMemory]:
+    def offload(self) -> list[ProcessMemory]:
         """Make all train workers offload, and wait until their GPU memory has fallen; returns how much each then holds.
-        Raises ActorFailed, naming the worker, if it does not fall within `fall_s` seconds."""
+        Raises ActorFailed, naming the worker, if it does not fall within FALL_S seconds."""
         workers = self._actors.workers
         reports = gather([worker.offload() for worker in workers], "offload", self._timeout_s)
-        held, wrong = wait_until_freed(
-            workers, lambda worker, held: self._most_bytes, fall_s, self._timeout_s, self._key
-        )
+        held, wrong = wait_until_freed(workers, lambda worker, held: self._most_bytes, self._timeout_s)
         for worker, why in wrong.items():
             raise ActorFailed(f"offload: {worker.info} {why}")
         self._note("offload", reports, held)
@@ -278,7 +274,7 @@ class TakeTurns(_OwnGpus):
         self._stages = stages
         self._timeout_s = timeout_s
         self._residual_bytes = residual_bytes
-        self._trainer = TrainerMemory(actors, timeout_s=timeout_s, most_bytes=residual_bytes + bucket_bytes, key=KEY)
+        self._trainer = TrainerMemory(actors, timeout_s=timeout_s, most_bytes=residual_bytes + bucket_bytes)
         self._turn: str | None = "generating"
         """Side that holds the memory, `generating` or `training`; None while it is passed on, or if that failed."""
         self._held: dict[str, int] = {}
@@ -316,7 +312,7 @@ class TakeTurns(_OwnGpus):
         except NoEngineLeft as error:  # the workers must make room before others can be started
             none_left = error
         with self._timed("offload"):
-            self._note("trainer_gib_offloaded", self._trainer.offload(FALL_S))
+            self._note("trainer_gib_offloaded", self._trainer.offload())
         with self._timed("wake"):
             self._wake()
         self._turn = "generating"
@@ -351,17 +347,11 @@ class TakeTurns(_OwnGpus):
     def _sleep(self) -> None:
         """Put all living engines to sleep and wait until their GPU memory has fallen. An engine that fails or does not
         let go of its memory is killed; another takes its place once the train workers have offloaded."""
-        engines = self._living()
-        outcomes = gather_each([engine.handle.sleep(LEVEL) for engine in engines], "sleep", self._timeout_s)
-        asleep = dict[EngineHandle, Engine]()
-        for engine, outcome in zip(engines, outcomes, strict=True):
-            if isinstance(outcome, ActorFailed):
-                self._end(engine, str(outcome))
-            else:
-                engine.broken = True  # the engine has dropped its weights
-                asleep[engine.handle] = engine
+        asleep = self._each("sleep", self._living(), lambda handle: handle.sleep(LEVEL))
+        for engine in asleep.values():
+            engine.broken = True  # the engine has dropped its weights
         held, wrong = wait_until_freed(
-            list(asleep), lambda handle, held: self._limit(asleep[handle], held), FALL_S, self._timeout_s, KEY
+            list(asleep), lambda handle, held: self._limit(asleep[handle], held), self._timeout_s
         )
         for handle, why in wrong.items():
             self._end(asleep[handle], f"sleep: {handle.info} {why}")
@@ -370,16 +360,25 @@ class TakeTurns(_OwnGpus):
     def _wake(self) -> None:
         """Wake all engines that hold a complete version. An engine that fails is killed, without delaying the
         others."""
-        engines = [engine for engine in self._living() if not engine.broken]
-        outcomes = gather_each([engine.handle.wake() for engine in engines], "wake", self._timeout_s)
-        for engine, outcome in zip(engines, outcomes, strict=True):
-            if isinstance(outcome, ActorFailed):
-                self._end(engine, str(outcome))
-        handles = [engine.handle for engine in engines if not engine.dead]
+        whole = [engine for engine in self._living() if not engine.broken]
+        handles = list(self._each("wake", whole, lambda handle: handle.wake()))
         held = zip(handles, measured(handles, self._timeout_s), strict=True)
         found = {handle.info.name: answer for handle, answer in held if not isinstance(answer, ActorFailed)}
         self._awake = {name: one.device_bytes for name, one in found.items()}
         self._note("engine_gib_awake", list(found.values()))
+
+    def _each(
+        self, stage: str, engines: Sequence[Engine], call: Callable[[EngineHandle], Call[None]]
+    ) -> dict[EngineHandle, Engine]:
+        """Make a call of all `engines`, end those for which it fails, and return the others."""
+        outcomes = gather_each([call(engine.handle) for engine in engines], stage, self._timeout_s)
+        sound = dict[EngineHandle, Engine]()
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, ActorFailed):
+                self._end(engine, str(outcome))
+            else:
+                sound[engine.handle] = engine
+        return sound
 
     def _living(self) -> list[Engine]:
         return [engine for engine in self._actors.engines.engines if not engine.dead]

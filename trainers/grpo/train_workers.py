@@ -7,6 +7,7 @@ Nothing here touches the content of a row: rollout actors put rows and train wor
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -148,11 +149,16 @@ class TrainWorkers:
         self.ship_plan(with_advantages(self.estimate, meta), step, write_samples=True)
         return self.write_logprobs(self.reference) + self.accumulate()
 
-    def export_model(self, path: str) -> None:
-        """Write the trained policy to `path` as a Hugging Face model folder. The wait has no time limit while the train
-        workers make progress."""
+    def export_model(self, folder: Path) -> None:
+        """Write the trained policy as the Hugging Face model folder `folder`, which it replaces once it is whole. The
+        wait has no time limit while the train workers make progress."""
+        draft = folder.with_name(f"{folder.name}.new")
+        shutil.rmtree(draft, ignore_errors=True)
         with self.stages.timed("export"):
-            self.gather_slow([worker.export_model(path) for worker in self.handles], "export", Path(f"{path}.tmp"))
+            calls = [worker.export_model(str(draft)) for worker in self.handles]
+            self.gather_slow(calls, "export", Path(f"{draft}.tmp"))
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
 
     def _traced(self, reports: list[WorkerReport]) -> list[WorkerReport]:
         """Add the spans of reports to the trace, and return the reports. They are those of one pass or several, each

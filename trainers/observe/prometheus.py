@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -256,10 +256,10 @@ class PrometheusEndpoint:
             server.server_close()
             thread.join(END_TIMEOUT_S)
 
-    def __enter__(self) -> PrometheusEndpoint:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -270,6 +270,3 @@ class RunEndpoint(PrometheusEndpoint):
         """run: name of the run. judged: full key of the metric by which models are judged. folder: the run folder."""
         self.run = RunCollector(run, judged)
         super().__init__(self.run, logging.prometheus_host, logging.prometheus_port, folder, "logging.prometheus_port")
-
-    def __enter__(self) -> RunEndpoint:
-        return self

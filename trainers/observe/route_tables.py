@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..errors import UserError
 from .metrics import read_run
@@ -77,10 +77,8 @@ def _by_layer(steps: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    made = Table(title=title, title_justify="left", title_style="bold", expand=False)
-    for heading in headings:
-        made.add_column(heading, justify="right")
-    return made
+    columns = (Column(heading, justify="right") for heading in headings)
+    return Table(*columns, title=title, title_justify="left", title_style="bold")
 
 
 def _text(name: str, value: float | None) -> str:

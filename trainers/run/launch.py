@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -289,11 +288,7 @@ class _Training:
         self._progress.phase("saving the model")
         run.roles.to_training()
         checkpoints.finish(run.workers, run.rollouts, state)
-        draft = folder / "model.new"
-        shutil.rmtree(draft, ignore_errors=True)
-        run.workers.export_model(str(draft))
-        shutil.rmtree(folder / "model", ignore_errors=True)  # the model of the run that this one resumed
-        draft.rename(folder / "model")
+        run.workers.export_model(folder / "model")  # in the place of that of the run that this one resumed
         if self._config.run.keep_best and not (folder / BEST).exists():
             judged = self._config.judged_figure
             self._progress.message(f"best/: none, as no validation after the first had a higher {judged}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from ...version import __version__
 from ..config.config import Config
@@ -123,10 +123,9 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
 
 def simulation_table(summary: dict[str, float]) -> Table:
     """Format the summary as a table with one line for each combination of GPU count and mode."""
-    table = Table(title="headrace simulate", title_justify="left", title_style="bold")
-    header = ("run", "mode", "s per step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
-    for name in header:
-        table.add_column(name, justify="left" if name in ("run", "mode") else "right")
+    header = ("s per step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
+    columns = ("run", "mode", *(Column(name, justify="right") for name in header))
+    table = Table(*columns, title="headrace simulate", title_justify="left", title_style="bold")
     for key in summary:
         if not (key.startswith("simulate.") and key.endswith(".seconds")):
             continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from ...errors import UserError
 from ..state.commands import Order
@@ -293,10 +293,8 @@ def pool_tables(trace: PoolTrace) -> list[Table]:
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    made = Table(title=title, title_justify="left", title_style="bold")
-    for number, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if number else "left")
-    return made
+    columns = (Column(heading, justify="right" if number else "left") for number, heading in enumerate(headings))
+    return Table(*columns, title=title, title_justify="left", title_style="bold")
 
 
 def _time(seconds: float) -> str:

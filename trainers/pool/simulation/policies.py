@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from ....version import __version__
 from ..server.gpu_trace import pool_trace, write_perfetto
@@ -256,10 +256,9 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
 def pool_table(summary: Mapping[str, float]) -> Table:
     """Format the summary as a table with one line for each policy, at most 80 columns wide. Its waits are those for
     train GPUs: the median, the 95th percentile and the longest."""
-    table = Table(title="headrace simulate", title_justify="left", title_style="bold")
-    header = ("policy", "in use", "steps", "wait s", "p95", "max", "fairness", "switches")
-    for name in header:
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    header = ("in use", "steps", "wait s", "p95", "max", "fairness", "switches")
+    columns = ("policy", *(Column(name, justify="right") for name in header))
+    table = Table(*columns, title="headrace simulate", title_justify="left", title_style="bold")
     for policy, name in NAMES.items():
         at = f"pool.{policy}"
         if f"{at}.steps" not in summary:

@@ -29,7 +29,7 @@ from ...grpo.pool_demand import Demand
 from ...grpo.stages import Stages
 from ...grpo.weight_sync import HEALTH_S, SyncReport, WeightSync
 from ..state.plan import Priority
-from .shards import FALL_S, Shards
+from .shards import Shards
 from .tenant import Tenant
 
 VALIDATE = "validate"
@@ -97,7 +97,7 @@ class BorrowsGpus:
         gpus = self._tenant.map.train_gpus
         with self._stages.timed("offload", apart=True):
             began = time.monotonic()
-            self._memory.offload(FALL_S)
+            self._memory.offload()
             self._tenant.note([self._shards.timed("offload", "train", gpus, began)])
         self._tenant.release("train")
         if version > self._finished:

@@ -29,24 +29,13 @@ from ..server.client import PoolClient
 from ..state.commands import Processes
 from ..state.plan import TenantMap
 from .borrowed_gpus import BorrowsGpus
-from .shards import FALL_S, Shards
+from .shards import Shards
 from .tenant import Tenant
 
 STAGES_OF_AN_ORDER = 4
 """Largest number of stages in which an order waits for actors: each may take this part of `pool.order_timeout_s`."""
 END_S = 30.0
 """Seconds within which the processes of a run that ends must be gone."""
-
-
-def tenant_map(
-    name: str, weight: float, train: tuple[int, ...] | None, engines: tuple[tuple[int, ...], ...]
-) -> TenantMap:
-    """Return the GPUs that the run `name` can be granted, by their numbers.
-
-    weight: `pool.weight`. train: `resources.trainer_gpus`. engines: those of each engine in `resources.rollout_gpus`.
-    """
-    assert train is not None, "pool_problems demands it, and resources.rollout_gpus"
-    return TenantMap(name, weight, train, engines)
 
 
 class PoolMembership:
@@ -61,7 +50,9 @@ class PoolMembership:
         assert start is not None, "this process runs"
         processes = Processes(socket.gethostname(), os.getpid(), start, str(folder.absolute()))
         self._client = PoolClient(config.pool.name)
-        gpus = tenant_map(config.run.name, config.pool.weight, config.resources.trainer_gpus, config.engine_gpus)
+        train_gpus = config.resources.trainer_gpus
+        assert train_gpus is not None, "pool_problems demands it, and resources.rollout_gpus"
+        gpus = TenantMap(config.run.name, config.pool.weight, train_gpus, config.engine_gpus)
         self.tenant = Tenant(self._client, gpus, processes, config.pool.order_timeout_s)
         self.tenant.join()
 
@@ -89,8 +80,7 @@ class PoolMembership:
             processes = config.rollout.tp if isinstance(handle, EngineHandle) else 1
             return residual_limit(held, residual_bytes, processes)
 
-        timeout_s, key = config.resources.start_timeout_s, "resources.residual_mib"
-        for handle, why in wait_until_freed(handles, limit, FALL_S, timeout_s, key)[1].items():
+        for handle, why in wait_until_freed(handles, limit, config.resources.start_timeout_s)[1].items():
             raise ActorFailed(f"start: {handle.info} {why}")
 
     def _wait(self) -> None:
@@ -112,12 +102,8 @@ class PoolMembership:
             timeout_s=config.pool.order_timeout_s / STAGES_OF_AN_ORDER,
             cut=not config.run.deterministic,
         )
-        memory = TrainerMemory(
-            actors,
-            timeout_s=config.resources.stage_timeout_s,
-            most_bytes=residual_bytes + bucket_bytes,
-            key="resources.residual_mib",
-        )
+        timeout_s = config.resources.stage_timeout_s
+        memory = TrainerMemory(actors, timeout_s=timeout_s, most_bytes=residual_bytes + bucket_bytes)
         groups = config.algorithm.prompts_per_step
         return BorrowsGpus(actors, weights, stages, self.tenant, shards, memory, client, step_groups=groups)
 

@@ -34,8 +34,6 @@ from ..state.plan import Role, TenantMap
 from ..state.status import Stage, StageNote
 
 _log = logging.getLogger(__name__)
-FALL_S = 10.0
-"""Seconds within which the memory of a shard that sleeps must have fallen."""
 VERSION_S = 1.0
 """Seconds for which shards that are to wake wait for a version where none is kept, because the train workers died."""
 
@@ -167,8 +165,8 @@ class Shards:
             held, wrong = wait_until_freed(
                 list(sleeping),
                 lambda handle, held: residual_limit(held, self._residual_bytes, sleeping[handle].num_workers),
-                FALL_S, self._timeout_s, "resources.residual_mib",
-            )  # fmt: skip
+                self._timeout_s,
+            )
             failed |= {sleeping[handle].name: why for handle, why in wrong.items()}
             self.count.asleep_bytes = max((one.held_bytes for one in held), default=self.count.asleep_bytes)
         for engine in awake:

@@ -10,12 +10,12 @@ from headrace.actors.process.memory import ProcessMemory
 from headrace.testing import FakeCluster
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.config.load import build_config
-from headrace.trainers.pool.tenant import membership as pool_membership
+from headrace.trainers.grpo import gpu_turns
 from headrace.trainers.pool.tenant.membership import PoolMembership
 
 
 def test_a_process_that_keeps_its_memory_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_membership, "FALL_S", 0.0)
+    monkeypatch.setattr(gpu_turns, "FALL_S", 0.0)
     held: dict[str, ProcessMemory] = {}
 
     def answering(name: str) -> Any:

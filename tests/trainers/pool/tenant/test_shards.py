@@ -21,6 +21,7 @@ from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed
+from headrace.trainers.grpo import gpu_turns
 from headrace.trainers.grpo.weight_sync import WeightSync
 from headrace.trainers.pool.state.commands import Order, Outcome
 from headrace.trainers.pool.state.plan import TenantMap
@@ -157,7 +158,7 @@ def test_a_dead_train_worker_that_was_replaced_meanwhile_is_not_told(monkeypatch
 
 
 def test_a_shard_that_keeps_its_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "FALL_S", 0.1)
+    monkeypatch.setattr(gpu_turns, "FALL_S", 0.1)
     with lent(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
         it.sync.keep(1)
         it.order("expand", 0, 1)
