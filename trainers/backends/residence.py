@@ -21,6 +21,11 @@ _BLOCK_BYTES, _SMALL_BYTES = 512, 1 << 20
 pieces."""
 
 
+def own_device() -> torch.device:
+    """Return the device of this process: its current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class _Moved:
     storage: torch.UntypedStorage

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ...actors.protocols import MicroBatch, OffloadReport
 from .checkpoint_files import Checkpointer, draft_of, publish, start_draft
 from .config import BackendConfig
-from .residence import Residence
+from .residence import Residence, own_device
 
 NUM_WEIGHTS = 4
 WEIGHT_SIZE = 256
@@ -36,9 +36,7 @@ class ScriptedBackend:
         self._config = config
         self._rank, self._world = rank, world
         self._writes = rank == config.topology.writer(config.topology.place(rank).dp)
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        )
+        self._device = own_device()
         ramp = torch.arange(WEIGHT_SIZE, dtype=torch.float32) / WEIGHT_SIZE
         self._weights = {f"scripted.{index}.weight": ramp + index for index in range(NUM_WEIGHTS)}
         self._steps = torch.zeros((), dtype=torch.int64)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from headrace.trainers.backends.config import TrainerConfig
-from headrace.trainers.backends.optimizer import clip_coefficient, learning_rate
-from headrace.trainers.backends.train_step import TrainStep
+from headrace.trainers.backends.train_step import TrainStep, clip_coefficient, learning_rate
 from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
 
 CPU = torch.device("cpu")

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from ....actors.protocols import MicroBatch, OffloadReport
+from ....actors.protocols import MicroBatch
 from ....codecs.batch import Batch
-from ...losses.step_loss import build_loss
-from ..checkpoint_files import Checkpointer, training_state
+from ..checkpoint_files import training_state
 from ..config import BackendConfig
 from ..expert_balance import ExpertBalance
-from ..hf_model import collect, write_folder
 from ..layers import compile_layers, recompute_layers
+from ..model_backend import ModelBackend
 from ..model_split import check_split, resolved_packing
-from ..optimizer import build_adamw, local_gradients, scale_, square_norm
-from ..residence import Residence
-from ..router_replay import RouterReplay, require_replay, route_spec
-from ..row_layout import RowLayout, lay_out, loss_inputs
-from ..throughput import StepMeter, flop_model
-from ..train_step import TrainStep
-from ..vocab.logprobs import Entropy
-from ..weight_stream import stream_weights
+from ..router_replay import RouterReplay, route_spec
+from ..row_layout import RowLayout, lay_out
+from ..throughput import flop_model
+from ..train_step import build_adamw, local_gradients, scale_, square_norm
+from ..weight_stream import OwnPiece
 from .causal_lm import CausalLM, half_parameters, halve_parameters, use_closed_form_norms
 from .hf_routers import balance_experts, replay_routers, router_biases
 from .output_checks import check_head, check_packing
@@ -44,7 +41,7 @@ from .sharding import (
 from .tensor_parallel import split_dim, sum_per_head_gradients
 
 
-class FsdpBackend:
+class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
     """A `TrainBackend` that trains HF models with FSDP2. Each collective call waits for all ranks, but not longer than
     the timeout of the process group."""
 
@@ -57,13 +54,7 @@ class FsdpBackend:
         """
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
             raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
-        self._config = config
-        self._rank, self._world = rank, world
-        self._place = config.topology.place(rank)
-        self._half = config.trainer.mixed_precision
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        )
+        super().__init__(config, rank, world)
         self._mesh = build_mesh(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
         source = open_source(config.model)
@@ -81,7 +72,6 @@ class FsdpBackend:
         layers = policy.layers()  # FSDP gives them other class names
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
         group = None if self._mesh is None else self._mesh["dp"].get_group()
-        self._balance: ExpertBalance | None = None
         if config.trainer.moe.active:
             self._balance = balance_experts(self._policy.model, config, self._device, group)
         if self._packed:
@@ -92,20 +82,7 @@ class FsdpBackend:
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)
-        self._steps = torch.zeros((), dtype=torch.int64)
-        self._checkpointer = Checkpointer(rank, world)
-        self._residence = Residence(self._device)
-        self._entropy: Entropy = (
-            "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
-        )
-        self._step = TrainStep(
-            build_loss(config.loss, config.columns),
-            self._device,
-            group,
-            recomputed=config.prev in ("recompute", "fixed"),
-            with_entropy=self._entropy != "off",
-        )
-        self._meter = StepMeter(flops, self._device, world, group, half=self._half)
+        self._prepare_steps(flops, group, counts_rows=True)
 
     def _route_replay(self, policy: CausalLM) -> RouterReplay | None:
         if not self._config.router_replay.enabled:
@@ -116,22 +93,6 @@ class FsdpBackend:
         return replay
 
     # ------------------------------------------------------------ one step
-
-    def begin_step(self, temperature: float = 1.0) -> None:
-        """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
-
-        Raises RuntimeError when a step is open or the backend is offloaded, and ValueError when `temperature` is not
-        above 0.
-        """
-        self._config.require_trains("begin_step")
-        self._residence.require_onloaded("begin_step")
-        self._step.begin(temperature)
-        self._meter.begin()
-        if self._replay is not None:
-            self._replay.begin_step(int(self._steps) // self._config.updates_per_step)
-        if self._balance is not None:
-            self._balance.begin_step()
-        self._optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
         """Run the forward pass, the summed loss and the backward pass of `count` microbatches. Gradients stay unscaled
@@ -147,139 +108,11 @@ class FsdpBackend:
                     self._policy.set_reshard_after_backward(number == count)
                 self._accumulate(micro)
 
-    def finish_step(self) -> dict[str, float]:
-        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step. Collective.
-
-        N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
-        not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
-        when no step is open, a microbatch failed or the backend is offloaded.
-        """
-        self._residence.require_onloaded("finish_step")
-        with self._meter.working():
-            metrics = self._finish()
-            if self._replay is not None:
-                metrics |= self._replay.metrics()
-        return {**metrics, **self._meter.metrics()}
-
     def abort_step(self) -> None:
         """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
         give_back_unfinished(self._policy, reshard=self._config.trainer.reshard_after_forward)
-        self._optimizer.zero_grad(set_to_none=True)
-
-    # ------------------------------------------------------------ log-probs
-
-    @torch.no_grad()
-    def logprobs(
-        self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
-    ) -> list[torch.Tensor]:
-        """Return the log-probs of the tokens of each of `count` microbatches, float32 `[number of tokens]` on the CPU.
-        Collective.
-
-        Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
-        those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
-        reference model, and RuntimeError when the backend is offloaded.
-        """
-        self._residence.require_onloaded("logprobs")
-        model = self._reference if reference else self._policy
-        if model is None:
-            raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
-        replay = None if reference else self._replay
-        given = itertools.islice(micros, count)
-        try:
-            columns = [self._logprobs(model, replay, micro.batch, temperature) for micro in given]
-        finally:
-            give_back(model)  # no backward pass follows
-        return columns if self._rank == self._config.topology.writer(self._place.dp) else []
-
-    @torch.no_grad()
-    def native_figures(self, micros: Iterable[MicroBatch], count: int, *, temperature: float = 1.0) -> dict[str, float]:
-        """Return what `count` microbatches are like without replay: `routes/native_*` (see `NativeTally.metrics`).
-        Collective.
-
-        Not allowed while a step is open, which measures these itself. Raises ValueError without router replay.
-        """
-        self._residence.require_onloaded("native_figures")
-        self._step.require_closed("native_figures")
-        replay = require_replay(self._replay)
-        try:
-            for micro in itertools.islice(micros, count):
-                self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
-        finally:
-            give_back(self._policy)
-        return replay.native.metrics()
-
-    # ------------------------------------------------------------ weights and state
-
-    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the dtype and shape of each weight by HF name, in the HF model's order.
-
-        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, else float32.
-        """
-        return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
-
-    def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
-
-        Every rank must iterate to the end (see `stream_weights`). Raises RuntimeError when the backend is offloaded.
-        """
-        self._residence.require_onloaded("weights")
-        give_back(self._policy)
-        params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
-        return stream_weights(self._weights, lambda weight: own_piece(params[weight.name]), self._rank, self._device)
-
-    def save(self, path: str, *, wait: bool = True) -> None:
-        """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
-
-        An older checkpoint at `path` is replaced once the new one is complete. Without `wait` the checkpoint is written
-        while training continues (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
-        offloaded, and ValueError when `path` exists and is not a checkpoint.
-        """
-        self._config.require_trains("save")
-        self._step.require_closed("save")
-        self._residence.require_onloaded("save")
-        self._checkpointer.save(path, self._state(), wait=wait)
-
-    def wait_saved(self) -> None:
-        """Wait until no checkpoint is being written. Raises the error of the last write, once."""
-        self._checkpointer.wait()
-
-    def load(self, path: str) -> None:
-        """Read the checkpoint `path`, which any number of ranks may have written. Collective.
-
-        The reference model and hyperparameters such as the learning rate are not read; they come from the config.
-        Raises RuntimeError while a step is open or the backend is offloaded, and ValueError when `path` is not a
-        complete checkpoint of this model.
-        """
-        self._config.require_trains("load")
-        self._step.require_closed("load")
-        self._residence.require_onloaded("load")
-        self._checkpointer.load(path, self._state())
-
-    def export_model(self, path: str) -> None:
-        """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
-
-        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists, and RuntimeError when
-        the backend is offloaded.
-        """
-        self._residence.require_onloaded("export_model")
-        weights = collect(self.weights(), keep=self._rank == 0)
-        self._checkpointer.on_first_rank(lambda: write_folder(path, self._policy.model, weights, self._config.model))
-
-    def offload(self) -> OffloadReport:
-        """Move weights and optimizer state, and a reference model that is on the device, to host memory. Idempotent.
-
-        The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
-        of the last write, and OSError when host memory does not suffice.
-        """
-        self._config.require_trains("offload")
-        self._step.require_closed("offload")
-        self._checkpointer.wait()
-        return self._residence.offload(self._resident())
-
-    def onload(self) -> OffloadReport:
-        """Undo `offload`. Idempotent."""
-        return self._residence.onload()
+        self._clear()
 
     def group_holders(self) -> Sequence[object]:
         """Return the objects that refer to process groups. FSDP's own objects are found through the hooks of the
@@ -298,6 +131,41 @@ class FsdpBackend:
             self._residence.close()
 
     # ------------------------------------------------------------ inside
+
+    def _clear(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _columns(
+        self, micros: Iterable[MicroBatch], count: int, reference: bool, temperature: float
+    ) -> list[torch.Tensor]:
+        model, replay = (self._reference, None) if reference else (self._policy, self._replay)
+        assert model is not None
+        given = itertools.islice(micros, count)
+        try:
+            return [self._logprobs(model, replay, micro.batch, temperature) for micro in given]
+        finally:
+            give_back(model)  # no backward pass follows
+
+    def _measure_all(self, replay: RouterReplay, micros: Iterable[MicroBatch], count: int, temperature: float) -> None:
+        try:
+            for micro in itertools.islice(micros, count):
+                self._measure(replay, micro, self._lay_out(micro.batch, replay), temperature)
+        finally:
+            give_back(self._policy)
+
+    def _own_pieces(self) -> OwnPiece:
+        give_back(self._policy)
+        params = {**dict(self._policy.model.named_parameters()), **router_biases(self._policy.model)}
+        return lambda weight: own_piece(params[weight.name])
+
+    def _load(self, path: str) -> None:
+        self._checkpointer.load(path, self._state())
+
+    def _hf_model(self) -> Any:
+        return self._policy.model
+
+    def _moving(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        return self._resident(), ()
 
     def _build(self, source: WeightSource, *, trained: bool) -> CausalLM:
         """Build the whole model on the meta device, where its weights have no values and need no memory. With mixed
@@ -324,7 +192,7 @@ class FsdpBackend:
         With `offload` the pieces are in host memory between uses. A single rank has the whole module, always on its
         device.
         """
-        topology = self._config.topology
+        topology = self._topology
         reshard = self._config.trainer.reshard_after_forward
         spread(module, self._mesh, self._device, half=self._half, offload=offload, reshard=reshard)
         fill(module, source, topology, self._rank, self._device, host=offload and self._mesh is not None)
@@ -338,21 +206,11 @@ class FsdpBackend:
             with (
                 self._precision(self._policy),
                 _replaying(self._replay, layout),
-                self._balancing(micro, layout),
+                self._balancing(micro, layout.owners),
             ):
                 logprobs, entropy = self._policy(layout, temperature, self._entropy)
-                inputs = loss_inputs(
-                    self._config,
-                    micro,
-                    index=layout.index,
-                    row_ids=layout.row_ids,
-                    row_tokens=layout.row_tokens,
-                    logprobs=logprobs,
-                    entropy=entropy if self._entropy == "train" else None,
-                    reduce_rows=None,
-                )
-                self._step.add(inputs, layout.row_tokens.numpy(), micro.group_ids, entropy).backward()
-            self._meter.add(micro.lengths, len(layout.index))
+                tokens, counted = layout.row_tokens, micro.lengths
+                self._add_loss(micro, layout, tokens, logprobs, entropy, counted=counted).backward()
 
     def _finish(self) -> dict[str, float]:
         if self._tp is not None:
@@ -375,7 +233,7 @@ class FsdpBackend:
         metrics = totals.apply(self._config, self._steps, update)
         if self._balance is not None:
             metrics |= self._balance.finish(totals)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear()
         return metrics
 
     def _lay_out(self, batch: Batch, replay: RouterReplay | None) -> RowLayout:
@@ -405,13 +263,6 @@ class FsdpBackend:
             values = self._predict(self._policy, layout, temperature)
         rollout = micro.batch.jagged("rollout_logprobs").values[layout.index]
         replay.native.add_logprobs(values, rollout.to(self._device))
-
-    def _balancing(self, micro: MicroBatch, layout: RowLayout) -> AbstractContextManager[object]:
-        """Return the context for the training passes over `layout`: with the balance of experts if the step has one."""
-        if self._balance is None:
-            return nullcontext()
-        assert layout.owners is not None
-        return self._balance.training(micro, layout.owners)
 
     def _precision(self, module: CausalLM) -> AbstractContextManager[object]:
         """Return the context in which forward and backward passes of `module` must run.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..config import BackendConfig
-from ..optimizer import ADAM_EPS, scale_
+from ..train_step import ADAM_EPS, scale_
 from .library import (
     ChainedOptimizer,
     DistributedDataParallel,

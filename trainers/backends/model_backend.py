@@ -1,0 +1,274 @@
+"""Holds what the backends that train a model share: the order of a step, its checks, checkpoints and offloading.
+
+A backend adds the model: how microbatches run through it, how its gradients are summed, and where its state is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...actors.protocols import MicroBatch, OffloadReport
+from ..losses.step_loss import build_loss
+from .checkpoint_files import Checkpointer
+from .config import BackendConfig
+from .expert_balance import ExpertBalance
+from .hf_model import collect, write_folder
+from .residence import Residence, own_device
+from .router_replay import RouterReplay, require_replay
+from .row_layout import loss_inputs
+from .throughput import FlopModel, StepMeter
+from .train_step import TrainStep
+from .vocab.logprobs import Entropy
+from .weight_stream import OwnPiece, SpreadWeight, stream_weights
+
+ReplayT = TypeVar("ReplayT", bound=RouterReplay)
+BalanceT = TypeVar("BalanceT", bound=ExpertBalance)
+
+
+class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
+    """The part of a `TrainBackend` that does not depend on how the model is divided among the ranks."""
+
+    _weights: list[SpreadWeight]
+
+    def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
+        self._config, self._topology = config, config.topology
+        self._rank, self._world = rank, world
+        self._place = config.topology.place(rank)
+        self._half = config.trainer.mixed_precision
+        self._device = own_device()
+        self._entropy: Entropy = (
+            "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
+        )
+        self._steps = torch.zeros((), dtype=torch.int64)
+        self._residence = Residence(self._device)
+        self._checkpointer = Checkpointer(rank, world)
+        self._replay: ReplayT | None = None
+        self._balance: BalanceT | None = None
+
+    def _prepare_steps(self, flops: FlopModel | None, group: dist.ProcessGroup | None, *, counts_rows: bool) -> None:
+        """Make what sums and measures a step. group, counts_rows: as in `TrainStep`."""
+        config = self._config
+        self._step = TrainStep(
+            build_loss(config.loss, config.columns),
+            self._device,
+            group,
+            recomputed=config.prev in ("recompute", "fixed"),
+            with_entropy=self._entropy != "off",
+            counts_rows=counts_rows,
+        )
+        self._meter = StepMeter(flops, self._device, self._world, group, half=self._half)
+
+    # ------------------------------------------------------------ one step
+
+    def begin_step(self, temperature: float = 1.0) -> None:
+        """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
+
+        Raises RuntimeError when a step is open or the backend is offloaded, and ValueError when `temperature` is not
+        above 0.
+        """
+        self._config.require_trains("begin_step")
+        self._residence.require_onloaded("begin_step")
+        self._step.begin(temperature)
+        self._meter.begin()
+        if self._replay is not None:
+            self._replay.begin_step(int(self._steps) // self._config.updates_per_step)
+        if self._balance is not None:
+            self._balance.begin_step()
+        self._clear()
+
+    def finish_step(self) -> dict[str, float]:
+        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step. Collective.
+
+        N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
+        not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
+        when no step is open, a microbatch failed or the backend is offloaded.
+        """
+        self._residence.require_onloaded("finish_step")
+        with self._meter.working():
+            metrics = self._finish()
+            if self._replay is not None:
+                metrics |= self._replay.metrics()
+        return {**metrics, **self._meter.metrics()}
+
+    def _balancing(self, micro: MicroBatch, owners: torch.Tensor | None) -> AbstractContextManager[object]:
+        """Return the context of the passes that train on a microbatch: with the balance of experts if the step has one.
+        owners: as in `ExpertBalance.shares`."""
+        if self._balance is None:
+            return nullcontext()
+        assert owners is not None
+        return self._balance.training(micro, owners)
+
+    def _add_loss(
+        self,
+        micro: MicroBatch,
+        rows: Any,
+        row_tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor | None,
+        *,
+        counted: np.ndarray,
+        reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Add a microbatch to the sums of the step, and return its loss. rows: its `RowLayout` or `PackedRows`.
+        counted: numbers of tokens of the rows that this rank counts."""
+        inputs = loss_inputs(
+            self._config,
+            micro,
+            index=rows.index,
+            row_ids=rows.row_ids,
+            row_tokens=row_tokens,
+            logprobs=logprobs,
+            entropy=entropy if self._entropy == "train" else None,
+            reduce_rows=reduce_rows,
+        )
+        self._meter.add(counted, len(rows.index))
+        return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy)
+
+    # ------------------------------------------------------------ log-probs
+
+    @torch.no_grad()
+    def logprobs(
+        self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """Return the log-probs of the tokens of each of `count` microbatches, float32 `[number of tokens]` on the CPU.
+        Collective.
+
+        Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
+        those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
+        reference model, and RuntimeError when the backend is offloaded.
+        """
+        self._residence.require_onloaded("logprobs")
+        if reference and not self._config.with_reference:
+            raise ValueError("with_reference: got False, expected True for log-probs of the reference model")
+        columns = self._columns(micros, count, reference, temperature)
+        return columns if self._rank == self._topology.writer(self._place.dp) else []
+
+    @torch.no_grad()
+    def native_figures(self, micros: Iterable[MicroBatch], count: int, *, temperature: float = 1.0) -> dict[str, float]:
+        """Return what `count` microbatches are like without replay: `routes/native_*` (see `NativeTally.metrics`).
+        Collective.
+
+        Not allowed while a step is open, which measures these itself. Raises ValueError without router replay.
+        """
+        self._residence.require_onloaded("native_figures")
+        self._step.require_closed("native_figures")
+        replay = require_replay(self._replay)
+        self._measure_all(replay, micros, count, temperature)
+        return replay.native.metrics()
+
+    # ------------------------------------------------------------ weights and state
+
+    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtype and shape of each weight by HF name, in the HF model's order.
+
+        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, else float32.
+        """
+        return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
+
+    def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
+
+        Every rank must iterate to the end (see `stream_weights`). Raises RuntimeError when the backend is offloaded.
+        """
+        self._residence.require_onloaded("weights")
+        return stream_weights(self._weights, self._own_pieces(), self._rank, self._device)
+
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
+
+        An older checkpoint at `path` is replaced once the new one is complete. Without `wait` the checkpoint is written
+        while training continues (see `Checkpointer.save`). Raises RuntimeError while a step is open or the backend is
+        offloaded, and ValueError when `path` exists and is not a checkpoint.
+        """
+        self._config.require_trains("save")
+        self._step.require_closed("save")
+        self._residence.require_onloaded("save")
+        self._checkpointer.save(path, self._state(), wait=wait)
+
+    def wait_saved(self) -> None:
+        """Wait until no checkpoint is being written. Raises the error of the last write, once."""
+        self._checkpointer.wait()
+
+    def load(self, path: str) -> None:
+        """Read the checkpoint `path`, which any number of ranks may have written. Collective.
+
+        The reference model and hyperparameters such as the learning rate are not read; they come from the config.
+        Raises RuntimeError while a step is open or the backend is offloaded, and ValueError when `path` is not a
+        complete checkpoint of this model.
+        """
+        self._config.require_trains("load")
+        self._step.require_closed("load")
+        self._residence.require_onloaded("load")
+        self._load(path)
+
+    def export_model(self, path: str) -> None:
+        """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
+
+        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists, and RuntimeError when
+        the backend is offloaded.
+        """
+        self._residence.require_onloaded("export_model")
+        weights = collect(self.weights(), keep=self._rank == 0)
+        self._checkpointer.on_first_rank(lambda: write_folder(path, self._hf_model(), weights, self._config.model))
+
+    def offload(self) -> OffloadReport:
+        """Move weights and optimizer state, and a reference model that is on the device, to host memory. Gradient
+        buffers, which are zero between steps, are freed. Idempotent.
+
+        The call first waits for a checkpoint that is being written. Raises RuntimeError while a step is open, the error
+        of the last write, and OSError when host memory does not suffice.
+        """
+        self._config.require_trains("offload")
+        self._step.require_closed("offload")
+        self._checkpointer.wait()
+        return self._residence.offload(*self._moving())
+
+    def onload(self) -> OffloadReport:
+        """Undo `offload`. Idempotent."""
+        return self._residence.onload()
+
+    # ------------------------------------------------------------ what a backend adds
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Set the gradients to zero."""
+
+    @abstractmethod
+    def _finish(self) -> dict[str, float]:
+        """Sum the gradients, step the optimizer, and return the metrics of the step."""
+
+    @abstractmethod
+    def _columns(
+        self, micros: Iterable[MicroBatch], count: int, reference: bool, temperature: float
+    ) -> list[torch.Tensor]:
+        """Return what `logprobs` returns on the rank that writes."""
+
+    @abstractmethod
+    def _measure_all(self, replay: ReplayT, micros: Iterable[MicroBatch], count: int, temperature: float) -> None:
+        """Count in `replay` what the routers' own choices are on `count` microbatches."""
+
+    @abstractmethod
+    def _own_pieces(self) -> OwnPiece:
+        """Return the function that returns this rank's piece of a weight."""
+
+    @abstractmethod
+    def _state(self) -> Any:
+        """Return this rank's part of a checkpoint."""
+
+    @abstractmethod
+    def _load(self, path: str) -> None: ...
+
+    @abstractmethod
+    def _hf_model(self) -> Any:
+        """Return a HF model whose config and buffers are those of the folder to write. Called on rank 0."""
+
+    @abstractmethod
+    def _moving(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Return the tensors that stay between steps: those with content, and those that contain zeros only."""
