@@ -138,7 +138,6 @@ def write_offline(recipe: Recipe, folder: Path, *, small: bool) -> list[str]:
 
 
 def _replace_rows(config: dict[str, Any], key: str, rows: tuple[dict[str, Any], ...], folder: Path) -> str:
-    """Write rows in the place of the data set that the source `key` names, and point the configuration to them."""
     given, path = _get(config, key), folder / f"{key.replace('.', '-')}.jsonl"
     lines = [json.dumps(rows[index % len(rows)], ensure_ascii=False) for index in range(_ROWS)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -171,7 +170,6 @@ def _shortened(config: dict[str, Any]) -> str:
 
 
 def _replace_model(config: dict[str, Any], recipe: Recipe, folder: Path, *, small: bool) -> str:
-    """Make the folder of the model that stands in, and point the configuration to it."""
     from .base_model.made_tokenizers import byte_level_tokenizer  # imports transformers, which takes seconds
 
     given, path, shape = config["model"]["path"], folder / "model", dict(recipe.file.model)

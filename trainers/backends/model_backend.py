@@ -237,8 +237,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     # ------------------------------------------------------------ what a backend adds
 
     @abstractmethod
-    def _clear(self) -> None:
-        """Set the gradients to zero."""
+    def _clear(self) -> None: ...
 
     @abstractmethod
     def _finish(self) -> dict[str, float]:
@@ -247,20 +246,17 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
     @abstractmethod
     def _columns(
         self, micros: Iterable[MicroBatch], count: int, reference: bool, temperature: float
-    ) -> list[torch.Tensor]:
-        """Return what `logprobs` returns on the rank that writes."""
+    ) -> list[torch.Tensor]: ...
 
     @abstractmethod
     def _measure_all(self, replay: ReplayT, micros: Iterable[MicroBatch], count: int, temperature: float) -> None:
         """Count in `replay` what the routers' own choices are on `count` microbatches."""
 
     @abstractmethod
-    def _own_pieces(self) -> OwnPiece:
-        """Return the function that returns this rank's piece of a weight."""
+    def _own_pieces(self) -> OwnPiece: ...
 
     @abstractmethod
-    def _state(self) -> Any:
-        """Return this rank's part of a checkpoint."""
+    def _state(self) -> Any: ...
 
     @abstractmethod
     def _load(self, path: str) -> None: ...

@@ -143,20 +143,13 @@ def check_model(config: Config) -> None:
     tp, heads = config.rollout.tp, model.get("num_attention_heads")
     if config.rollout.engine == "vllm" and heads and heads % tp:
         raise UserError(f"rollout.tp: got {tp}, expected a divisor of the model's num_attention_heads = {heads}")
-    context = model.get("max_position_embeddings")
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if context is not None and longest > context:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens: got {config.data.max_prompt_tokens} + "
-            f"{config.rollout.max_new_tokens}, expected at most {context}, the context of {config.model.path}"
-        )
-    if context is not None and config.longest_sequence > context:
-        raise UserError(
-            f"data.max_prompt_tokens + validation.max_new_tokens: got {config.data.max_prompt_tokens} + "
-            f"{config.validation.max_new_tokens}, expected at most {context}, the context of {config.model.path}"
-        )
-    if context is not None and (config.rollout.max_model_len or 0) > context:
-        raise UserError(
-            f"rollout.max_model_len: got {config.rollout.max_model_len}, expected at most {context}, the context of "
-            f"{config.model.path}"
-        )
+    context, prompt = model.get("max_position_embeddings"), config.data.max_prompt_tokens
+    of_train, of_validation = config.rollout.max_new_tokens, config.validation.max_new_tokens
+    longest = config.rollout.max_model_len or 0
+    for key, got, length in (
+        ("data.max_prompt_tokens + rollout.max_new_tokens", f"{prompt} + {of_train}", prompt + of_train),
+        ("data.max_prompt_tokens + validation.max_new_tokens", f"{prompt} + {of_validation}", config.longest_sequence),
+        ("rollout.max_model_len", longest, longest),
+    ):
+        if context is not None and length > context:
+            raise UserError(f"{key}: got {got}, expected at most {context}, the context of {config.model.path}")

@@ -387,7 +387,6 @@ def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the section at `location` below `root`, or None where there is no section."""
     here: Any = root
     for part in location:
         here = _without_none(here)

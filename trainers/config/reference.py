@@ -154,8 +154,9 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
         listed = typing.get_origin(field.annotation) is tuple
         if below is None or below is not field.annotation:
             effect = " and ".join(need.words for need in EFFECTS.get(prefix + name, ()))
-            plain = _annotation_name(field.annotation) + _bounds(field.metadata)
-            kind = plain if below is None else "list of sections" if listed else "section or unset"
+            kind = "list of sections" if listed else "section or unset"
+            if below is None:
+                kind = _annotation_name(field.annotation) + _bounds(field.metadata)
             yield Key(prefix + name, kind, _default(field), described.get(name, ""), effect)
         if below is not None:
             yield from _keys_of(below, f"{prefix}{name}{'.N' if listed else ''}.")

@@ -149,7 +149,6 @@ class Evaluation:
         return {**figures, **self._conditions(reports, failed)}
 
     def _conditions(self, reports: Sequence[EvaluationReport], failed: int) -> dict[str, float]:
-        """Return the metrics that say under which conditions the others were measured."""
         version, key = self._state.version, self.plan.setup.prefix
         first = [report.first_version for report in reports if report.first_version >= 0]
         last = [report.last_version for report in reports]

@@ -406,7 +406,6 @@ def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str
 
 
 def _died(failure: ActorFailed) -> bool:
-    """Return whether the failure means that the actor's process died, or that of the engine within it."""
     return failure.died or isinstance(failure.cause, EngineDied)
 
 

@@ -213,7 +213,6 @@ class Progress:
         return [*((queue, staleness) if self._ahead else ()), *([("idle", ", ".join(idle))] if idle else [])]
 
     def _losses(self) -> list[tuple[str, str]]:
-        """Return (label, count) of every kind of failure in LOSSES whose count so far is above 0."""
         return [(label, f"{count:.0f}") for label, count in self._lost.items() if count]
 
     def _left_s(self) -> float | None:

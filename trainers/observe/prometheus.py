@@ -154,12 +154,8 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
     prefix = "staleness/share_"
     shares = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     yield labelled("headrace_staleness_share", "Share of the step's rows by staleness.", "versions", shares)
-    family = CounterMetricFamily(
-        "headrace_groups", "Groups that were not trained on, or issued again.", labels=["fate"]
-    )
-    for fate, count in counts.items():
-        family.add_metric([fate], count)
-    yield family
+    text = "Groups that were not trained on, or issued again."
+    yield labelled("headrace_groups", text, "fate", counts, CounterMetricFamily)
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:
@@ -173,14 +169,10 @@ def call_families(total: Traffic) -> Iterator[Metric]:
         edges = [f"{edge:.10g}" for edge in EDGES[::STEPS_PER_OCTAVE]]
         seconds.add_metric([op], [*zip(edges, counts, strict=True), ("+Inf", calls.calls)], calls.seconds)
     yield seconds
-    moved = CounterMetricFamily("headrace_dataplane_bytes", "Bytes moved by data-plane calls.", labels=["op"])
-    lines = {}
-    for op, calls in total.ops.items():
-        if calls.nbytes:
-            moved.add_metric([op], calls.nbytes)
-            lines[op] = calls.cost_line()
-    yield moved
-    known = {op: line for op, line in lines.items() if line is not None}
+    moved = {op: calls for op, calls in total.ops.items() if calls.nbytes}
+    counts = {op: calls.nbytes for op, calls in moved.items()}
+    yield labelled("headrace_dataplane_bytes", "Bytes moved by data-plane calls.", "op", counts, CounterMetricFamily)
+    known = {op: line for op, calls in moved.items() if (line := calls.cost_line()) is not None}
     yield labelled(
         "headrace_dataplane_fixed_seconds",
         "Seconds of a call that moves next to nothing (least squares; absent while undetermined).",
@@ -210,9 +202,15 @@ def status_families(watch: DataPlaneWatch) -> Iterator[Metric]:
             yield GaugeMetricFamily(name, text, getattr(status, field))
 
 
-def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    """Return the gauge `name` with a value for each value of its label `label`."""
-    family = GaugeMetricFamily(name, text, labels=[label])
+def labelled(
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> GaugeMetricFamily | CounterMetricFamily:
+    """Return the gauge or counter `name` with a value for each value of its label `label`."""
+    family = kind(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family

@@ -186,25 +186,17 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
 def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     """Return one card for each kind of failure that the run survived, such as dropped groups or restarts. A card is
     (label, value, small print)."""
-    cards = []
-    for label, key, small in (
-        ("Groups dropped", "rollout/groups_dropped", "no signal; other prompts in their place"),
-        ("Groups too old", "rollout/groups_stale", "cleared, rolled out again or dropped"),
-        ("Groups issued again", "rollout/groups_reissued", "their actor died"),
-        ("Rows from the journal", "rollout/restored_rows", "not generated again"),
-        ("Steps skipped", "train/skipped", "no row to train on, or a gradient was not finite"),
-    ):
-        count = sum(_values(records, key))
-        if count:
-            cards.append((label, _count(count), small))
-    for label, key, small in (
-        ("Actors replaced", "rollout/actors_replaced", "rollout actors and engines that died"),
-        ("Restarts", "run/restarts", "from the last checkpoint"),
-    ):
-        count = max(_values(records, key), default=0)
-        if count:
-            cards.append((label, _count(count), small))
-    return cards
+    kinds = (
+        ("Groups dropped", "rollout/groups_dropped", sum, "no signal; other prompts in their place"),
+        ("Groups too old", "rollout/groups_stale", sum, "cleared, rolled out again or dropped"),
+        ("Groups issued again", "rollout/groups_reissued", sum, "their actor died"),
+        ("Rows from the journal", "rollout/restored_rows", sum, "not generated again"),
+        ("Steps skipped", "train/skipped", sum, "no row to train on, or a gradient was not finite"),
+        ("Actors replaced", "rollout/actors_replaced", max, "rollout actors and engines that died"),
+        ("Restarts", "run/restarts", max, "from the last checkpoint"),
+    )
+    counts = ((label, merge(_values(records, key) or [0]), small) for label, key, merge, small in kinds)
+    return [(label, _count(count), small) for label, count, small in counts if count]
 
 
 def _values(records: Sequence[Record], key: str) -> list[float]:

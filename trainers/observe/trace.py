@@ -189,23 +189,14 @@ def trace_events(reports: Mapping[str, Sequence[Sequence[Span]]]) -> list[dict[s
     origin = min((span.start_s for span in every), default=0.0)
     events: list[dict[str, object]] = []
     for pid, (process, of_process) in enumerate(reports.items(), start=1):
-        events.append(_named("process", pid, 0, process))
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        events += _named("process", pid, 0, process, pid)
         first = 1
         for lane, units in _by_lane(of_process):
             placed = _in_lanes(units, nesting=lane != LANES["generate"])
             rows = max(row for _, row, _, _ in placed)
             for row in range(rows):
-                events.append(_named("thread", pid, first + row, lane if rows == 1 else f"{lane} {row + 1}"))
-                events.append(
-                    {
-                        "ph": "M",
-                        "name": "thread_sort_index",
-                        "pid": pid,
-                        "tid": first + row,
-                        "args": {"sort_index": first + row},
-                    }
-                )
+                name = lane if rows == 1 else f"{lane} {row + 1}"
+                events += _named("thread", pid, first + row, name, first + row)
             events += [
                 _drawn(name, lane, pid, first + row - 1, start_s - origin, end_s - origin)
                 for name, row, start_s, end_s in placed
@@ -214,8 +205,9 @@ def trace_events(reports: Mapping[str, Sequence[Sequence[Span]]]) -> list[dict[s
     return events
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+def _named(what: str, pid: int, tid: int, name: str, place: int) -> list[dict[str, object]]:
+    facts: tuple[tuple[str, object], ...] = (("name", name), ("sort_index", place))
+    return [{"ph": "M", "name": f"{what}_{key}", "pid": pid, "tid": tid, "args": {key: fact}} for key, fact in facts]
 
 
 def _drawn(name: str, lane: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, object]:

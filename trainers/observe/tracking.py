@@ -77,8 +77,6 @@ class Tracking:
 
 
 class _Line:
-    """One tracker with its thread and the calls that wait for it."""
-
     def __init__(self, kind: str, tracker: Tracker, run: TrackedRun, started: Callable[[str, str], None]) -> None:
         self._kind = kind
         self._tracker = tracker
@@ -199,7 +197,6 @@ class SampleTail:
 
 
 def _row(line: Mapping[str, Any]) -> SampleRow:
-    """Return an episode of samples.jsonl as a row of a table; see SAMPLE_COLUMNS."""
     turns: Sequence[Mapping[str, Any]] = line.get("turns", ())
     response = "".join(turn.get("text", "") for turn in turns)
     return [

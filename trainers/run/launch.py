@@ -209,7 +209,6 @@ class _Training:
         return lost
 
     def _tell_distrust(self, state: State, metrics: dict[str, float]) -> None:
-        """Warn the user if the log-probs of engine and trainer differ too much in the first step."""
         config, experts = self._config, model_has_experts(self._config.model)
         warning = distrust(config.model, config.rollout, config.router_replay, metrics, has_experts=experts)
         if warning is not None:

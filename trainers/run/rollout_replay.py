@@ -174,8 +174,6 @@ async def _replay(
 
 
 class _Tally:
-    """Accumulates the differences between recorded and repeated groups for a ReplayReport."""
-
     def __init__(self) -> None:
         self.rows = self.rows_alike = self.tokens = self.tokens_alike = 0
         self.logprob_diff = self.reward_diff = self.reward_recorded = self.reward = 0.0
@@ -208,7 +206,6 @@ class _Tally:
 
 
 def _split(column: object) -> list[np.ndarray]:
-    """Return one array for each row of a column that holds a value per token."""
     assert isinstance(column, Jagged)
     return np.split(column.values.numpy(), np.cumsum(column.lengths)[:-1])
 

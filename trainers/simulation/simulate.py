@@ -318,7 +318,6 @@ class Simulation:
             heapq.heappush(self._granted, (group, 0, group))
 
     def _drop_stale(self) -> None:
-        """Drop groups that have become too old to be trained on, so that other groups may begin in their place."""
         oldest = self._version - self._staleness
         ready = [*self._blocked, *(group for _, _, group in self._granted)]
         stale = {group for group in ready if self._begun[group] < oldest}

@@ -222,7 +222,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _data_plane(opened: Opened | None, groups: int, group_size: int) -> list[str]:
-    """Return lines that describe what is in the data plane, or why that is unknown."""
     if opened is None:
         return ["it was not open yet"]
     answer: list[Any] = []

@@ -45,8 +45,6 @@ from .without_cuda import megatron_calls
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """Holds the parts that a backend needs for its steps. A backend that only computes log-probs has none of them."""
-
     model: DistributedDataParallel
     """The policy with its gradient buffers."""
     optimizer: ChainedOptimizer
@@ -166,7 +164,6 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
 
     @property
     def _parts(self) -> _Training:
-        """The parts of a backend that trains."""
         assert self._training is not None
         return self._training
 

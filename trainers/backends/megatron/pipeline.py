@@ -20,8 +20,6 @@ from . import library
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The means by which a stage exchanges activations and gradients with its neighbours."""
-
     neighbours: Any
     """Megatron's `P2PCommunicator`."""
     config: Any

@@ -62,10 +62,8 @@ def pool_families(figures: PoolFigures) -> Iterator[Metric]:
     for kind, (count, seconds) in figures.switches.items():
         switch.add_metric([kind], count, seconds)
     yield switch
-    orders = CounterMetricFamily("pool_orders", "Orders to put engines to sleep or wake them.", labels=["outcome"])
-    for outcome, count in figures.orders.items():
-        orders.add_metric([outcome], count)
-    yield orders
+    text = "Orders to put engines to sleep or wake them."
+    yield labelled("pool_orders", text, "outcome", figures.orders, CounterMetricFamily)
     yield CounterMetricFamily(
         "pool_plan_rejected", "Plans that were dropped because they broke a check.", value=figures.num_rejected
     )

@@ -243,7 +243,6 @@ def jain_index(values: Sequence[float]) -> float:
 
 
 def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Return the number, median, 95th percentile and largest of some waits in seconds; 0 where there is none."""
     middle, late, longest = np.quantile(seconds, (0.5, 0.95, 1.0)).tolist() if seconds else (0.0, 0.0, 0.0)
     return {
         f"{name}s": float(len(seconds)),

@@ -69,8 +69,6 @@ class TenantFigures:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group that is being generated, or waits for an engine."""
-
     step: int
     left_s: float
     """Seconds of generation that are left to it when it next gets an engine."""
@@ -229,7 +227,6 @@ class PoolSimulation:
         self._report(tenant)
 
     def _train(self, tenant: _Tenant) -> None:
-        """Ask for the train GPUs if a step's groups are ready and the trainer is free."""
         if tenant.training or tenant.generated <= tenant.trained:
             return
         tenant.training, tenant.asked_s = True, self._now
@@ -318,7 +315,6 @@ class PoolSimulation:
         self._at(group.end_s, self._ended, tenant, group, group.starts)
 
     def _displace(self, tenant: _Tenant, shards: Iterable[int]) -> None:
-        """Take the groups of engines that fall asleep to the front of the queue."""
         moved = [group for shard in shards for group in tenant.active.pop(shard)]
         for group in moved:
             group.shard, group.left_s = -1, group.end_s - self._now
@@ -353,7 +349,6 @@ class PoolSimulation:
             self._apply(Report(tenant.name, demand))
 
     def _settle(self, tenant: _Tenant) -> None:
-        """Count what the tenant has held and generated until now."""
         since_s, tenant.settled_s = tenant.settled_s, self._now
         counted_s = max(0.0, self._now - max(since_s, self._warmup_s))
         section = tenant.section
@@ -361,7 +356,6 @@ class PoolSimulation:
         tenant.figures.rollout_gpu_s += tenant.num_active * section.tp / section.engine_groups * counted_s
 
     def _end_waits(self, tenant: _Tenant) -> None:
-        """Count a wait of rollouts, if there is one, as one that ends now."""
         since_s, tenant.starved_since_s = tenant.starved_since_s, None
         if since_s is not None and since_s >= self._warmup_s:
             tenant.figures.rollout_waits_s.append(self._now - since_s)

@@ -432,7 +432,6 @@ class Pool:
         self._order(now_s, "expand", possible)
 
     def _order(self, now_s: float, kind: OrderKind, shards: Sequence[ShardId]) -> None:
-        """Send each tenant one order for all of its shards among `shards`."""
         for name in sorted({shard.tenant for shard in shards}):
             own = tuple(sorted(shard.shard for shard in shards if shard.tenant == name))
             due_s = now_s + self.tenants[name].order_timeout_s

@@ -222,7 +222,6 @@ def _cgroup_cores() -> float | None:
 
 
 def _shared_memory(root: Path = SHARED_MEMORY) -> list[Finding]:
-    """Check that /dev/shm is writable and has enough free space, and look for files that dead runs left there."""
     error = write_error(root)
     if error:
         fix = "free some space in it" if root.is_dir() else f"mount -t tmpfs tmpfs {root}"

@@ -70,7 +70,6 @@ def _run_packages(
 
 
 def _prompt_packages(sources: Sources) -> Iterator[tuple[str, str, str]]:
-    """Yield each optional package that sources of prompts use, as `_run_packages` does."""
     for key, source in sources:
         if source and source.startswith("reasoning-gym:"):
             yield "reasoning_gym", f"{key}={source}", "reasoning-gym"
@@ -79,6 +78,5 @@ def _prompt_packages(sources: Sources) -> Iterator[tuple[str, str, str]]:
 
 
 def _reward_packages(rubrics: Iterable[RewardConfig]) -> Iterator[tuple[str, str, str]]:
-    """Yield each optional package that rewards use, as `_run_packages` does."""
     if any(function.kind == "math_verify" for rubric in rubrics for function in rubric.functions):
         yield "math_verify", "the reward math_verify", "math"

@@ -180,7 +180,6 @@ def _check_engine_arguments(rollout: RolloutConfig) -> None:
 
 
 def _check_loss(loss: LossConfig, data: DataConfig, max_new_tokens: int) -> None:
-    """Try a loss of the user's own on made-up rows, and check the names of the columns that it reads."""
     if ":" in loss.kind:
         from ....actors.protocols import row_schema  # imports torch, which checks do without
         from ...losses.step_loss import build_loss
