@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -25,30 +26,38 @@ def bounded(errors: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutReport:
-    """Results of one `RolloutWorker.rollout` call, or of several calls merged. The values are totals rather than means,
-    so that reports can be merged exactly."""
+class GroupFigures:
+    """Counts and sums over a set of rows, such as the group of one prompt. They are totals rather than means, so that
+    those of several sets can be added exactly."""
 
-    rows: int
+    rows: int = 0
     """Number of rows written to the data plane."""
-    failed: int
+    failed: int = 0
     """Number of rows whose reward or episode failed or whose generation was aborted. These rows are not trained on, and
     no reward statistic includes them."""
-    errors: tuple[str, ...]
+    truncated: int = 0
+    """Number of rows whose response was cut off at max_new_tokens."""
+    prompt_tokens: int = 0
+    """Number of prompt tokens in all rows. A prompt is counted once for each of its rows."""
+    response_tokens: int = 0
+    """Number of response tokens of all rows."""
+    response_length_max: int = 0
+    """Number of tokens of the longest response."""
+    reward_sum: float = 0.0
+    """Sum of the total rewards of the rows that did not fail."""
+    component_sums: dict[str, float] = field(default_factory=dict)
+    """For each reward function, by name, the sum of its unweighted values over the rows that did not fail."""
+    errors: tuple[str, ...] = ()
     """Why rows failed: the error of each failed row, at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH
     characters."""
-    truncated: int
-    """Number of rows whose response was cut off at max_new_tokens."""
-    prompt_tokens: int
-    """Number of prompt tokens in all rows. A prompt is counted once for each of its rows."""
-    response_tokens: int
-    """Number of response tokens of all rows."""
-    response_length_max: int
-    """Number of tokens of the longest response."""
-    reward_sum: float
-    """Sum of the total rewards of the rows that did not fail."""
-    component_sums: Mapping[str, float]
-    """For each reward function, by name, the sum of its unweighted values over the rows that did not fail."""
+    routes: RouteCounts = RouteCounts()
+    """Counts of the rows' routes; all are 0 if there are none, as without router replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutReport(GroupFigures):
+    """Results of one `RolloutWorker.rollout` call, or of several calls merged."""
+
     generate_s: float
     """Wall-clock seconds from the start of the `rollout` call to the end of its last episode."""
     traffic: bytes
@@ -62,8 +71,6 @@ class RolloutReport:
     """Number of rows taken from the journal instead of generated. The other counts and sums include these rows."""
     restored_tokens: int = 0
     """Number of response tokens of the rows taken from the journal."""
-    routes: RouteCounts | None = None
-    """Counts of the rows' routes; None if there are none, as without router replay."""
 
     @property
     def first_error(self) -> str:
@@ -80,27 +87,29 @@ class RolloutReport:
         return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
 
 
+def added_figures(parts: Sequence[GroupFigures]) -> dict[str, Any]:
+    """Return the values of the GroupFigures of all rows of `parts`, by field."""
+    names = dict.fromkeys(name for part in parts for name in part.component_sums)
+    totals = ("rows", "failed", "truncated", "prompt_tokens", "response_tokens", "reward_sum")
+    return {name: sum(getattr(part, name) for part in parts) for name in totals} | {
+        "response_length_max": max((part.response_length_max for part in parts), default=0),
+        "component_sums": {name: sum(part.component_sums.get(name, 0.0) for part in parts) for name in names},
+        "errors": bounded(error for part in parts for error in part.errors),
+        "routes": sum((part.routes for part in parts), RouteCounts()),
+    }
+
+
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
     """Merge the reports of actors that worked at the same time. Counts, sums and traffic are added; of `generate_s` and
     `response_length_max` the merged report has the largest."""
-    names = dict.fromkeys(name for report in reports for name in report.component_sums)
     return RolloutReport(
-        rows=sum(r.rows for r in reports),
-        failed=sum(r.failed for r in reports),
-        errors=bounded(error for report in reports for error in report.errors),
-        truncated=sum(r.truncated for r in reports),
-        prompt_tokens=sum(r.prompt_tokens for r in reports),
-        response_tokens=sum(r.response_tokens for r in reports),
-        response_length_max=max((r.response_length_max for r in reports), default=0),
-        reward_sum=sum(r.reward_sum for r in reports),
-        component_sums={name: sum(r.component_sums.get(name, 0.0) for r in reports) for name in names},
+        **added_figures(reports),
         generate_s=max((r.generate_s for r in reports), default=0.0),
         traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
         spans=SpanTable.of([span for r in reports for span in r.spans.to_spans()]),
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
         restored=sum(r.restored for r in reports),
         restored_tokens=sum(r.restored_tokens for r in reports),
-        routes=sum((r.routes for r in reports if r.routes), RouteCounts()),
     )
 
 
@@ -122,23 +131,6 @@ class EvaluationReport:
     """Sum of each metric, by metric key; see `FigureSums`."""
     counts: Mapping[str, int]
     """Number of samples or prompts over which each sum was taken, by metric key."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFigures:
-    """Counts and sums that a set of rows, usually the group of one prompt, adds to a RolloutReport. The fields have the
-    same names and meanings as those of RolloutReport."""
-
-    rows: int
-    failed: int
-    truncated: int
-    prompt_tokens: int
-    response_tokens: int
-    response_length_max: int
-    reward_sum: float
-    component_sums: dict[str, float]
-    errors: tuple[str, ...] = ()
-    routes: RouteCounts = RouteCounts()
 
 
 def group_figures(
@@ -169,34 +161,15 @@ def group_figures(
 class RolloutTally:
     """Collects the values of a RolloutReport while a `rollout` call runs."""
 
-    rows: int = 0
-    failed: int = 0
-    errors: list[str] = field(default_factory=list)
-    truncated: int = 0
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    response_length_max: int = 0
-    reward_sum: float = 0.0
-    component_sums: dict[str, float] = field(default_factory=dict)
+    groups: list[GroupFigures] = field(default_factory=list)
     generate_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     restored: int = 0
     restored_tokens: int = 0
-    routes: RouteCounts = RouteCounts()
 
     def add(self, group: GroupFigures, *, restored: bool = False) -> None:
         """Add the counts and sums of a group. restored: True if the group comes from the journal."""
-        self.rows += group.rows
-        self.failed += group.failed
-        self.errors += group.errors
-        self.truncated += group.truncated
-        self.prompt_tokens += group.prompt_tokens
-        self.response_tokens += group.response_tokens
-        self.response_length_max = max(self.response_length_max, group.response_length_max)
-        self.reward_sum += group.reward_sum
-        self.routes += group.routes
-        for name, total in group.component_sums.items():
-            self.component_sums[name] = self.component_sums.get(name, 0.0) + total
+        self.groups.append(group)
         if restored:
             self.restored += group.rows
             self.restored_tokens += group.response_tokens
@@ -204,20 +177,11 @@ class RolloutTally:
     def report(self, traffic: Traffic, left_out: Sequence[LeftOut] = ()) -> RolloutReport:
         """Return the values collected so far as a RolloutReport."""
         return RolloutReport(
-            rows=self.rows,
-            failed=self.failed,
-            errors=bounded(self.errors),
-            truncated=self.truncated,
-            prompt_tokens=self.prompt_tokens,
-            response_tokens=self.response_tokens,
-            response_length_max=self.response_length_max,
-            reward_sum=self.reward_sum,
-            component_sums=self.component_sums,
+            **added_figures(self.groups),
             generate_s=self.generate_s,
             traffic=traffic.to_bytes(),
             spans=SpanTable.of(self.spans),
             left_out=tuple(left_out),
             restored=self.restored,
             restored_tokens=self.restored_tokens,
-            routes=self.routes if self.routes != RouteCounts() else None,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -336,16 +336,7 @@ class RouteCounts:
     """Number of bytes of the routes of these tokens, before rows share those of their prompt."""
 
     def __add__(self, other: RouteCounts) -> RouteCounts:
-        return RouteCounts(
-            self.possible + other.possible,
-            self.missing + other.missing,
-            self.rows_missing + other.rows_missing,
-            self.sampled + other.sampled,
-            self.mixed_context + other.mixed_context,
-            self.seconds + other.seconds,
-            self.num_tokens + other.num_tokens,
-            self.num_bytes + other.num_bytes,
-        )
+        return RouteCounts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -480,7 +480,7 @@ class Feed:
     def _expect_routes(self) -> None:
         """Raise TooManyMissingRoutes if more tokens of the current step lack a route than `router_replay` allows. The
         share is taken of the tokens reported so far, or of as many more as a full step has rows."""
-        routes = sum((report.routes for report in self._tally.reports if report.routes), RouteCounts())
+        routes = sum((report.routes for report in self._tally.reports), RouteCounts())
         config = self._config.router_replay
         allowed = 0.0 if config.missing == "error" else config.max_missing_share
         rows = sum(report.rows for report in self._tally.reports)

@@ -130,7 +130,7 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
         **{f"reward/{name}": value for name, value in rollout.component_means().items()},
         "rollout/truncated_rows": float(rollout.truncated),
         "rollout/restored_rows": float(rollout.restored),
-        **route_metrics(rollout.routes or RouteCounts()),
+        **route_metrics(rollout.routes),
         "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
     }
 

@@ -16,7 +16,7 @@ import torch
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rollout.prompts import base36
-from headrace.actors.rollout.results import RolloutReport, RolloutTally
+from headrace.actors.rollout.results import GroupFigures, RolloutReport, RolloutTally
 from headrace.actors.rollout.rows import RouteCounts
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.batch import Batch, Jagged, Ragged
@@ -196,10 +196,8 @@ class World:
         while timeout_s and not done and self.put_one():
             done = [work for work in works if work.dead or not work.left]
         self.works = [work for work in self.works if work not in done]
-        tally = RolloutTally(
-            rows=self.reported_rows, failed=self.reported_failed, errors=["no answer"], routes=self.routes
-        )
-        report = tally.report(Traffic())
+        figures = GroupFigures(self.reported_rows, self.reported_failed, errors=("no answer",), routes=self.routes)
+        report = RolloutTally([figures]).report(Traffic())
         return [(work.call, ActorFailed("it died", died=True) if work.dead else report) for work in done]
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.actors.rollout.results import RolloutReport, RolloutTally
+from headrace.actors.rollout.results import GroupFigures, RolloutReport, RolloutTally
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.grpo.feed import FeedTally
 from headrace.trainers.grpo.step_metrics import idle_shares, rollout_metrics, staleness_metrics
@@ -38,8 +38,8 @@ def test_an_actor_without_a_call_brings_the_mean_down() -> None:
 
 
 def report(tokens: int, restored: int = 0) -> RolloutReport:
-    tally = RolloutTally(rows=8, response_tokens=tokens, restored_tokens=restored)
-    return tally.report(Traffic())
+    figures = GroupFigures(rows=8, response_tokens=tokens)
+    return RolloutTally([figures], restored_tokens=restored).report(Traffic())
 
 
 def test_tokens_a_second_are_of_the_time_since_the_calls_before() -> None:
