@@ -16,23 +16,20 @@ from ...codecs.batch import Batch
 from ...codecs.schema import Field, Schema
 from ..block_store import BlockStore
 from ..directory.calls import Outcome
-from ..directory.requests import body_of
 from ..directory.samplers import TaskConfig
 from ..errors import DataPlaneTimeout, DirectoryLost
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
 from ..rpc.links import Link
 from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
-from ..traffic import ClientStats
 from .arguments import Fields, Keys
-from .grants import LeaseRenewal
-from .operations import Ask, Moved, Operations, Steps, Work
+from .operations import Ask, CountedClient, Moved, Steps, Work
 from .saving import load, save
 
 T = TypeVar("T")
 
 
-class AsyncDataPlaneClient:
+class AsyncDataPlaneClient(CountedClient):
     """Client with the methods of `DataPlaneClient` as coroutines. Arguments, results, errors and time limits are the
     same.
 
@@ -46,21 +43,10 @@ class AsyncDataPlaneClient:
     """
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
-        self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
-        self._link = link
+        super().__init__(handle, link, store, name)
         # Of its own: the event loop's default threads may all be held by tools that hang.
         self._threads = ThreadPoolExecutor(thread_name_prefix="data-plane")
         self._closed = False
-
-    @property
-    def plane_id(self) -> int:
-        """Id of the data plane, which every receipt of it carries."""
-        return self._operations.handle.store.plane_id
-
-    @property
-    def stats(self) -> ClientStats:
-        """Counters of the calls of this client and of the bytes that they moved, since the client was created."""
-        return self._operations.stats
 
     async def register(
         self,
@@ -72,23 +58,23 @@ class AsyncDataPlaneClient:
         redefine: bool = False,
     ) -> None:
         """Declare a partition (a named set of rows), as `DataPlaneClient.register` does."""
-        await self._run("register", self._operations.register(partition, schema, tasks, group_size, redefine))
+        await self._run(self._operations.register(partition, schema, tasks, group_size, redefine))
 
     async def add_tasks(
         self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None
     ) -> None:
         """Add tasks (consumers) to a partition that is registered, as `DataPlaneClient.add_tasks` does."""
-        await self._run("add_tasks", self._operations.add_tasks(partition, tasks, timeout_s))
+        await self._run(self._operations.add_tasks(partition, tasks, timeout_s))
 
     async def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition and return how many rows it had, as `DataPlaneClient.unregister` does."""
-        return await self._run("unregister", self._operations.unregister(partition, timeout_s))
+        return await self._run(self._operations.unregister(partition, timeout_s))
 
     async def add_fields(
         self, partition: str, fields: Schema | Iterable[Field], *, timeout_s: float | None = None
     ) -> None:
         """Add fields to a partition's schema, as `DataPlaneClient.add_fields` does."""
-        await self._run("add_fields", self._operations.add_fields(partition, fields, timeout_s))
+        await self._run(self._operations.add_fields(partition, fields, timeout_s))
 
     async def put(
         self,
@@ -105,14 +91,14 @@ class AsyncDataPlaneClient:
         """Write some fields of N rows and return a receipt, as `DataPlaneClient.put` does. The receipt has the rows'
         keys and locations."""
         return await self._move(
-            "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
+            self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
 
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> Batch:
         """Read fields of the rows of a receipt (their keys and locations), as `DataPlaneClient.get` does."""
-        return await self._move("get", self._operations.get(meta, fields, timeout_s))
+        return await self._move(self._operations.get(meta, fields, timeout_s))
 
     async def lookup(
         self,
@@ -124,21 +110,21 @@ class AsyncDataPlaneClient:
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Return a receipt (keys and locations) for the rows with these keys, as `DataPlaneClient.lookup` does."""
-        return await self._run("lookup", self._operations.lookup(partition, keys, fields, wait, timeout_s))
+        return await self._run(self._operations.lookup(partition, keys, fields, wait, timeout_s))
 
     async def rows(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> PartitionRows:
         """Return a list of the partition's rows without their content, as `DataPlaneClient.rows` does."""
-        return await self._run("rows", self._operations.rows(partition, keys, timeout_s))
+        return await self._run(self._operations.rows(partition, keys, timeout_s))
 
     async def get_keys(
         self, partition: str, keys: Keys, fields: Sequence[str], *, timeout_s: float | None = None
     ) -> Batch:
         """Read fields of the rows with these keys, as `DataPlaneClient.get_keys` does."""
-        return await self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+        return await self._move(self._operations.get_keys(partition, keys, fields, timeout_s))
 
     async def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
         """Set tags of existing rows without writing a field, as `DataPlaneClient.tag` does."""
-        await self._run("tag", self._operations.tag(partition, keys, tags, timeout_s))
+        await self._run(self._operations.tag(partition, keys, tags, timeout_s))
 
     async def claim(
         self,
@@ -157,7 +143,6 @@ class AsyncDataPlaneClient:
         """Wait for n rows that have all of `fields`, and lease them to this caller for `task`. Returns a receipt (their
         keys and locations), as `DataPlaneClient.claim` does."""
         return await self._run(
-            "claim",
             self._operations.claim(
                 partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
             ),
@@ -166,11 +151,11 @@ class AsyncDataPlaneClient:
     async def renew(self, meta: KVBatchMeta, *, timeout_s: float | None = None) -> None:
         """Extend the lease on the rows of a receipt and keep renewing it, as `DataPlaneClient.renew` does. A lease is a
         consumer's exclusive hold."""
-        await self._run("renew", self._operations.renew(meta, timeout_s))
+        await self._run(self._operations.renew(meta, timeout_s))
 
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt, as `DataPlaneClient.release` does."""
-        await self._run("release", self._operations.release(meta, task, outcome, timeout_s))
+        await self._run(self._operations.release(meta, task, outcome, timeout_s))
 
     async def skip(
         self,
@@ -181,21 +166,21 @@ class AsyncDataPlaneClient:
         timeout_s: float | None = None,
     ) -> None:
         """Settle positions of the prompt stream whose prompts will not be put, as `DataPlaneClient.skip` does."""
-        await self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
+        await self._run(self._operations.skip(partition, task, positions, timeout_s))
 
     async def reset(
         self, partition: str, task: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> TaskReset:
         """Make rows that `task` has finished claimable again, as `DataPlaneClient.reset` does."""
-        return await self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
+        return await self._run(self._operations.reset(partition, task, keys, timeout_s))
 
     async def free(self, partition: str, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Give back the bytes of rows but keep the rows, as `DataPlaneClient.free` does."""
-        return await self._run("free", self._operations.free(partition, keys, timeout_s))
+        return await self._run(self._operations.free(partition, keys, timeout_s))
 
     async def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows from a partition and return how many, as `DataPlaneClient.clear` does."""
-        return await self._run("clear", self._operations.clear(partition, keys, timeout_s))
+        return await self._run(self._operations.clear(partition, keys, timeout_s))
 
     async def clear_stale(
         self,
@@ -210,30 +195,29 @@ class AsyncDataPlaneClient:
         """Remove the rows that a claim with these arguments passes over as too old, and return their keys.
         `DataPlaneClient.clear_stale` is its twin."""
         return await self._run(
-            "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
 
     async def save(self, partition: str, path: str | os.PathLike[str], *, timeout_s: float | None = None) -> int:
         """Write a partition into one file and return how many rows it has, as `DataPlaneClient.save` does."""
-        return await self._move("save", save(self._operations, partition, path, timeout_s))
+        return await self._move(save(self._operations, partition, path, timeout_s))
 
     async def load(
         self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
     ) -> str:
         """Register a partition that `save` wrote into a file, put its rows back and return its name.
         `DataPlaneClient.load` is its twin."""
-        return await self._move("load", load(self._operations, path, partition, timeout_s))
+        return await self._move(load(self._operations, path, partition, timeout_s))
 
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the numbers of rows, leases and bytes at this moment, as `DataPlaneClient.status` does."""
-        return await self._run("status", self._operations.status(partition, timeout_s))
+        return await self._run(self._operations.status(partition, timeout_s))
 
     async def task_status(
         self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> TaskStatus:
         """Return the progress of a task, as `DataPlaneClient.task_status` does."""
-        return await self._run("task_status", self._operations.task_status(partition, task, fields, timeout_s))
+        return await self._run(self._operations.task_status(partition, task, fields, timeout_s))
 
     async def close(self) -> None:
         """Disconnect from the directory (the metadata service) and the store, as `DataPlaneClient.close` does."""
@@ -252,22 +236,11 @@ class AsyncDataPlaneClient:
     ) -> None:
         await self.close()
 
-    async def _run(self, op: str, steps: Steps[T]) -> T:
-        started = time.monotonic()
-        try:
-            return await self._carry_out(steps)
-        finally:
-            self.stats.count_call(op, time.monotonic() - started)
+    async def _run(self, steps: Steps[T]) -> T:
+        return await self._carry_out(self._counted(steps))
 
-    async def _move(self, op: str, steps: Steps[Moved[T]]) -> T:
-        """Run an operation that moves bytes, and count the call and its bytes in `stats`."""
-        started, nbytes = time.monotonic(), 0
-        try:
-            moved = await self._carry_out(steps)
-            nbytes = moved.nbytes
-            return moved.result
-        finally:
-            self.stats.count_call(op, time.monotonic() - started, nbytes)
+    async def _move(self, steps: Steps[Moved[T]]) -> T:
+        return await self._carry_out(self._counted_bytes(steps))
 
     async def _carry_out(self, steps: Steps[T]) -> T:
         """Run the steps of an operation one after another and return its result. Requests to the directory (the
@@ -288,8 +261,7 @@ class AsyncDataPlaneClient:
     async def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()
         reply = await self._link.call_async(step.op, step.payload, step.timeout_s, step.undo)
-        self.stats.count_directory(len(step.payload) + len(reply))
-        return body_of(reply, step.op, time.monotonic() - started)
+        return self._body(step, reply, time.monotonic() - started)
 
     async def _in_thread(self, work: Work) -> Any:
         """Run `work` in one of the client's threads and return its result.

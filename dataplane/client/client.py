@@ -12,24 +12,18 @@ import numpy as np
 
 from ...codecs.batch import Batch
 from ...codecs.schema import Field, Schema
-from ..block_store import BlockStore
 from ..directory.calls import Outcome
-from ..directory.requests import body_of
 from ..directory.samplers import TaskConfig
-from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags
-from ..rpc.links import Link
 from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
-from ..traffic import ClientStats
 from .arguments import Fields, Keys
-from .grants import LeaseRenewal
-from .operations import Ask, Moved, Operations, Steps, Work
+from .operations import Ask, CountedClient, Moved, Steps, Work
 from .saving import load, save
 
 T = TypeVar("T")
 
 
-class DataPlaneClient:
+class DataPlaneClient(CountedClient):
     """Connection of one process to the run's data plane. Get one from `factory.connect`.
 
     Threads may share it. Every call returns or raises within its `timeout_s` (None means the configured `timeout_s`)
@@ -37,20 +31,6 @@ class DataPlaneClient:
     answer, and ValueError for an unknown partition. Calls of one thread take effect in order; calls of several threads
     take effect in any order, each in full or not at all.
     """
-
-    def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
-        self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
-        self._link = link
-
-    @property
-    def plane_id(self) -> int:
-        """Id of the data plane, which every receipt of it carries."""
-        return self._operations.handle.store.plane_id
-
-    @property
-    def stats(self) -> ClientStats:
-        """Counters of the calls of this client and of the bytes that they moved, since the client was created."""
-        return self._operations.stats
 
     def register(
         self,
@@ -71,7 +51,7 @@ class DataPlaneClient:
         ValueError for a sampler that the directory's process cannot build, or may not import because
         `dataplane.samplers` does not list it.
         """
-        self._run("register", self._operations.register(partition, schema, tasks, group_size, redefine))
+        self._run(self._operations.register(partition, schema, tasks, group_size, redefine))
 
     def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None) -> None:
         """Add tasks (consumers) to a partition that is registered. They can claim all rows of the partition.
@@ -81,7 +61,7 @@ class DataPlaneClient:
         `register` with the tasks of before continue to be accepted. Raises ValueError for a sampler that cannot be
         built.
         """
-        self._run("add_tasks", self._operations.add_tasks(partition, tasks, timeout_s))
+        self._run(self._operations.add_tasks(partition, tasks, timeout_s))
 
     def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
         """Remove a partition with its rows, leases, tasks and schema, and return how many rows it had.
@@ -89,7 +69,7 @@ class DataPlaneClient:
         Claims that wait for rows of the partition raise ValueError, and so does every later call that names it. The
         name can be registered again, even with another schema.
         """
-        return self._run("unregister", self._operations.unregister(partition, timeout_s))
+        return self._run(self._operations.unregister(partition, timeout_s))
 
     def add_fields(self, partition: str, fields: Schema | Iterable[Field], *, timeout_s: float | None = None) -> None:
         """Add fields to a partition's schema; no row has a value of them yet. A field that the partition has already is
@@ -98,7 +78,7 @@ class DataPlaneClient:
         Processes that know the schema without these fields keep working; a client learns of them when a put names one.
         Idempotent. Raises ValueError for a field that is declared in another way already, and then adds none.
         """
-        self._run("add_fields", self._operations.add_fields(partition, fields, timeout_s))
+        self._run(self._operations.add_fields(partition, fields, timeout_s))
 
     def put(
         self,
@@ -134,9 +114,7 @@ class DataPlaneClient:
         CapacityExceeded when no room becomes free in time, and DataPlaneTimeout when writing took longer than
         `reserve_s`.
         """
-        return self._move(
-            "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
-        )
+        return self._move(self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s))
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None) -> Batch:
         """Read fields of the rows of a receipt (`meta`), in the receipt's order, into new memory. fields: None reads
@@ -149,7 +127,7 @@ class DataPlaneClient:
         the receipt lacks, SchemaMismatch for undeclared or repeated fields, and IntegrityError for bytes that have
         changed.
         """
-        return self._move("get", self._operations.get(meta, fields, timeout_s))
+        return self._move(self._operations.get(meta, fields, timeout_s))
 
     def lookup(
         self,
@@ -168,7 +146,7 @@ class DataPlaneClient:
         after `timeout_s` it raises DataPlaneTimeout naming the keys that were never put and the fields that were never
         written. Idempotent.
         """
-        return self._run("lookup", self._operations.lookup(partition, keys, fields, wait, timeout_s))
+        return self._run(self._operations.lookup(partition, keys, fields, wait, timeout_s))
 
     def rows(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> PartitionRows:
         """Return a list of the partition's rows, in order of arrival, without their content. It has keys, versions,
@@ -177,12 +155,12 @@ class DataPlaneClient:
         keys: None lists all rows; otherwise the rows with these keys are listed, in that order. Idempotent. Raises
         KeysNotFound naming the keys that do not exist.
         """
-        return self._run("rows", self._operations.rows(partition, keys, timeout_s))
+        return self._run(self._operations.rows(partition, keys, timeout_s))
 
     def get_keys(self, partition: str, keys: Keys, fields: Sequence[str], *, timeout_s: float | None = None) -> Batch:
         """Read `fields` of the rows with these keys, in the order of the keys. It is a `lookup` followed by a `get`,
         with the errors of both."""
-        return self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+        return self._move(self._operations.get_keys(partition, keys, fields, timeout_s))
 
     def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
         """Set tags of existing rows without writing a field. tags: name -> a number or a string for each key, `[N]`.
@@ -191,7 +169,7 @@ class DataPlaneClient:
         rows by their tags. Idempotent. Raises KeysNotFound naming the keys that do not exist, DuplicateKeys, and
         SchemaMismatch for values of another type than the tag's earlier ones; no tag is changed then.
         """
-        self._run("tag", self._operations.tag(partition, keys, tags, timeout_s))
+        self._run(self._operations.tag(partition, keys, tags, timeout_s))
 
     def claim(
         self,
@@ -226,7 +204,6 @@ class DataPlaneClient:
         leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.
         """
         return self._run(
-            "claim",
             self._operations.claim(
                 partition, task, fields, n, at_least, whole_groups, min_version, max_version, arguments, timeout_s
             ),
@@ -241,7 +218,7 @@ class DataPlaneClient:
         nothing is extended then. Raises ForeignReceipt for a receipt of another data plane, and ValueError for a
         receipt without a lease.
         """
-        self._run("renew", self._operations.renew(meta, timeout_s))
+        self._run(self._operations.renew(meta, timeout_s))
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End the lease (a consumer's exclusive hold) on the rows of a receipt. With outcome `done`, `task` has
@@ -251,7 +228,7 @@ class DataPlaneClient:
         ended (by time, clear or an earlier release) after releasing the others, ForeignReceipt for a receipt of another
         data plane, and ValueError for a receipt without a lease.
         """
-        self._run("release", self._operations.release(meta, task, outcome, timeout_s))
+        self._run(self._operations.release(meta, task, outcome, timeout_s))
 
     def skip(
         self,
@@ -268,7 +245,7 @@ class DataPlaneClient:
         at such a position nevertheless can be claimed as usual. Idempotent. Raises ValueError for a negative position,
         and for a task whose sampler does not follow the prompts; nothing is settled then.
         """
-        self._run("skip", self._operations.skip(partition, task, positions, timeout_s))
+        self._run(self._operations.skip(partition, task, positions, timeout_s))
 
     def reset(
         self, partition: str, task: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None
@@ -280,7 +257,7 @@ class DataPlaneClient:
         again in the stream's order and wait for none of them. Raises KeysNotFound for unknown keys, and then resets
         nothing.
         """
-        return self._run("reset", self._operations.reset(partition, task, keys, timeout_s))
+        return self._run(self._operations.reset(partition, task, keys, timeout_s))
 
     def free(self, partition: str, keys: Keys, *, timeout_s: float | None = None) -> int:
         """Give back the bytes of rows that will not be read again, and return how many rows they are. The rows stay
@@ -291,7 +268,7 @@ class DataPlaneClient:
         of the rows count as not written, for every task, and reading with an older receipt raises RowsCleared. Raises
         KeysNotFound for unknown keys, and then frees nothing.
         """
-        return self._run("free", self._operations.free(partition, keys, timeout_s))
+        return self._run(self._operations.free(partition, keys, timeout_s))
 
     def clear(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> int:
         """Remove rows and their leases from a partition, and return how many rows were removed. keys: None means all of
@@ -300,7 +277,7 @@ class DataPlaneClient:
         Meant for the process that controls the flow of the rows, such as the driver. The bytes of a block are free
         again once all of its rows are cleared. Raises KeysNotFound for unknown keys, and then clears nothing.
         """
-        return self._run("clear", self._operations.clear(partition, keys, timeout_s))
+        return self._run(self._operations.clear(partition, keys, timeout_s))
 
     def clear_stale(
         self,
@@ -320,7 +297,6 @@ class DataPlaneClient:
         not at all. Does not wait. Idempotent: keys of rows that were removed before are not returned again.
         """
         return self._run(
-            "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
 
@@ -334,7 +310,7 @@ class DataPlaneClient:
         takes, not their sum. Raises RowsCleared when rows are cleared or replaced before they have been read, and
         OSError when the file cannot be written; no file is left then.
         """
-        return self._move("save", save(self._operations, partition, path, timeout_s))
+        return self._move(save(self._operations, partition, path, timeout_s))
 
     def load(
         self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
@@ -347,18 +323,18 @@ class DataPlaneClient:
         not their sum. When it raises, nothing is left: ValueError for a file that is not a saved partition or is
         damaged or truncated, or for a name that is registered; CapacityExceeded when the rows find no room.
         """
-        return self._move("load", load(self._operations, path, partition, timeout_s))
+        return self._move(load(self._operations, path, partition, timeout_s))
 
     def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Return the current numbers of rows and leases, of all partitions or one, and of bytes in the store."""
-        return self._run("status", self._operations.status(partition, timeout_s))
+        return self._run(self._operations.status(partition, timeout_s))
 
     def task_status(
         self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> TaskStatus:
         """Return how many rows `task` has finished, holds and can claim, and its place in the prompt stream. fields: a
         row counts as ready once these are written; None means all fields of the partition."""
-        return self._run("task_status", self._operations.task_status(partition, task, fields, timeout_s))
+        return self._run(self._operations.task_status(partition, task, fields, timeout_s))
 
     def close(self) -> None:
         """Disconnect from the directory (the metadata service) and the store, which keep running. Idempotent. Leases
@@ -372,22 +348,11 @@ class DataPlaneClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, op: str, steps: Steps[T]) -> T:
-        started = time.monotonic()
-        try:
-            return self._carry_out(steps)
-        finally:
-            self.stats.count_call(op, time.monotonic() - started)
+    def _run(self, steps: Steps[T]) -> T:
+        return self._carry_out(self._counted(steps))
 
-    def _move(self, op: str, steps: Steps[Moved[T]]) -> T:
-        """Run an operation that moves bytes, and count the call and its bytes in `stats`."""
-        started, nbytes = time.monotonic(), 0
-        try:
-            moved = self._carry_out(steps)
-            nbytes = moved.nbytes
-            return moved.result
-        finally:
-            self.stats.count_call(op, time.monotonic() - started, nbytes)
+    def _move(self, steps: Steps[Moved[T]]) -> T:
+        return self._carry_out(self._counted_bytes(steps))
 
     def _carry_out(self, steps: Steps[T]) -> T:
         """Run the steps of an operation one after another in this thread, and return its result."""
@@ -407,5 +372,4 @@ class DataPlaneClient:
     def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()
         reply = self._link.call(step.op, step.payload, step.timeout_s, step.undo)
-        self.stats.count_directory(len(step.payload) + len(reply))
-        return body_of(reply, step.op, time.monotonic() - started)
+        return self._body(step, reply, time.monotonic() - started)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from ..directory.samplers import TaskConfig, check_arguments
 from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from ..handle import DataPlaneHandle
 from ..meta import KVBatchMeta, Tags, check_tags
-from ..rpc.links import Undo
+from ..rpc.links import Link, Undo
 from ..status import DataPlaneStatus, PartitionRows, TaskReset, TaskStatus
 from ..traffic import ClientStats
 from .arguments import (
@@ -45,9 +45,6 @@ from .arguments import (
 )
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_per_block, write_blocks
 from .grants import Credit, LeaseRenewal
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +117,27 @@ class Operations:
             raise ValueError(f"timeout_s: got {timeout_s}, expected a finite number of seconds >= 0")
         return float(timeout_s)
 
+    def _ask(self, op: str, request: object, timeout_s: float | None) -> Steps[bytes]:
+        return (yield Ask(op, requests.encode(request), self.timeout(timeout_s)))
+
     def register(
         self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int, redefine: bool
     ) -> Steps[None]:
         request = requests.Register(partition, schema, task_configs(tasks), group_size, redefine)
-        yield Ask("register", requests.encode(request), self.timeout(None))
+        yield from self._ask("register", request, None)
         self._schemas[partition] = schema
 
     def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], timeout_s: float | None) -> Steps[None]:
-        request = requests.AddTasks(partition, task_configs(tasks))
-        yield Ask("add_tasks", requests.encode(request), self.timeout(timeout_s))
+        yield from self._ask("add_tasks", requests.AddTasks(partition, task_configs(tasks)), timeout_s)
 
     def unregister(self, partition: str, timeout_s: float | None) -> Steps[int]:
-        reply = yield Ask("unregister", requests.encode(requests.Unregister(partition)), self.timeout(timeout_s))
+        reply = yield from self._ask("unregister", requests.OnePartition(partition), timeout_s)
         self._schemas.pop(partition, None)
         return messages.decode(reply, int)
 
     def add_fields(self, partition: str, fields: Schema | Iterable[Field], timeout_s: float | None) -> Steps[None]:
         added = fields if isinstance(fields, Schema) else Schema(fields)
-        request = requests.AddFields(partition, added)
-        reply = yield Ask("add_fields", requests.encode(request), self.timeout(timeout_s))
+        reply = yield from self._ask("add_fields", requests.AddFields(partition, added), timeout_s)
         self._schemas[partition] = messages.decode(reply, Schema)
 
     def put(
@@ -306,14 +304,12 @@ class Operations:
         return KVBatchMeta.from_bytes(reply)
 
     def rows(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[PartitionRows]:
-        request = requests.Rows(partition, None if keys is None else pack_keys(check_keys(keys)))
-        reply = yield Ask("rows", requests.encode(request), self.timeout(timeout_s))
+        reply = yield from self._ask("rows", requests.SomeRows(partition, _packed(keys)), timeout_s)
         return PartitionRows.from_bytes(reply)
 
     def tag(self, partition: str, keys: Keys, tags: Tags, timeout_s: float | None) -> Steps[None]:
         names = check_keys(keys)
-        request = requests.Tag(partition, pack_keys(names), check_tags(tags, len(names)))
-        yield Ask("tag", requests.encode(request), self.timeout(timeout_s))
+        yield from self._ask("tag", requests.Tag(partition, pack_keys(names), check_tags(tags, len(names))), timeout_s)
 
     def get_keys(
         self, partition: str, keys: Keys, fields: Sequence[str], timeout_s: float | None
@@ -356,42 +352,38 @@ class Operations:
         self._check_origin(meta, "renew")
         if len(meta):
             request = requests.RenewRows(meta.partition, meta.lease_id, pack_keys(meta.keys))
-            yield Ask("renew_rows", requests.encode(request), self.timeout(timeout_s))
+            yield from self._ask("renew_rows", request, timeout_s)
             self._leases.add(meta.lease_id, meta.keys)
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
         self._check_origin(meta, "release")
         if len(meta):
             request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), outcome)
-            yield Ask("release", requests.encode(request), self.timeout(timeout_s))
+            yield from self._ask("release", request, timeout_s)
             self._leases.drop(meta.lease_id, meta.keys)
 
     def skip(
         self, partition: str, task: str, positions: Sequence[int] | np.ndarray, timeout_s: float | None
     ) -> Steps[None]:
-        request = requests.Skip(partition, task, as_positions(positions))
-        yield Ask("skip", requests.encode(request), self.timeout(timeout_s))
+        yield from self._ask("skip", requests.Skip(partition, task, as_positions(positions)), timeout_s)
 
     def reset(self, partition: str, task: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[TaskReset]:
-        request = requests.Reset(partition, task, None if keys is None else pack_keys(check_keys(keys)))
-        reply = yield Ask("reset", requests.encode(request), self.timeout(timeout_s))
+        reply = yield from self._ask("reset", requests.Reset(partition, task, _packed(keys)), timeout_s)
         return messages.decode(reply, TaskReset)
 
     def task_status(
         self, partition: str, task: str, fields: Sequence[str] | None, timeout_s: float | None
     ) -> Steps[TaskStatus]:
         request = requests.StatusOfTask(partition, task, None if fields is None else tuple(fields))
-        reply = yield Ask("task_status", requests.encode(request), self.timeout(timeout_s))
+        reply = yield from self._ask("task_status", request, timeout_s)
         return messages.decode(reply, TaskStatus)
 
     def free(self, partition: str, keys: Keys, timeout_s: float | None) -> Steps[int]:
-        request = requests.FreeRows(partition, pack_keys(check_keys(keys)))
-        reply = yield Ask("free", requests.encode(request), self.timeout(timeout_s))
+        reply = yield from self._ask("free", requests.FreeRows(partition, pack_keys(check_keys(keys))), timeout_s)
         return messages.decode(reply, int)
 
     def clear(self, partition: str, keys: Keys | None, timeout_s: float | None) -> Steps[int]:
-        request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))
-        reply = yield Ask("clear", requests.encode(request), self.timeout(timeout_s))
+        reply = yield from self._ask("clear", requests.SomeRows(partition, _packed(keys)), timeout_s)
         return messages.decode(reply, int)
 
     def clear_stale(
@@ -404,16 +396,16 @@ class Operations:
         timeout_s: float | None,
     ) -> Steps[tuple[str, ...]]:
         rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, as_version("min_version", min_version))
-        reply = yield Ask("clear_stale", requests.encode(requests.ClearStale(rows)), self.timeout(timeout_s))
+        reply = yield from self._ask("clear_stale", requests.ClearStale(rows), timeout_s)
         return tuple(unpack_keys(reply))
 
     def status(self, partition: str | None, timeout_s: float | None) -> Steps[DataPlaneStatus]:
-        reply = yield Ask("status", requests.encode(requests.Status(partition)), self.timeout(timeout_s))
+        reply = yield from self._ask("status", requests.Status(partition), timeout_s)
         return DataPlaneStatus.from_bytes(reply)
 
     def _schema(self, partition: str, bound: float) -> Steps[Schema]:
         if partition not in self._schemas:
-            reply = yield Ask("describe", requests.encode(requests.Describe(partition)), bound)
+            reply = yield Ask("describe", requests.encode(requests.OnePartition(partition)), bound)
             self._schemas[partition] = messages.decode(reply, Schema)
         return self._schemas[partition]
 
@@ -451,6 +443,51 @@ class Operations:
             yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
             _logger.info("reserved space could not be given back, it will expire: %s", error)
+
+
+class CountedClient:
+    """Base class of the blocking client and the one for asyncio: counts calls, their bytes and their requests."""
+
+    def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
+        self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
+        self._link = link
+
+    @property
+    def plane_id(self) -> int:
+        """Id of the data plane, which every receipt of it carries."""
+        return self._operations.handle.store.plane_id
+
+    @property
+    def stats(self) -> ClientStats:
+        """Counters of the calls of this client and of the bytes that they moved, since the client was created."""
+        return self._operations.stats
+
+    def _counted(self, steps: Steps[T]) -> Steps[T]:
+        started = time.monotonic()
+        try:
+            return (yield from steps)
+        finally:
+            self._count(steps, started)
+
+    def _counted_bytes(self, steps: Steps[Moved[T]]) -> Steps[T]:
+        started, nbytes = time.monotonic(), 0
+        try:
+            moved = yield from steps
+            nbytes = moved.nbytes
+            return moved.result
+        finally:
+            self._count(steps, started, nbytes)
+
+    def _count(self, steps: Any, started: float, nbytes: int = 0) -> None:
+        self.stats.count_call(steps.__name__, time.monotonic() - started, nbytes)
+
+    def _body(self, step: Ask, reply: bytes, elapsed_s: float) -> bytes:
+        self.stats.count_directory(len(step.payload) + len(reply))
+        return requests.body_of(reply, step.op, elapsed_s)
+
+
+def _packed(keys: Keys | None) -> bytes | None:
+    return None if keys is None else pack_keys(check_keys(keys))
 
 
 # ---------------- The requests that take back what the directory did for a caller who was cut off.

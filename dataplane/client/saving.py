@@ -206,7 +206,7 @@ def save(
 ) -> Steps[Moved[int]]:
     """Save a partition; see `DataPlaneClient.save`."""
     bound = operations.timeout(timeout_s)
-    reply = yield Ask("export", requests.encode(requests.Export(partition)), bound)
+    reply = yield Ask("export", requests.encode(requests.OnePartition(partition)), bound)
     exported = messages.decode(reply, requests.Exported)
     rows = PartitionRows.from_bytes(exported.rows)
     chunks = [
@@ -251,7 +251,7 @@ def load(
     reader = yield Work("load", functools.partial(PartitionReader, path), time.monotonic() + bound)
     saved, rows = reader.saved, reader.rows
     name = saved.partition if partition is None else partition
-    drop = requests.encode(requests.Unregister(name))
+    drop = requests.encode(requests.OnePartition(name))
     restore = requests.Restore(name, messages.decode(saved.state, PartitionState), saved.rows)
     yield Ask("restore", requests.encode(restore), bound, lambda _: ("unregister", drop))
     nbytes = 0

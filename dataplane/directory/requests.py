@@ -36,15 +36,9 @@ class AddTasks:
 
 
 @dataclass(frozen=True, slots=True)
-class Unregister:
-    """Request to forget a partition. The reply is the number of rows that were in it."""
-
-    partition: str
-
-
-@dataclass(frozen=True, slots=True)
-class Describe:
-    """Request for a partition's `Schema`."""
+class OnePartition:
+    """Request `describe` for a partition's `Schema`, `export` for what is needed to save it (the reply is `Exported`),
+    or `unregister` to forget it (the reply is the number of rows that were in it)."""
 
     partition: str
 
@@ -149,18 +143,12 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Request for the `PartitionRows` of a partition: of the rows with given keys, or of all rows (None)."""
+class SomeRows:
+    """Request `rows` for the `PartitionRows`, or `clear` to forget rows (the reply is their number), of the rows with
+    given keys, or of all rows of the partition (None)."""
 
     partition: str
     keys: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Request for what is needed to save a partition. The reply is `Exported`."""
-
-    partition: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +251,6 @@ class FreeRows:
 
     partition: str
     keys: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """Request to forget rows (`keys` None: all rows of the partition). The reply is the number of rows cleared."""
-
-    partition: str
-    keys: bytes | None
 
 
 @dataclass(frozen=True, slots=True)

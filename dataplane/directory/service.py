@@ -83,35 +83,36 @@ class DirectoryService:
         self._listen_until = 0.0
         """Time, by the event loop's clock, before which no lease or reservation expires."""
         self._closed = False
-        self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
-            "register": self._register,
-            "add_tasks": self._add_tasks,
-            "unregister": self._unregister,
-            "describe": self._describe,
-            "add_fields": self._add_fields,
-            "export": self._export,
-            "restore": self._restore,
-            "reserve": self._reserve,
-            "commit": self._commit,
-            "abort": self._abort,
-            "withdraw": self._withdraw,
-            "tag": self._tag,
-            "rows": self._rows,
-            "lookup": self._lookup,
-            "claim": self._claim,
-            "renew": self._renew,
-            "renew_rows": self._renew_rows,
-            "release": self._release,
-            "skip": self._skip,
-            "reset": self._reset,
-            "free": self._free_rows,
-            "clear": self._clear,
-            "clear_stale": self._clear_stale,
-            "status": self._status,
-            "plane": self._plane,
-            "task_status": self._task_status,
-            "store": self._serve,
+        self._handlers: dict[str, tuple[Any, Callable[[Any], bytes | Coroutine[Any, Any, bytes]]]] = {
+            "register": (requests.Register, self._register),
+            "add_tasks": (requests.AddTasks, self._add_tasks),
+            "unregister": (requests.OnePartition, self._unregister),
+            "describe": (requests.OnePartition, self._describe),
+            "add_fields": (requests.AddFields, self._add_fields),
+            "export": (requests.OnePartition, self._export),
+            "restore": (requests.Restore, self._restore),
+            "reserve": (requests.Reserve, self._reserve),
+            "commit": (requests.Commit, self._commit),
+            "abort": (requests.Abort, self._abort),
+            "withdraw": (requests.Withdraw, self._withdraw),
+            "tag": (requests.Tag, self._tag),
+            "rows": (requests.SomeRows, self._rows),
+            "lookup": (requests.Lookup, self._lookup),
+            "claim": (requests.Claim, self._claim),
+            "renew": (requests.Renew, self._renew),
+            "renew_rows": (requests.RenewRows, self._renew_rows),
+            "release": (requests.Release, self._release),
+            "skip": (requests.Skip, self._skip),
+            "reset": (requests.Reset, self._reset),
+            "free": (requests.FreeRows, self._free_rows),
+            "clear": (requests.SomeRows, self._clear),
+            "clear_stale": (requests.ClearStale, self._clear_stale),
+            "status": (requests.Status, self._status),
+            "plane": (bytes, self._plane),
+            "task_status": (requests.StatusOfTask, self._task_status),
+            "store": (bytes, self._serve),
         }
+        """Type of the request and the method that answers it, by the request's name. One of type bytes is passed on."""
 
     def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         """Return the encoded reply to one request, or a coroutine that returns it. The caller must await or close the
@@ -122,10 +123,10 @@ class DirectoryService:
         try:
             if self._closed:
                 raise DirectoryLost("the data plane is closed", op=op)
-            handler = self._handlers.get(op)
-            if handler is None:
+            if op not in self._handlers:
                 raise ValueError(f"request {op!r}: expected one of {sorted(self._handlers)}")
-            body = handler(payload)
+            kind, handler = self._handlers[op]
+            body = handler(payload if kind is bytes else messages.decode(payload, kind))
         except (DataPlaneError, ValueError) as error:
             self._arm()
             return requests.reply_error(error)
@@ -161,8 +162,7 @@ class DirectoryService:
 
     # -------------------------------------------------------------- put
 
-    def _reserve(self, payload: bytes) -> Coroutine[Any, Any, bytes]:
-        request = messages.decode(payload, requests.Reserve)
+    def _reserve(self, request: requests.Reserve) -> Coroutine[Any, Any, bytes]:
         put = request.put
         given_back = [self._directory.abort(space_id) for space_id in request.given_back]
         self._store.take_back([item for item in given_back if item is not None])
@@ -172,8 +172,7 @@ class DirectoryService:
     async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
         return messages.encode(_space(await self._space.reserve(put, timeout_s)))
 
-    def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        request = messages.decode(payload, requests.Commit)
+    def _commit(self, request: requests.Commit) -> bytes | Coroutine[Any, Any, bytes]:
         if self._store.is_remote:
             return self._commit_later(request)
         body, freed = self._commit_now(request)
@@ -197,14 +196,12 @@ class DirectoryService:
         credit = self._space.grant(put.writer, request.next_bytes, request.next_blocks)
         return messages.encode(requests.Written(committed, credit and _space(credit))), freed
 
-    async def _abort(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Abort)
+    async def _abort(self, request: requests.Abort) -> bytes:
         found = [self._directory.abort(space_id) for space_id in request.space_ids]
         await self._space.take_back([item for item in found if item is not None])
         return b""
 
-    async def _withdraw(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Withdraw)
+    async def _withdraw(self, request: requests.Withdraw) -> bytes:
         reservation = self._directory.abort(request.space_id)
         if reservation is not None:  # the reservation was not committed
             await self._space.take_back([reservation])
@@ -215,16 +212,14 @@ class DirectoryService:
         await self._free(freed)
         return b""
 
-    def _tag(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Tag)
+    def _tag(self, request: requests.Tag) -> bytes:
         self._directory.tag(request.partition, unpack_keys(request.keys), request.tags)
         self._ready_pulse(request.partition).fire()  # samplers may look at tags
         return b""
 
     # -------------------------------------------------------------- read and consume
 
-    def _lookup(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        request = messages.decode(payload, requests.Lookup)
+    def _lookup(self, request: requests.Lookup) -> bytes | Coroutine[Any, Any, bytes]:
         keys = unpack_keys(request.keys)
         try:
             return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
@@ -264,13 +259,11 @@ class DirectoryService:
             message, op="lookup", partition=request.partition, keys=missing, elapsed_s=request.wait_s
         )
 
-    def _rows(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Rows)
+    def _rows(self, request: requests.SomeRows) -> bytes:
         keys = None if request.keys is None else unpack_keys(request.keys)
         return self._directory.rows(request.partition, keys).to_bytes()
 
-    def _claim(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        request = messages.decode(payload, requests.Claim)
+    def _claim(self, request: requests.Claim) -> bytes | Coroutine[Any, Any, bytes]:
         claim = request.rows
         self._directory.check_claim(claim)
         name = (claim.partition, claim.task, msgspec.msgpack.encode(claim.arguments, order="deterministic"))
@@ -297,17 +290,14 @@ class DirectoryService:
                 ) from None
         return receipt.to_bytes()
 
-    def _renew(self, payload: bytes) -> bytes:
-        lease_ids = messages.decode(payload, requests.Renew).lease_ids
-        return messages.encode(self._directory.renew(lease_ids, self._now()))
+    def _renew(self, request: requests.Renew) -> bytes:
+        return messages.encode(self._directory.renew(request.lease_ids, self._now()))
 
-    def _renew_rows(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.RenewRows)
+    def _renew_rows(self, request: requests.RenewRows) -> bytes:
         self._directory.renew_rows(request.partition, request.lease_id, unpack_keys(request.keys), self._now())
         return b""
 
-    def _release(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Release)
+    def _release(self, request: requests.Release) -> bytes:
         keys = unpack_keys(request.keys)
         try:
             self._directory.release(request.partition, request.task, request.lease_id, keys, request.outcome)
@@ -316,32 +306,28 @@ class DirectoryService:
                 pulse.fire()
         return b""
 
-    def _skip(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Skip)
+    def _skip(self, request: requests.Skip) -> bytes:
         self._directory.skip(request.partition, request.task, request.positions)
         self._ready_pulse(request.partition).fire()
         return b""
 
-    def _reset(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Reset)
+    def _reset(self, request: requests.Reset) -> bytes:
         keys = None if request.keys is None else unpack_keys(request.keys)
         found = self._directory.reset(request.partition, request.task, keys)
         self._ready_pulse(request.partition).fire()
         return messages.encode(found)
 
-    def _free_rows(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        request = messages.decode(payload, requests.FreeRows)
+    def _free_rows(self, request: requests.FreeRows) -> bytes | Coroutine[Any, Any, bytes]:
         count, freed = self._directory.free(request.partition, unpack_keys(request.keys))
         return self._cleared(request.partition, messages.encode(count), freed)
 
-    def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        request = messages.decode(payload, requests.Clear)
+    def _clear(self, request: requests.SomeRows) -> bytes | Coroutine[Any, Any, bytes]:
         keys = None if request.keys is None else unpack_keys(request.keys)
         count, freed = self._directory.clear(request.partition, keys)
         return self._cleared(request.partition, messages.encode(count), freed)
 
-    def _clear_stale(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        claim = messages.decode(payload, requests.ClearStale).rows
+    def _clear_stale(self, request: requests.ClearStale) -> bytes | Coroutine[Any, Any, bytes]:
+        claim = request.rows
         keys, freed = self._directory.clear_stale(claim)
         return self._cleared(claim.partition, pack_keys(keys), freed)
 
@@ -354,20 +340,18 @@ class DirectoryService:
 
     # -------------------------------------------------------------- partitions and the rest
 
-    def _register(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        request = messages.decode(payload, requests.Register)
+    def _register(self, request: requests.Register) -> bytes | Coroutine[Any, Any, bytes]:
         freed = self._directory.register(
             request.partition, request.schema, request.tasks, request.group_size, redefine=request.redefine
         )
         return b"" if freed is None else self._dropped(request.partition, b"", freed)
 
-    def _add_tasks(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.AddTasks)
+    def _add_tasks(self, request: requests.AddTasks) -> bytes:
         self._directory.add_tasks(request.partition, request.tasks)
         return b""
 
-    def _unregister(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        partition = messages.decode(payload, requests.Unregister).partition
+    def _unregister(self, request: requests.OnePartition) -> bytes | Coroutine[Any, Any, bytes]:
+        partition = request.partition
         count, freed = self._directory.unregister(partition)
         return self._dropped(partition, messages.encode(count), freed)
 
@@ -377,25 +361,23 @@ class DirectoryService:
         self._ready.pop(partition)
         return reply
 
-    def _describe(self, payload: bytes) -> bytes:
-        return messages.encode(self._directory.schema(messages.decode(payload, requests.Describe).partition))
+    def _describe(self, request: requests.OnePartition) -> bytes:
+        return messages.encode(self._directory.schema(request.partition))
 
-    def _add_fields(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.AddFields)
+    def _add_fields(self, request: requests.AddFields) -> bytes:
         return messages.encode(self._directory.add_fields(request.partition, list(request.fields.values())))
 
-    def _export(self, payload: bytes) -> bytes:
-        state, rows, receipts = self._directory.export(messages.decode(payload, requests.Export).partition)
+    def _export(self, request: requests.OnePartition) -> bytes:
+        state, rows, receipts = self._directory.export(request.partition)
         encoded = tuple(receipt.to_bytes() for receipt in receipts)
         return messages.encode(requests.Exported(state, rows.to_bytes(), encoded))
 
-    def _restore(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.Restore)
+    def _restore(self, request: requests.Restore) -> bytes:
         self._directory.restore(request.partition, request.state, PartitionRows.from_bytes(request.rows))
         return b""
 
-    async def _status(self, payload: bytes) -> bytes:
-        status = self._directory.status(messages.decode(payload, requests.Status).partition, self._now())
+    async def _status(self, request: requests.Status) -> bytes:
+        status = self._directory.status(request.partition, self._now())
         store_bytes, unfreed_bytes = await self._store.usage()
         return replace(
             status,
@@ -412,8 +394,7 @@ class DirectoryService:
             requests.Plane(self._config.model_dump_json(), spec.kind, spec.run_id, spec.address, spec.plane_id)
         )
 
-    def _task_status(self, payload: bytes) -> bytes:
-        request = messages.decode(payload, requests.StatusOfTask)
+    def _task_status(self, request: requests.StatusOfTask) -> bytes:
         return messages.encode(self._directory.task_status(request.partition, request.task, request.fields))
 
     def _serve(self, payload: bytes) -> bytes:

@@ -361,7 +361,7 @@ def test_requests_of_a_client_that_has_gone_are_dropped(served: Served, far: Dat
         connection.connect("\0" + served.address.local)
         prove_to_server(connection, served.handle.store.key, SERVICE, time.monotonic() + 10)
     with served.stalled():
-        for op, payload in (("claim", claim), ("clear", requests.encode(requests.Clear("p", None)))):
+        for op, payload in (("claim", claim), ("clear", requests.encode(requests.SomeRows("p", None)))):
             with connections.pop() as gone:
                 gone.sendall(frame(1, payload, op))
     wait_until(lambda: len(served.server._sessions) == 1)
