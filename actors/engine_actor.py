@@ -107,7 +107,6 @@ class GenerateReply:
         ]
 
     def _routes(self) -> list[np.ndarray | None]:
-        """Return the routes of each completion; None for one without."""
         if self.routes is None:
             return [None] * len(self.lengths)
         ends = np.cumsum(np.maximum(self.num_routes, 0))

@@ -56,7 +56,6 @@ def one_line(facts: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of those PACKAGES that are installed."""
     found = {}
     for name in PACKAGES:
         try:

@@ -8,6 +8,7 @@ in every process that reads or writes: it moves the bytes of blocks, and knows n
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -152,6 +153,20 @@ class PutsMany(Protocol):
         written.
         """
         ...
+
+
+class PutsAll(ABC):
+    """Base class of stores that write all blocks of a put in one call, and a single block in the same way."""
+
+    def put(
+        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
+    ) -> bytes:
+        """Write one block; see `put_many`."""
+        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
+
+    @abstractmethod
+    def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
+        """Write several blocks; see `PutsMany`."""
 
 
 @runtime_checkable

@@ -229,12 +229,10 @@ class InProcessEngine(ABC, Generic[Ready]):
         return self._version == version and not self._broken and not self._differs
 
     def _put_in_service(self, version: int) -> None:
-        """Note that the weights of `version` are in place."""
         self._version = version
         self._broken = self._differs = ""
 
     def _expect_served(self, digests: ParameterDigests) -> None:
-        """Raise ValueError unless the engine serves the version of `digests`."""
         if not self._serves(digests.version):
             raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
 

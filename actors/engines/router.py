@@ -322,8 +322,6 @@ class Router:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """One of the router's engines, with its current load."""
-
     name: str
     engine: ServingEngine
     accepting: bool = True
@@ -360,8 +358,6 @@ class _Tally:
 
 
 class _Routed:
-    """One call of `Router.generate` in progress."""
-
     __slots__ = ("request_id", "num_samples", "aborted", "member", "_task")
 
     def __init__(self, request_id: str, num_samples: int) -> None:

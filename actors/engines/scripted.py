@@ -349,8 +349,6 @@ class _FlowClock:
 
 
 class _Request:
-    """One call of `ScriptedEngine.generate` in progress."""
-
     __slots__ = ("latency_s", "started_s", "flowed_s", "versions", "aborted", "changed")
 
     def __init__(self, latency_s: float) -> None:

@@ -212,7 +212,6 @@ class EndpointServer:
         return bytes(got)
 
     def _call_of(self, request: Request, session: Session, body: bytes, *, chat: bool) -> Call:
-        """Return the call that a request repeats, or else a new one."""
         key, digest = request.headers.get("idempotency-key", "")[:256], digest_of(request.url.path, body)
         retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         call = session.find(key, retry, digest)

@@ -159,7 +159,6 @@ def _invalid(error: ValidationError, within: str = "") -> BadRequest:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a text. Raises BadRequest for contents that are not text."""
     try:
         return {**message, "content": text_of(message.get("content"))}
     except ValueError as error:

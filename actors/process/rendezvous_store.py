@@ -203,7 +203,6 @@ class RendezvousServer:
         return True
 
     def _event(self, key: str) -> threading.Event:
-        """Return an event that is set once the key exists."""
         event = threading.Event()
         with self._lock:
             if key in self._values:

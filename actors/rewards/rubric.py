@@ -249,7 +249,6 @@ def _computed_before(prompt: Prompt, response: str, finish_reason: str) -> float
 
 
 def _target(kind: str) -> Any:
-    """Return the function or class that `kind` names. Raises ValueError if it cannot be imported or is not callable."""
     if ":" not in kind:
         return BUILT_REWARDS[kind]
     target = import_object(kind, "reward")

@@ -146,7 +146,6 @@ class FigureSums:
                 self.add(scheme.key(f"maj@{n}"), majority(votes), 1)
 
     def _votes(self, samples: Sequence[Sample], scores: Sequence[Score]) -> list[tuple[str | None, bool]]:
-        """Return answer and correctness of each sample that counts."""
         judge = self._scheme.correct
         if judge is None:
             texts = [(sample.text.strip(), sample.prompt.answer.strip()) for sample in samples]

@@ -392,7 +392,6 @@ class GroupJournal:
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Return the size in bytes of each segment file (file of the journal) in `folder`."""
     sizes = {}
     with os.scandir(folder) as entries:
         for entry in entries:

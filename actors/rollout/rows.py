@@ -125,7 +125,6 @@ def own_columns(
 
 
 def _number(column: ColumnConfig, value: Any) -> float:
-    """Return one number. Raises ValueError if `value` is not one."""
     numbers = column.numbers(value)
     if numbers.ndim:
         raise ValueError(f"data.columns: column {column.name!r} got {value!r}, expected one number")
@@ -269,7 +268,6 @@ def _rows_of(sample: Sample, max_rows: int) -> list[RowTokens]:
 
 
 def _row_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the sum of each row's part of `values`, bool `[sum(lengths)]`, as int64 `[N]`."""
     ends = np.cumsum(lengths)
     until = np.concatenate([[0], np.cumsum(values)])
     return until[ends] - until[ends - lengths]

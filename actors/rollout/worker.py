@@ -247,7 +247,6 @@ class RolloutWorker:
             return _failed_samples(prompt, self._tokenizer, params.n, f"{type(error).__name__}: {error}")
 
     async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
-        """Return the groups that the journal has for the prompts at `positions`."""
         journal = self._journal
         return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
 
@@ -457,8 +456,6 @@ def _score_one(rubric: Rubric, sample: Sample, known: ApartValues | None, begin:
 
 
 class _EvaluationTally:
-    """Collects the values of an EvaluationReport while an `evaluate` call runs."""
-
     def __init__(self, scheme: FigureScheme) -> None:
         self._figures = FigureSums(scheme)
         self._rows = self._failed = 0
@@ -489,8 +486,6 @@ class _EvaluationTally:
 
 
 class _OpenCall:
-    """State of a call of `rollout` in progress."""
-
     def __init__(self) -> None:
         self.episodes: dict[asyncio.Task[list[Sample]], int] = {}
         """Tasks that generate the samples: task -> position of its prompt in the prompt stream."""

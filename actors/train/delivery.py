@@ -341,7 +341,6 @@ class Sibling:
         return lambda: self._land(load, header, prologue.buffer_bytes, buffer)
 
     def _check(self, prologue: Prologue, index: int) -> None:
-        """Raise PlanMismatch when a load has another plan or first microbatch than this rank expects."""
         me, leader = self._links.name(self._links.rank), self._links.name(self._links.leader)
         if prologue.digest != self._digest:
             raise PlanMismatch(f"{me}: holds plan {self._digest}, but plan {prologue.digest} is sent by {leader}")

@@ -466,7 +466,6 @@ class TrainWorker:
             self._spans.append(Span(name, start, time.perf_counter() - clock))
 
     def _report(self, metrics: dict[str, float]) -> WorkerReport:
-        """Return a report with `metrics` (on rank 0 only) and what was measured since the last report."""
         measured = self._reader.take_metrics()
         traced = (*self._spans, *measured.spans) if self._work is not None and self._work.shard.traced else ()
         spans = SpanTable.of(traced)

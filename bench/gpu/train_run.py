@@ -282,7 +282,6 @@ def metrics_start(path: Path) -> float:
 
 
 def _run(task: TrainTask, output: Path, tell: Callable[[str], None]) -> str:
-    """Run the process to its end. Returns a sentence about what was wrong, or ""."""
     deadline = time.monotonic() + task.limit_s
     environment = dict(os.environ)
     if task.layout.gpus:  # the run sees no other GPU than those of its layout

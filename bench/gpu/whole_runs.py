@@ -170,7 +170,6 @@ def summarise(work: str, outcomes: Sequence[TrainOutcome], baselines: Sequence[T
 
 
 def _lone_layouts(outcomes: Sequence[TrainOutcome]) -> list[str]:
-    """Return the labels of the layouts that TRL is compared with: one GPU, or none."""
     return [outcome.task.layout.label for outcome in outcomes if outcome.task.layout.name in ("colocated", CPU)
             and outcome.task.layout.gpus <= 1]  # fmt: skip
 

@@ -94,7 +94,6 @@ def run_train_steps(options: TrainOptions, report: WorkReport) -> None:
 
 
 def _parts(task: TrainTask) -> list[str]:
-    """Return the names of all parts that are measured, in their order."""
     return [CHECK, *map(step_name, range(task.steps)), PROFILE, *([PLAIN] if task.plain else [])]
 
 
@@ -116,7 +115,6 @@ def _judge(report: WorkReport, task: TrainTask, world: int) -> None:
 
 
 def _finite(figures: TrainFigures) -> dict[str, Any]:
-    """Return figures as plain data, without unknown ones."""
     return {name: value for name, value in asdict(figures).items() if not _is_nan(value)}
 
 

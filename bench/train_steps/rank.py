@@ -202,8 +202,6 @@ def _write(figures: TrainFigures, folder: str, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ours:
-    """Figures that the backend's steps gave so far."""
-
     build_s: float
     seconds: tuple[float, ...]
     first: dict[str, float]
@@ -334,7 +332,6 @@ def _step_off(
 
 
 def _stored(path: str) -> dict[str, torch.Tensor]:
-    """Return all tensors of a sharded checkpoint, whole."""
     state: dict[str, Any] = {}
     _load_state_dict(state, storage_reader=FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return {name: value for name, value in _flat(state) if isinstance(value, torch.Tensor)}

@@ -310,7 +310,6 @@ def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: i
 
 
 def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) -> ProcessPool:
-    """Start the pool of the benchmark's processes, which end with `stack`."""
     num_consumers = max(DP + 1, *pattern.readers) if pattern.readers else DP + 1
     pool = ThreadPool(num_consumers) if options.in_process else RayPool(num_consumers)
     stack.callback(pool.close)
@@ -319,7 +318,6 @@ def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) ->
 
 @contextmanager
 def _ray(in_process: bool) -> Iterator[None]:
-    """Start a Ray cluster for the benchmark, unless it is not needed."""
     if in_process:
         yield
         return

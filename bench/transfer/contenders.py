@@ -39,11 +39,6 @@ def row_digests(columns: Mapping[str, Any]) -> Digests:
     return {name: np.array([_digest(row) for row in _rows(column)], np.uint64) for name, column in columns.items()}
 
 
-def bytes_digest(data: Any) -> Digests:
-    """Compute the xxh3 of one buffer, as the only row of the field BYTES."""
-    return {BYTES: np.array([xxhash.xxh3_64_intdigest(data)], np.uint64)}
-
-
 def check(got: Digests, expected: Digests, what: str) -> None:
     """Raise Mismatch naming the field and the first row that differs, or the fields or rows that are missing."""
     if set(got) != set(expected):

@@ -72,7 +72,6 @@ def _bars(results: Sequence[Result], ops: Sequence[str], stores: Sequence[str], 
 
 
 def _sizes(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]) -> Figure:
-    """Draw MiB/s against the size of one run."""
     figure, places = _grid(1, len(ops), "MiB/s against the MiB of one run, one point per workload")
     for axes, op in zip(places, ops, strict=True):
         for name in colour:
@@ -88,7 +87,6 @@ def _sizes(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]
 
 
 def _percentiles(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]) -> Figure:
-    """Draw the share of runs within each duration, for the smallest and the largest workload."""
     by_size = sorted({(result.nbytes, result.workload) for result in results})
     chosen = list(dict.fromkeys((by_size[0][1], by_size[-1][1])))
     figure, places = _grid(len(chosen), len(ops), "share of runs that took at most so many milliseconds")

@@ -59,7 +59,6 @@ def write_report(report: TransferReport, options: TransferOptions, command: str)
 
 
 def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header of one workload's table, and one row for each contender."""
     cell = {(result.contender, result.op): result for result in results}
     ops = [op for op in MAIN_OPS if any(name == op for _, name in cell)]
     rows = []

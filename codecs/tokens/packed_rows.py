@@ -76,7 +76,6 @@ class PaddedRows:
 
     @functools.cached_property
     def _valid(self) -> np.ndarray:
-        """Mask of the valid tokens of the padded rows, bool `[N, width]`."""
         return np.arange(self._width) < self._lengths[:, None]
 
 

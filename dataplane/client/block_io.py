@@ -176,7 +176,6 @@ def _cleared_keys(store: BlockStore, meta: KVBatchMeta, plan: ReadPlan, wants: M
 
 
 def _keys_in(meta: KVBatchMeta, plan: ReadPlan, numbers: Collection[int]) -> list[str]:
-    """Return the keys of the rows that are read from the blocks at these positions in the receipt."""
     hit = np.zeros(len(meta), dtype=bool)
     for rows in plan.sources:
         hit |= np.isin(rows.source.block, list(numbers))

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable
 
@@ -94,34 +93,13 @@ lost."""
 
 
 class LeaseRenewal:
-    """Keeps the leases of one client from running out. Thread-safe.
+    """Keeps the leases of one client from running out. Thread-safe. It refers to nothing of the client, so that a
+    client that is not used any more can be garbage-collected although the thread runs.
 
     A lease is renewed only once its claim has returned to this client, or once this client was asked to renew a receipt
-    that it was handed. When the process has died or is stopped, or when
-    the client is closed or no longer referenced, its leases run out `lease_s` after their last renewal.
+    that it was handed. When the process has died or is stopped, or when the client is closed or no longer referenced,
+    its leases run out `lease_s` after their last renewal.
     """
-
-    def __init__(self, link: Link, lease_s: float) -> None:
-        self._renewer = _Renewer(link, lease_s)
-        self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that was not closed
-
-    def add(self, lease_id: int, keys: Iterable[str]) -> None:
-        """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""
-        self._renewer.add(lease_id, keys)
-
-    def drop(self, lease_id: int, keys: Iterable[str]) -> None:
-        """Record that the rows `keys` of a lease were released. A lease is no longer renewed once all rows on whose
-        behalf it was renewed were released."""
-        self._renewer.drop(lease_id, keys)
-
-    def end(self) -> None:
-        """Stop renewing all leases. Idempotent."""
-        self._finalizer()
-
-
-class _Renewer:
-    """State of the renewal thread. Kept apart from the client, so that the thread holds no reference to the client and
-    an unused client can be garbage-collected."""
 
     def __init__(self, link: Link, lease_s: float) -> None:
         self._link = link
@@ -136,6 +114,7 @@ class _Renewer:
         self._ended = threading.Event()
 
     def add(self, lease_id: int, keys: Iterable[str]) -> None:
+        """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""
         with self._lock:
             if self._pid != os.getpid():  # forked: the thread and the leases are the parent's
                 self._pid, self._held, self._thread = os.getpid(), {}, None
@@ -145,6 +124,8 @@ class _Renewer:
                 self._thread.start()
 
     def drop(self, lease_id: int, keys: Iterable[str]) -> None:
+        """Record that the rows `keys` of a lease were released. A lease is no longer renewed once all rows on whose
+        behalf it was renewed were released."""
         with self._lock:
             left = self._held.get(lease_id, set())
             left.difference_update(keys)
@@ -152,6 +133,7 @@ class _Renewer:
                 self._held.pop(lease_id, None)
 
     def end(self) -> None:
+        """Stop renewing all leases. Idempotent."""
         self._ended.set()
 
     def _run(self) -> None:

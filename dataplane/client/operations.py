@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -101,6 +102,7 @@ class Operations:
         self.handle = handle
         self.store = store
         self._leases = leases
+        weakref.finalize(self, leases.end)  # for a client that was not closed
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self._plane_id = handle.store.plane_id

@@ -125,7 +125,6 @@ class RangedReader:
     # -------------------------------------------------------------- inside
 
     def _verify(self, reads: _Reads, seed: int) -> None:
-        """Check the checksums of the rows that have been read. Raises ChecksumMismatch."""
         for rows in self._plan.sources:
             schema = self._plan.schema.subset([wanted.field.name for wanted in rows.fields])
             for number in rows.blocks:
@@ -166,7 +165,6 @@ class RangedReader:
         return ByteRanges(into, self._place[pieces.block], offsets[pieces.block] + begin, nbytes)
 
     def _carry_out(self, reads: _Reads, deadline: float) -> None:
-        """Read what was planned for one request."""
         sizes = [self._plan.layouts[number].part_bytes[part] for number, part in reads.whole]
         starts = np.cumsum([0, *(round_up(size, ALIGN) for size in sizes)]).tolist()
         memory = as_bytes(fresh(torch.uint8, (starts[-1],)))

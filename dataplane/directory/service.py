@@ -249,7 +249,6 @@ class DirectoryService:
             raise self._lookup_timeout(request, keys) from None
 
     def _lookup_timeout(self, request: requests.Lookup, keys: list[str]) -> DataPlaneTimeout:
-        """Build the error of a lookup that timed out, which names the keys and fields that are missing."""
         unknown, unwritten = self._directory.absent(request.partition, keys, request.fields)
         reasons = [f"{len(unknown)} were never put"] if unknown else []
         reasons += [f"{len(names)} lack field {name!r} ({shown(names)})" for name, names in unwritten.items()]
@@ -435,7 +434,6 @@ class DirectoryService:
             await asyncio.shield(task)
 
     def _arm(self) -> None:
-        """Set the timer to the directory's next deadline."""
         if self._closed:
             return
         deadline = self._directory.next_deadline()

@@ -83,8 +83,6 @@ class DirectoryServer:
 
 
 class _Session(asyncio.Protocol):
-    """Server's end of one connection."""
-
     def __init__(self, service: DirectoryService, key: bytes, sessions: set[_Session], strangers: Strangers) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of the requests that are not answered yet, by request number."""

@@ -255,7 +255,6 @@ class AuthenticatedListener:
             self._stopped.close()
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until the oldest stranger's connection is to be closed; None when there is none."""
         oldest = self._strangers.oldest
         return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
 

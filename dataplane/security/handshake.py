@@ -112,7 +112,7 @@ def prove_to_server(connection: socket.socket, key: bytes, service: str, deadlin
     TimeoutError at the deadline, and ConnectionError when the server ends the connection.
     """
     handshake = ClientHandshake(key, service)
-    connection.settimeout(_left_s(deadline))
+    connection.settimeout(left_s(deadline))
     connection.sendall(handshake.hello)
     connection.sendall(handshake.answer(_receive(connection, CHALLENGE_BYTES, deadline)))
 
@@ -137,7 +137,7 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
     """Receive exactly `nbytes` bytes, whatever the pieces in which they come."""
     data = b""
     while len(data) < nbytes:
-        connection.settimeout(_left_s(deadline))
+        connection.settimeout(left_s(deadline))
         more = connection.recv(nbytes - len(data))
         if not more:
             raise ConnectionResetError
@@ -145,7 +145,8 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
     return data
 
 
-def _left_s(deadline: float) -> float:
+def left_s(deadline: float) -> float:
+    """Return the seconds until `deadline`, by the clock `time.monotonic()`. Raises TimeoutError when it is over."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

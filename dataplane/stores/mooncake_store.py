@@ -18,14 +18,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ...codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ...codecs.integers import ALIGN, round_up
-from ..block_store import StoreHost, StoreSpec, Want
+from ..block_store import PutsAll, StoreHost, StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .counting_host import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
@@ -172,7 +172,7 @@ class MooncakeHost:
                 self._late.append(block_id)  # never written, or not yet
 
 
-class MooncakeStore:
+class MooncakeStore(PutsAll):
     """Reads and writes blocks through a Mooncake client in this process. Thread-safe; needs no Ray."""
 
     def __init__(self, spec: StoreSpec) -> None:
@@ -182,12 +182,6 @@ class MooncakeStore:
         master = MasterAddress(address["name"], address["pid"], address["host"], address["port"])
         self._run_id = spec.run_id
         self._client = MooncakeClient(master, address["protocol"], address["device"])
-
-    def put(
-        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
-    ) -> bytes:
-        """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Copy the blocks into one registered buffer and write them to Mooncake, which holds them when this returns.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -24,7 +24,7 @@ from ray.exceptions import ObjectStoreFullError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...codecs.blocks import BlockPieces, joined
-from ..block_store import StoreSpec, Want
+from ..block_store import PutsAll, StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .counting_host import CountingHost
 from .deadline import received_part
@@ -130,7 +130,6 @@ class RayObjectsHost(CountingHost):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Ask every keeper (the actor that owns a node's blocks) to drop the freed blocks that it still holds."""
         calls = [
             (number, block_ids, self._keepers[number].drop.remote(block_ids).future())
             for number, block_ids in self._unfreed.waiting()
@@ -155,7 +154,7 @@ class RayObjectsHost(CountingHost):
             end_actors(keepers, list(self._local.values()))
 
 
-class RayObjectsStore:
+class RayObjectsStore(PutsAll):
     """Reads and writes blocks through the keeper actors, from any process connected to the Ray cluster. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
@@ -176,12 +175,6 @@ class RayObjectsStore:
                 self._keepers.append(ray.get_actor(name, namespace=NAMESPACE))
             except ValueError:
                 raise self._died("connect", number, started, "no such actor") from None
-
-    def put(
-        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
-    ) -> bytes:
-        """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Send the blocks to this node's keeper, and wait until it has copied them.

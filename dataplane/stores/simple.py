@@ -18,7 +18,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ try:
 except ModuleNotFoundError:
     raise MissingExtra("TransferQueue", "dataplane.store.kind='simple'", "transferqueue") from None
 
-from ..block_store import StoreSpec, Want
+from ..block_store import PutsAll, StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .counting_host import CountingHost
@@ -245,7 +245,6 @@ class SimpleHost(CountingHost):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Ask every storage unit to delete the freed blocks that it still holds."""
         for unit, block_ids in self._unfreed.waiting():
             try:
                 request = Request(unit, ZMQRequestType.CLEAR_DATA, {"global_indexes": block_ids})
@@ -273,7 +272,7 @@ class SimpleHost(CountingHost):
             end_actors(actors, local_pids)
 
 
-class SimpleStore:
+class SimpleStore(PutsAll):
     """Reads and writes blocks in the storage units over TCP, from any process that can reach them; needs no Ray.
     Thread-safe."""
 
@@ -281,12 +280,6 @@ class SimpleStore:
         keep_freed_memory()
         units: Any = spec.address["units"]
         self._link = UnitLink([Unit(*unit) for unit in units])
-
-    def put(
-        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
-    ) -> bytes:
-        """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Send each storage unit its blocks in one message, and return once the units hold them. Parts in one piece are

@@ -240,7 +240,6 @@ class ParameterPlaces:
         )
 
     def _present(self) -> list[Any]:
-        """List the modules and parameters that the model has now, table by table."""
         return [*itertools.chain.from_iterable(map(dict.values, self._tables))]
 
 

@@ -148,7 +148,6 @@ def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
 
 
 def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
-    """Tap vLLM's first model runner, whose sampler returns log-probs of all tokens of the vocabulary."""
     sampler = runner.sampler
     inner = sampler.sample
 

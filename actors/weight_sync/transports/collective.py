@@ -202,7 +202,6 @@ class CollectiveSender(Sender):
             raise self._deadline(update).error(*tracker.blame(what))
 
     def _await(self, update: SenderUpdate, number: int, what: str) -> None:
-        """Wait until the broadcast from buffer `number` has ended."""
         running, deadline = self._running[number], self._deadline(update)
         if running is None:
             return
@@ -225,9 +224,6 @@ class CollectiveSender(Sender):
         with contextlib.suppress(WeightTransferError):
             moment.wait(lambda: bool(tracker.poll() or tracker.failed), lambda: ("", ()))
         return deadline.error(*tracker.blame(f"{what} ({str(error).strip().splitlines()[0]})"))
-
-
-"""Longest time in seconds spent waiting for a broadcast before control messages are read again."""
 
 
 class CollectiveReceiver(Receiver):

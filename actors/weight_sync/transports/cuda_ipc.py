@@ -352,7 +352,6 @@ class RingCache:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return a CUDA event that completes when the stream has done the work queued so far."""
     event = torch.cuda.Event()
     event.record(stream)
     return event

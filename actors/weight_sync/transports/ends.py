@@ -169,7 +169,6 @@ class Sender(ABC):
         return update.deadline
 
     def _check_ended(self, update: SenderUpdate) -> None:
-        """Raise WeightTransferError if the update has been aborted."""
         if update.ended:
             raise self._deadline(update).error(f"aborted: {update.ended}")
 

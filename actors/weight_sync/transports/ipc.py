@@ -37,8 +37,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slot:
-    """Slot of shared memory that holds one version of the weights."""
-
     path: Path
     memory: torch.Tensor
     """Writable bytes of the slot, uint8; this tensor keeps the mapping alive."""

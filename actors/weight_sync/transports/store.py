@@ -46,8 +46,6 @@ _SAY_S = 0.5
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows that one update has put into the store."""
-
     version: int
     nbytes: int
     keys: list[str] = field(default_factory=list)
@@ -175,8 +173,6 @@ class StoreReceiver(Receiver):
 
 
 class _Reader:
-    """Reads the rows of one update from the data plane."""
-
     def __init__(self, client: DataPlaneClient, location: str, deadline: Deadline) -> None:
         self._client = client
         self._location = location

@@ -80,7 +80,6 @@ class TcpHost(CountingHost):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Ask every unit to delete the freed blocks that it still holds."""
         for number, block_ids in self._unfreed.waiting():
             deadline = time.monotonic() + self._unfreed.timeout_s(number)
             try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ...errors import CapacityExceeded, DataPlaneError, RowsCleared, StoreLost
 from ...security.authenticated_listener import connect_authenticated
-from ...security.handshake import HandshakeError
+from ...security.handshake import HandshakeError, left_s
 from .wire import DONE, FREED, FULL, SERVICE, Connection, UnitAddress
 
 DYING_S = 1.0
@@ -152,11 +152,10 @@ class UnitLink:
         connection.close()
 
     def _connected(self, deadline: float) -> Connection:
-        """Open a connection and carry out the handshake."""
         if self._closed:
             raise self._closed_error()
         address = self.address
-        return Connection(connect_authenticated(address.host, address.port, self._key, SERVICE, _left_s(deadline)))
+        return Connection(connect_authenticated(address.host, address.port, self._key, SERVICE, left_s(deadline)))
 
     def _closed_error(self) -> StoreLost:
         return StoreLost("this client is closed", op="connect", peer=self.address.peer)
@@ -183,13 +182,6 @@ class UnitLink:
         except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         return False
-
-
-def _left_s(deadline: float) -> float:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    return left_s
 
 
 def _close_all(*pools: list[Connection]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from ....codecs.blocks import BlockLayout, BlockPieces, part_bytes
 from ....codecs.integers import ALIGN, distinct, round_up
 from ....codecs.memory import as_bytes, fresh
-from ...block_store import ByteRanges, StoreSpec, Want
+from ...block_store import ByteRanges, PutsAll, StoreSpec, Want
 from ...directory.requests import body_of
 from ...errors import CapacityExceeded, RowsCleared, StoreLost
 from ...meta import BlockRef
@@ -34,7 +34,7 @@ _PAD = memoryview(bytes(ALIGN))
 _ASK_TIMEOUT_S = 10.0
 
 
-class TcpStore:
+class TcpStore(PutsAll):
     """Reads and writes blocks in storage units, from any process that can reach them. Thread-safe."""
 
     def __init__(self, spec: StoreSpec, link: Link) -> None:
@@ -54,12 +54,6 @@ class TcpStore:
         self._add([UnitAddress(*unit) for unit in units])
 
     # -------------------------------------------------------------- put
-
-    def put(
-        self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
-    ) -> bytes:
-        """Write one block; see `put_many`."""
-        return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Write the blocks to one unit. The first choice is a unit on this host; the others follow when it has no room

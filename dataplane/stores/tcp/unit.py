@@ -116,7 +116,6 @@ class StorageUnit:
     # -------------------------------------------------------------- connections
 
     def _admit(self, connection: socket.socket) -> None:
-        """Start a thread that serves a connection whose client has proved that it knows the run's key."""
         before = threading.stack_size(THREAD_STACK_BYTES)
         try:
             threading.Thread(target=self._host, args=(connection,), name="storage-unit", daemon=True).start()
@@ -127,7 +126,6 @@ class StorageUnit:
             threading.stack_size(before)
 
     def _host(self, connection: socket.socket) -> None:
-        """Serve a connection, and close it in the end."""
         known = Connection(connection)
         with self._lock:
             closed = self._closed
@@ -142,7 +140,6 @@ class StorageUnit:
             known.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Answer the requests of one client until it disconnects or breaks the protocol."""
         while True:
             try:
                 request = connection.receive(None)

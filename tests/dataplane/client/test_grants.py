@@ -254,8 +254,8 @@ def test_leases_that_ended_or_could_not_be_renewed_for_as_long_as_they_last_are_
     ended, lost = OwnLink(lambda call: [], enough=1), OwnLink(lambda call: None, enough=renewal.RENEWALS)
     for link in (ended, lost):
         leases = renewing(link)
-        thread = leases._renewer._thread
+        thread = leases._thread
         assert thread is not None
         thread.join(10)
-        assert not thread.is_alive() and link.asked.is_set() and not leases._renewer._held
+        assert not thread.is_alive() and link.asked.is_set() and not leases._held
         leases.end()
