@@ -351,7 +351,6 @@ def _row(report: StepReport, measured: ModeResult, simulated: ModeResult) -> tup
 
 
 def _draw(report: StepReport, path: Path) -> None:
-    """Plot the seconds of each counted step, measured and simulated, and their means."""
     figure = Figure(figsize=(13, 4.2))
     figure.suptitle("seconds of each step; dashed: simulated", x=0.01, ha="left", fontsize=10)
     top = 1.05 * max(max(result.seconds) for result in (*report.measured, *report.simulated))

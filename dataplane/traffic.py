@@ -121,15 +121,9 @@ class OpTraffic:
 
     def merge(self, other: OpTraffic) -> None:
         """Add the calls counted in `other`, such as those of another process."""
-        self.calls += other.calls
-        self.seconds += other.seconds
-        self.nbytes += other.nbytes
+        for name in ("calls", "seconds", "nbytes", "moved", "moved_s", "moved_xx", "moved_xy", "moved_yy"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.buckets = [mine + theirs for mine, theirs in zip(self.buckets, other.buckets, strict=True)]
-        self.moved += other.moved
-        self.moved_s += other.moved_s
-        self.moved_xx += other.moved_xx
-        self.moved_xy += other.moved_xy
-        self.moved_yy += other.moved_yy
 
     def percentile(self, share: float) -> float:
         """Return the seconds that `share` of the calls took at most; NaN without calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...codecs.schema import DTYPES
 from ...codecs.tokens.routes import RouteSpec
@@ -75,6 +76,10 @@ def build_engine(config: EngineConfig) -> GenerationEngine:
     raise ValueError(f"rollout.engine: got {kind!r}, which no engine here has")
 
 
+def _shared(config: EngineConfig) -> dict[str, Any]:
+    return {"seed": config.seed, "receiver": config.receiver, "version": config.version, "routes": config.routes}
+
+
 def _build_hf(config: EngineConfig) -> GenerationEngine:
     from .hf.engine import HfEngine  # imported here, so that scripted runs do not wait for transformers' model code
 
@@ -83,10 +88,7 @@ def _build_hf(config: EngineConfig) -> GenerationEngine:
         dtype=DTYPES[engine_dtype(config.model, gpu=config.on_gpu)],
         device=config.device,
         max_batch=engine_batch(config.rollout, gpu=config.on_gpu),
-        seed=config.seed,
-        receiver=config.receiver,
-        version=config.version,
-        routes=config.routes,
+        **_shared(config),
     )
 
 
@@ -104,10 +106,7 @@ def _build_vllm(config: EngineConfig) -> GenerationEngine:
             rollout, shared=config.shared_gpu, kept_free=config.kept_free_bytes, gpu_bytes=min(gpu_sizes(), default=0)
         ),
         max_model_len=config.max_model_len,
-        seed=config.seed,
-        receiver=config.receiver,
-        version=config.version,
-        routes=config.routes,
+        **_shared(config),
         logprobs=rollout.logprobs,
         options=rollout.vllm,
         log=config.log,
@@ -128,8 +127,5 @@ def _build_scripted(config: EngineConfig) -> GenerationEngine:
         latency_s=config.scripted.latency_s,
         latency_sigma=config.scripted.latency_sigma,
         tokenizer=tokenizer,
-        seed=config.seed,
-        receiver=config.receiver,
-        version=config.version,
-        routes=config.routes,
+        **_shared(config),
     )

@@ -39,8 +39,6 @@ Said = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Recorded:
-    """A call whose answer the client has been sent."""
-
     said: Said
     """Messages that were sent, followed by the policy's answer; () for a text completion."""
     text: str

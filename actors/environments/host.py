@@ -174,7 +174,6 @@ class EpisodeHost:
         return Clock(self._config.turn_timeout_s, self._config.episode_timeout_s)
 
     async def _play(self, episodes: Sequence[Episode], engine: Generator) -> None:
-        """Play one episode, or all episodes of a group at once, and record in them how they ended."""
         async with self._gate.place(engine):
             if len(self._hung) >= MAX_HUNG:
                 raise TooManyHang(

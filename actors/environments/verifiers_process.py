@@ -95,8 +95,6 @@ class VerifiersEnvironment:
 
 
 class _Child:
-    """The child process, which plays episodes until it is closed or dies."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}

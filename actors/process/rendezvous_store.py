@@ -152,7 +152,6 @@ class RendezvousServer:
             return self._answer_about(request.op, request.keys[0], request)
 
     def _answer_about(self, op: str, key: str, request: Request) -> Reply:
-        """Carry out a request about one key, under the lock."""
         current = self._values.get(key)
         if op == "get":
             return Reply(error=f"{key} was deleted") if current is None else Reply(current)

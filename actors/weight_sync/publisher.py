@@ -218,7 +218,6 @@ class WeightPublisher:
         return self._planned[1]
 
     def _digest_taker(self, version: int, names: Sequence[str]) -> DigestTaker:
-        """Return what computes the digests of the weights that `sync.verify` wants compared."""
         if self._config.verify == "sample":
             return DigestTaker(version, sampled_names(names, version))
         return DigestTaker(version, frozenset(names) if self._config.verify == "full" else ())

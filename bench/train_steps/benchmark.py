@@ -123,7 +123,6 @@ def _is_nan(value: Any) -> bool:
 
 
 def _trainer(options: TrainOptions, gpus: int) -> Any:
-    """Return the section `trainer` of the configuration. Raises UserError if it does not fit this machine."""
     if gpus == 0 and not options.work.startswith("train-tiny"):
         raise UserError(f"--work: got {options.work!r} on a machine without a GPU, expected a work train-tiny*")
     if options.steps is not None and options.steps <= UNCOUNTED:

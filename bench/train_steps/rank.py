@@ -155,7 +155,6 @@ def _device(rank: int) -> torch.device:
 
 
 def _measure(rank: int, world: int, device: torch.device, task: TrainTask) -> None:
-    """Measure all parts, and write the figures whenever one of them is known."""
     task.note(rank, phase=CHECK)
     checked = _check(rank, world, task)
     task.note(rank, check=checked)

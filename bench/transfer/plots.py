@@ -45,7 +45,6 @@ def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: P
 
 
 def _bars(results: Sequence[Result], ops: Sequence[str], stores: Sequence[str], colour: dict[str, str]) -> Figure:
-    """Draw bars of MiB/s for each workload and contender. A line marks memcpy, the limit, if it was measured."""
     figure, places = _grid(
         1, len(ops), "MiB/s of the median run (log scale); the black line is one memcpy of the same bytes"
     )

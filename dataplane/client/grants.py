@@ -158,7 +158,6 @@ class LeaseRenewal:
                     self._held.pop(lease_id, None)
 
     def _renew(self, lease_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Ask the directory (the metadata service) to renew leases, and return the ids of those still held."""
         request, timeout_s = requests.encode(requests.Renew(lease_ids)), self._lease_s / RENEWALS
         reply = requests.body_of(self._link.call("renew", request, timeout_s), "renew", 0.0)
         return messages.decode(reply, tuple[int, ...])

@@ -114,7 +114,6 @@ class VllmEngine:
         self._begin()
 
     def _begin(self) -> None:
-        """Set the state of an engine that serves its weights and has no requests yet."""
         self._in_flight: dict[str, RunningRequest] = {}
         self._anew: set[str] = set()
         """Ids of samples that are withdrawn from vLLM, to be submitted to it once more."""
@@ -295,7 +294,6 @@ class VllmEngine:
             await self._end([request])
 
     async def _end(self, requests: Sequence[RunningRequest]) -> None:
-        """Abort requests and wait until their `generate` calls have returned."""
         for request in requests:
             request.aborted.set()
         while running := [request for request in requests if not request.done.is_set()]:
@@ -553,7 +551,6 @@ class VllmEngine:
     # ---------------------------------------------------------------- life and death
 
     def _watch_process(self) -> None:
-        """Start watching vLLM's processes, so that waiting requests fail when one of the processes dies."""
         if self._death is None:
             self._death = asyncio.create_task(self._tell_death())
 

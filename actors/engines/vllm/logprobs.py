@@ -139,7 +139,6 @@ class SampledLogprobs:
 
 
 def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
-    """Make a model runner call `keep` for the tokens of each step. Returns the function that undoes it."""
     if hasattr(runner, "input_batch") and hasattr(runner, "discard_request_mask"):
         return _tap_first(runner, keep)
     if hasattr(runner, "req_states") and hasattr(runner, "sample"):

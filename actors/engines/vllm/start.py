@@ -133,7 +133,6 @@ class CoreLog:
         return written[-1][:MAX_WORDS] if written else ""
 
     def _lines(self) -> list[str]:
-        """Return the lines that vLLM's processes wrote, without what vLLM puts before each line."""
         size = os.fstat(self._descriptor).st_size
         start = max(self._start, size - MAX_BYTES)
         text = os.pread(self._descriptor, size - start, start).decode(errors="replace")

@@ -207,7 +207,6 @@ class StagedWeightEngine(library.WeightTransferEngine):
         return LoadReport(time.perf_counter() - started, self.loader.way, error, in_transfer)
 
     def _verify(self, digests: ParameterDigests) -> VerifyReport:
-        """Compare the weights in service with the trainer's, and report the outcome."""
         try:
             with torch.no_grad():
                 return VerifyReport(*compare_digests(digests, self.loader.served(), self._engine))

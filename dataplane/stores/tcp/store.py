@@ -226,7 +226,6 @@ class TcpStore(PutsAll):
         columns: _Columns,
         chosen: np.ndarray,
     ) -> None:
-        """Copy the ranges at the indices `chosen` out of a pool of this host."""
         wants = [_in_pool(Want(block, ())) for block in blocks]
         near.get(wants, 0.0)
         pool = near.pool_view()
