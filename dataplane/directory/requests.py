@@ -37,8 +37,8 @@ class AddTasks:
 
 @dataclass(frozen=True, slots=True)
 class OnePartition:
-    """Request `describe` for a partition's `Schema`, `export` for what is needed to save it (the reply is `Exported`),
-    or `unregister` to forget it (the reply is the number of rows that were in it)."""
+    """Request about a partition as a whole. `describe` asks for its `Schema`, `export` for what is needed to save it
+    (the reply is `Exported`), and `unregister` forgets it (the reply is the number of rows that were in it)."""
 
     partition: str
 
@@ -144,8 +144,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class SomeRows:
-    """Request `rows` for the `PartitionRows`, or `clear` to forget rows (the reply is their number), of the rows with
-    given keys, or of all rows of the partition (None)."""
+    """Request about the rows with given keys, or about all rows of the partition (None). `rows` asks for their
+    `PartitionRows`, and `clear` forgets them (the reply is their number)."""
 
     partition: str
     keys: bytes | None
