@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from ray.util.placement_group import placement_group_table
 
@@ -20,6 +19,7 @@ from headrace.tests import process_pool
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.pool_runs import SCRIPTED, pool_of_gpus
 from headrace.tests.runs.test_time_sharing import expect_whole
+from headrace.tests.trainers.cluster.test_gpu_bundles import free_gpus
 
 QUICK = (*SCRIPTED, "algorithm.steps=4", "scripted.latency_s=0.1", "scripted.train_step_s=0.1")
 
@@ -56,10 +56,6 @@ def test_two_runs_with_vllm_share_two_gpus(tmp_path: Path) -> None:
     output = runs.succeed(runs.start_command(command, tmp_path), timeout_s=800)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["gpu.pool-tiny.lost_tokens"] == 0 and summary["gpu.pool-tiny.expands"] >= 8, output
-
-
-def free_gpus() -> float:
-    return ray.available_resources().get("GPU", 0)
 
 
 @pytest.mark.processes

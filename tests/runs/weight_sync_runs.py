@@ -29,16 +29,9 @@ ROOT = Path(__file__).parent.parent.parent
 PROMPTS = ([5, 9, 12, 4], [7, 7, 3], [10, 11, 5, 6, 8, 9])
 TOKENS = 8
 SMALL = (
-    "warmup.corpus=none",
-    "trainer.schedule=constant",
-    "trainer.lr=0.01",
-    "algorithm.prompts_per_step=4",
-    "algorithm.group_size=4",
-    "algorithm.steps=100",
-    "validation.every=0",
-    "rollout.num_actors=1",
-    "sync.timeout_s=30",
-)
+    "warmup.corpus=none", "trainer.schedule=constant", "trainer.lr=0.01", "algorithm.prompts_per_step=4",
+    "algorithm.group_size=4", "algorithm.steps=100", "validation.every=0", "rollout.num_actors=1", "sync.timeout_s=30",
+)  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 

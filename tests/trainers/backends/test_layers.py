@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.tests.trainers.backends.backend_ranks import (
     backend_config,
+    flat_gradients,
     micro_batch,
     random_rows,
     save_tiny_model,
     save_tiny_moe,
-    summed_gradients,
 )
 from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.fsdp import causal_lm as varlen_attention
@@ -27,11 +27,7 @@ from headrace.trainers.backends.model_split import mesh_problems
 def gradient(backend: FsdpBackend) -> torch.Tensor:
     """Return the flat summed gradient of two microbatches."""
     rows = random_rows(7, 9)
-    backend.begin_step(1.3)
-    backend.accumulate(iter([micro_batch(rows[:4]), micro_batch(rows[4:])]), 2)
-    flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
-    backend.abort_step()
-    return flat
+    return flat_gradients(backend, [rows[:4], rows[4:]])
 
 
 @pytest.fixture
@@ -59,22 +55,17 @@ def test_computing_again_changes_no_gradient(tmp_path: Path, save: Any, mode: st
     assert torch.equal(gradient(plain), gradient(again))
 
 
-def test_only_the_first_layers_are_computed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "calls"),
+    [({}, [2, 2]), ({"recompute": "full"}, [4, 4]), ({"recompute": "full", "recompute_layers": 1}, [4, 2])],
+)
+def test_only_the_first_layers_are_computed_again(tmp_path: Path, changes: dict[str, Any], calls: list[int]) -> None:
     """The forward of a layer that keeps its values runs once for each of the two microbatches."""
-    backend = FsdpBackend(backend_config(save_tiny_model(tmp_path), recompute="full", recompute_layers=1), 0, 1)
-    calls = [0, 0]
-
-    def count(index: int) -> Any:
-        def hook(*_: Any) -> None:
-            calls[index] += 1
-
-        return hook
-
+    backend, seen = FsdpBackend(backend_config(save_tiny_model(tmp_path), **changes), 0, 1), list[int]()
     for index, layer in enumerate(backend._policy.layers()):
-        mlp: Any = layer.mlp
-        mlp.register_forward_pre_hook(count(index))
+        layer.get_submodule("mlp").register_forward_pre_hook(lambda *_, index=index: seen.append(index))
     gradient(backend)
-    assert calls == [4, 2]
+    assert [seen.count(index) for index in range(2)] == calls
 
 
 def test_selective_keeps_matrix_products_and_computes_norms_again(tmp_path: Path) -> None:

@@ -97,22 +97,6 @@ def test_a_packed_layout_restarts_positions_and_drops_last_tokens() -> None:
     assert empty.input_ids.shape == (1, 1) and empty.ends is not None and empty.ends.tolist() == [0, 1]
 
 
-def test_recompute_changes_nothing(tmp_path: Path) -> None:
-    model, rows = save_tiny_model(tmp_path), random_rows(5, 8)
-    plain, again = (FsdpBackend(backend_config(model, recompute=mode), 0, 1) for mode in ("none", "full"))
-    counts = []
-    for backend in (plain, again):
-        calls: list[int] = []
-        for layer in backend._policy.layers():
-            layer.get_submodule("mlp").register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        backend.begin_step()
-        backend.accumulate([micro_batch(rows)], 1)
-        counts.append(len(calls))
-        backend.abort_step()
-    assert counts == [2, 4], "two layers, forward once more in backward"
-    assert run_step(plain, [rows]) == run_step(again, [rows])
-
-
 def test_a_model_whose_packed_rows_see_each_other_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = backend_config(save_tiny_model(tmp_path), packing="packed")
     FsdpBackend(config, 0, 1)

@@ -73,10 +73,8 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.micro_batch_size=1", "did you mean trainer.tokens_per_microbatch?"),
         ("trainer.ppo_epochs=2", "did you mean algorithm.epochs?"),
         ("sync.xyz=1", "sync.xyz: unknown key; sync has transport, bucket_mib, in_flight,"),
-        (
-            "dataplane.store.kind=shmm",
-            "expected one of auto, local, shm, tcp, ray, simple, mooncake (did you mean shm?)",
-        ),
+        ("dataplane.store.kind=shmm",
+         "expected one of auto, local, shm, tcp, ray, simple, mooncake (did you mean shm?)"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', expected a finite number"),
         ("trainer.weight_decay=-0.1", "trainer.weight_decay: got -0.1, expected a number >= 0"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas.1: got 1.0, expected a number < 1"),
@@ -103,14 +101,10 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("reward.functions=[]", "reward.functions: got [], expected at least one function"),
         ("reward.functions=[{kind: exact_mach}]", "(did you mean exact_match?)"),
         ("reward.functions=[{weight: 2}]", "reward.functions.0.kind: not set"),
-        (
-            "algorithm.group_size=1",
-            "got 1, expected a whole number >= 2, because a group of one sample has no baseline",
-        ),
-        (
-            "model.path=builtin:huge",
-            "model.path: got 'builtin:huge', expected 'builtin:tiny-qwen3' or 'builtin:tiny-qwen3-moe'",
-        ),
+        ("algorithm.group_size=1",
+         "got 1, expected a whole number >= 2, because a group of one sample has no baseline"),
+        ("model.path=builtin:huge",
+         "model.path: got 'builtin:huge', expected 'builtin:tiny-qwen3' or 'builtin:tiny-qwen3-moe'"),
         ("trainer.dp=3", "algorithm.prompts_per_step: got 32, expected a multiple of trainer.dp=3"),
         ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, because every rollout"),
         ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, because every rollout"),
@@ -118,10 +112,8 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("sync.transport=nccl", "sync.transport: got 'nccl', expected one of auto, collective, ipc, store, disk"),
         ("sync.timeout_s=400", "sync.timeout_s: got 400, expected less than resources.stage_timeout_s=300"),
         ("algorithm.chunk_groups=4", "algorithm.chunk_groups: got 4 with algorithm.mode='sync', expected it unset"),
-        (
-            "algorithm.mode=pipelined",
-            "algorithm.mode: got 'pipelined', expected one of sync, streaming, async, async_streaming",
-        ),
+        ("algorithm.mode=pipelined",
+         "algorithm.mode: got 'pipelined', expected one of sync, streaming, async, async_streaming"),
         ("sync.dir=/weights", "sync.dir: got '/weights' with sync.transport='auto', expected it unset"),
         ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
         ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, because it has an effect only"),
@@ -136,7 +128,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         (".lr=2", "override '.lr=2': expected key.sub=value"),
         ("reward.functions={}", "reward.functions: got {}, expected a list"),
     ],
-)
+)  # fmt: skip
 def test_one_sentence_names_key_value_and_what_was_expected(tmp_path: Path, override: str, sentence: str) -> None:
     found = file_problems(tmp_path, "", override)
     assert len(found) == 1, found

@@ -45,72 +45,44 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (
-            {"rollout": {"kv_cache": 512}},
-            "rollout.kv_cache: got 512 with rollout.engine='hf', expected 'auto', because it has an effect only with "
-            "rollout.engine=vllm",
-        ),
-        (
-            {"algorithm": {"max_staleness": 3}},
-            "algorithm.max_staleness: got 3 with algorithm.mode='sync', expected 1, because it has an effect only with "
-            "algorithm.mode=async",
-        ),
-        (
-            {"algorithm": {"mode": "async", "stale_groups": "drop"}},
-            "algorithm.stale_groups: got 'drop' with algorithm.sampler='auto', expected 'requeue'",
-        ),
-        (
-            {"trainer": {"backend": "scripted", "lr": 1.0}, "rollout": {"engine": "scripted"}},
-            "trainer.lr: got 1 with trainer.backend='scripted', expected 1e-06, because it has an effect only with "
-            "trainer.backend=fsdp or megatron",
-        ),
-        (
-            {"dataplane": {"store": {"kind": "shm", "num_units": 2}}},
-            "dataplane.store.num_units: got 2 with dataplane.store.kind='shm', expected it unset, because it has "
-            "an effect only with dataplane.store.kind=auto or tcp or simple",
-        ),
-        (
-            {"validation": {"every": 0, "num_prompts": 5}},
-            "validation.num_prompts: got 5 with validation.every=0, expected 128, because it has an effect only with "
-            "validation.every above 0",
-        ),
-        (
-            {"algorithm": {"mode": "async", "dynamic_sampling": {"oversample": 2}}},
-            "algorithm.dynamic_sampling.oversample: got 2 with algorithm.mode='async', expected 1",
-        ),
-        (
-            {"logging": {"prometheus_host": "0.0.0.0"}},
-            "expected '127.0.0.1', because it has an effect only with logging.p",
-        ),
+        ({"rollout": {"kv_cache": 512}},
+         "rollout.kv_cache: got 512 with rollout.engine='hf', expected 'auto', because it has an effect only with "
+         "rollout.engine=vllm"),
+        ({"algorithm": {"max_staleness": 3}},
+         "algorithm.max_staleness: got 3 with algorithm.mode='sync', expected 1, because it has an effect only with "
+         "algorithm.mode=async"),
+        ({"algorithm": {"mode": "async", "stale_groups": "drop"}},
+         "algorithm.stale_groups: got 'drop' with algorithm.sampler='auto', expected 'requeue'"),
+        ({"trainer": {"backend": "scripted", "lr": 1.0}, "rollout": {"engine": "scripted"}},
+         "trainer.lr: got 1 with trainer.backend='scripted', expected 1e-06, because it has an effect only with "
+         "trainer.backend=fsdp or megatron"),
+        ({"dataplane": {"store": {"kind": "shm", "num_units": 2}}},
+         "dataplane.store.num_units: got 2 with dataplane.store.kind='shm', expected it unset, because it has "
+         "an effect only with dataplane.store.kind=auto or tcp or simple"),
+        ({"validation": {"every": 0, "num_prompts": 5}},
+         "validation.num_prompts: got 5 with validation.every=0, expected 128, because it has an effect only with "
+         "validation.every above 0"),
+        ({"algorithm": {"mode": "async", "dynamic_sampling": {"oversample": 2}}},
+         "algorithm.dynamic_sampling.oversample: got 2 with algorithm.mode='async', expected 1"),
+        ({"logging": {"prometheus_host": "0.0.0.0"}},
+         "expected '127.0.0.1', because it has an effect only with logging.p"),
         ({"data": {"template": "{prompt}?"}}, "data.template: got '{prompt}?' with data.train='task:reverse'"),
-        (
-            {"environment": {"options": {"tools": ["my:tool"]}}},
-            "because it has an effect only with an environment other than single_turn",
-        ),
-        (
-            {"environment": {"kind": "my:play"}, "rollout": {"environment": "tool_use"}},
-            "rollout.environment: got 'tool_use' beside environment.kind, expected only environment.kind, its present",
-        ),
-        (
-            {"loss": {"clip_high": 0.1}, "algorithm": {"prev_logprobs": "recompute"}},
-            "loss.clip_high: got 0.1 with algorithm.prev_logprobs='recompute', expected 0.28",
-        ),
+        ({"environment": {"options": {"tools": ["my:tool"]}}},
+         "because it has an effect only with an environment other than single_turn"),
+        ({"environment": {"kind": "my:play"}, "rollout": {"environment": "tool_use"}},
+         "rollout.environment: got 'tool_use' beside environment.kind, expected only environment.kind, its present"),
+        ({"loss": {"clip_high": 0.1}, "algorithm": {"prev_logprobs": "recompute"}},
+         "loss.clip_high: got 0.1 with algorithm.prev_logprobs='recompute', expected 0.28"),
         ({"loss": {"kind": "reinforce", "clip_low": 0.1}}, "loss.clip_low: got 0.1 with loss.kind='reinforce'"),
-        (
-            {"loss": {"kl_kind": "k1", "kl_coef": 0.1}},
-            "loss.kl_kind: got 'k1' with loss.kl_in='loss', expected 'k2' or 'k3'",
-        ),
-        (
-            {"trainer": {"warmup_steps": 200}},
-            "trainer.warmup_steps: got 200, expected at most algorithm.steps=100, because the learning rate would nev",
-        ),
-        (
-            {"algorithm": {"mode": "async", "prev_logprobs": "recompute"}},
-            "loss.correction: got 'none' with algorithm.mode='async' and algorithm.prev_logprobs='recompute', expected",
-        ),
+        ({"loss": {"kl_kind": "k1", "kl_coef": 0.1}},
+         "loss.kl_kind: got 'k1' with loss.kl_in='loss', expected 'k2' or 'k3'"),
+        ({"trainer": {"warmup_steps": 200}},
+         "trainer.warmup_steps: got 200, expected at most algorithm.steps=100, because the learning rate would nev"),
+        ({"algorithm": {"mode": "async", "prev_logprobs": "recompute"}},
+         "loss.correction: got 'none' with algorithm.mode='async' and algorithm.prev_logprobs='recompute', expected"),
         ({"loss": {"kl_kind": "k1"}}, "because it has an effect only with loss.kl_coef above 0"),
     ],
-)
+)  # fmt: skip
 def test_a_key_without_effect_is_refused_in_one_sentence(data: dict[str, Any], sentence: str) -> None:
     assert sentence in only_problem(data)
 

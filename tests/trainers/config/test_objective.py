@@ -31,20 +31,10 @@ def test_the_kinds_of_rewards_are_those_that_can_be_built() -> None:
 
 def test_every_key_arrives() -> None:
     keys: dict[str, Any] = {
-        "kind": "ppo_clip",
-        "aggregation": "sequence_sum",
-        "length_norm": 100,
-        "clip_low": 0.1,
-        "clip_high": 0.3,
-        "clip_dual": 3.0,
-        "correction": "icepop",
-        "correction_low": 0.25,
-        "correction_high": 4.0,
-        "kl_coef": 0.01,
-        "kl_kind": "k2",
-        "kl_in": "reward",
-        "entropy_coef": 0.001,
-    }
+        "kind": "ppo_clip", "aggregation": "sequence_sum", "length_norm": 100, "clip_low": 0.1, "clip_high": 0.3,
+        "clip_dual": 3.0, "correction": "icepop", "correction_low": 0.25, "correction_high": 4.0, "kl_coef": 0.01,
+        "kl_kind": "k2", "kl_in": "reward", "entropy_coef": 0.001,
+    }  # fmt: skip
     config = Config.model_validate({"loss": keys})  # not all of them have an effect together
     assert backend_config(config, "model").loss == LossConfig(**keys)
 
@@ -68,26 +58,15 @@ def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (
-            {"loss": {"correction": "tis"}},
-            "loss.correction: got 'tis' with algorithm.prev_logprobs='rollout', expected",
-        ),
-        (
-            {"loss": {"correction_high": 2}},
-            "loss.correction_high: got 2 with loss.correction='none', expected it unset",
-        ),
-        (
-            {"loss": {"correction": "sequence", "correction_low": 0.5}, **RECOMPUTE},
-            "loss.correction_low: got 0.5 with loss.correction='sequence', expected it unset",
-        ),
-        (
-            {"loss": {"correction": "icepop", "correction_low": 6}, **RECOMPUTE},
-            "loss.correction_high: got 5.0, expected a number above loss.correction_low=6.0",
-        ),
-        (
-            {"loss": {"kind": "gspo", "clip_dual": 3}},
-            "loss.clip_dual: got 3 with loss.kind='gspo', expected it unset",
-        ),
+        ({"loss": {"correction": "tis"}},
+         "loss.correction: got 'tis' with algorithm.prev_logprobs='rollout', expected"),
+        ({"loss": {"correction_high": 2}},
+         "loss.correction_high: got 2 with loss.correction='none', expected it unset"),
+        ({"loss": {"correction": "sequence", "correction_low": 0.5}, **RECOMPUTE},
+         "loss.correction_low: got 0.5 with loss.correction='sequence', expected it unset"),
+        ({"loss": {"correction": "icepop", "correction_low": 6}, **RECOMPUTE},
+         "loss.correction_high: got 5.0, expected a number above loss.correction_low=6.0"),
+        ({"loss": {"kind": "gspo", "clip_dual": 3}}, "loss.clip_dual: got 3 with loss.kind='gspo', expected it unset"),
         ({"loss": {"length_norm": 9}}, "loss.length_norm: got 9 with loss.aggregation='token', expected it unset"),
         ({"loss": {"clip_dual": 1}}, "loss.clip_dual: got 1, expected a number > 1"),
         ({"loss": {"clip_low": 0}}, "loss.clip_low: got 0, expected a number > 0"),
@@ -99,22 +78,17 @@ def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
         ({"loss": {"entropy_coef": -0.1}}, "loss.entropy_coef: got -0.1, expected a number >= 0"),
         ({"loss": {"aggregation": "tokens"}}, "expected one of token, sequence, sequence_sum, prompt"),
         ({"loss": {"correction": "is"}}, "expected one of none, tis, icepop, sequence, sequence_mask"),
-        (
-            {"loss": {"correction": "tis", "correction_high": -1.0}, **RECOMPUTE},
-            "loss.correction_high: got -1.0, expected a number > 0",
-        ),
+        ({"loss": {"correction": "tis", "correction_high": -1.0}, **RECOMPUTE},
+         "loss.correction_high: got -1.0, expected a number > 0"),
         ({"advantage": {"baseline": "none"}}, "advantage.baseline: got 'none', expected one of step, group"),
         ({"loss": {"clip_low": 1.5}}, "loss.clip_low: got 1.5, expected a number <= 1"),
         ({"loss": {"length_norm": True}}, "loss.length_norm: got true, expected a number"),
         ({"loss": {"kind": "gspo_"}}, "expected one of ppo_clip, gspo, cispo, reinforce (did you mean gspo?)"),
-        (
-            {"advantage": {"kind": "gdpo"}},
-            "advantage.kind: got 'gdpo' with 1 reward functions whose weight is not 0",
-        ),
+        ({"advantage": {"kind": "gdpo"}}, "advantage.kind: got 'gdpo' with 1 reward functions whose weight is not 0"),
         ({"advantage": {"kind": "rloo", "normalize_std": False}}, "advantage.normalize_std: unknown key"),
         ({"advantage": {"baseline": "group"}}, "advantage.baseline: got 'group' with advantage.kind='grpo', expected"),
     ],
-)
+)  # fmt: skip
 def test_one_sentence_for_each_mistake(data: dict[str, Any], sentence: str) -> None:
     assert sentence in only_problem(data)
 

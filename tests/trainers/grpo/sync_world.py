@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from headrace.actors.engines.protocol import (
@@ -212,6 +213,20 @@ class World:
         assert taken.wait(10)
         return future
 
+    def spy(self, monkeypatch: pytest.MonkeyPatch, engine_bytes: list[int], *names: str) -> list[str]:
+        """Return the list to which calls of these methods of engines are added, as `sleep 0`. engine_bytes: GPU memory
+        that each engine says it holds while it sleeps."""
+        events: list[str] = []
+        for number, hosted in enumerate(self.hosted):
+
+            async def memory(number: int = number) -> ProcessMemory:
+                return ProcessMemory(engine_bytes[number], 1)
+
+            monkeypatch.setattr(hosted, "memory", memory)
+            for name in names:
+                monkeypatch.setattr(hosted, name, noted(events, f"{name} {number}", getattr(hosted, name)))
+        return events
+
     def expect(self, version: int, scale: float) -> None:
         """Check that every engine serves the trainer's weights whole, as `version`."""
         for engine, hosted in zip(self.pool.engines, self.hosted, strict=True):
@@ -228,6 +243,16 @@ class World:
     def _end_trainer(self) -> None:
         self.trainer.close()
         self._worker.ray_actor.close()
+
+
+def noted(events: list[str], event: str, method: Any) -> Any:
+    """Return `method` as one that adds `event` to the list at each call."""
+
+    def noting(*args: Any) -> Any:
+        events.append(event)
+        return method(*args)
+
+    return noting
 
 
 @contextmanager

@@ -196,25 +196,20 @@ def test_the_journal_s_groups_are_for_the_same_settings_only(tmp_path: Path) -> 
     assert same == fingerprint(rollout={"num_engines": 2, "num_actors": 3})
     assert same == fingerprint(data={"max_prompt_tokens": 256})
     others = [
-        fingerprint(run={"seed": 1}),
-        fingerprint(rollout={"temperature": 0.5}),
-        fingerprint(rollout={"max_new_tokens": 99}),
-        fingerprint(environment={"kind": "tool_use"}),
-        fingerprint(algorithm={"group_size": 4}),
-        fingerprint(data={"train": "task:arithmetic"}),
-        fingerprint(data=file),
-        fingerprint(data={**file, "template": "{prompt} "}),
+        fingerprint(run={"seed": 1}), fingerprint(rollout={"temperature": 0.5}),
+        fingerprint(rollout={"max_new_tokens": 99}), fingerprint(environment={"kind": "tool_use"}),
+        fingerprint(algorithm={"group_size": 4}), fingerprint(data={"train": "task:arithmetic"}),
+        fingerprint(data=file), fingerprint(data={**file, "template": "{prompt} "}),
         fingerprint(data={**file, "chat_template": "all"}),
         fingerprint(data={**file, "chat_template": "all", "system_prompt": "be brief"}),
         fingerprint(data={**file, "overlong_prompts": "drop"}),
         fingerprint(data={**file, "overlong_prompts": "drop", "max_prompt_tokens": 100}),
         fingerprint(data={"train": "a/b", "validation": "a/b"}),
         fingerprint(data={"train": "a/b", "validation": "a/b", "subset": "main"}),
-        fingerprint(rollout={"stop": ["\n"]}),
-        fingerprint(model={"dtype": "bfloat16"}),
+        fingerprint(rollout={"stop": ["\n"]}), fingerprint(model={"dtype": "bfloat16"}),
         fingerprint(reward={"functions": [{"kind": "exact_match", "weight": 0.5}]}),
         fingerprint(reward={"functions": [{"kind": "format", "options": {"pattern": "x"}}]}),
-    ]
+    ]  # fmt: skip
     assert len({same, *others}) == 1 + len(others)
 
 

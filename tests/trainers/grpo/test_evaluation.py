@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,12 @@ from headrace.trainers.supervision.heartbeat import Heartbeat
 def plans_of(config: Config) -> tuple[EvaluationPlan, ...]:
     training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
     return evaluation_plans(training, config.validation, config.evaluation)
+
+
+def rollouts_of(actors: Sequence[Any], **more: Any) -> Any:
+    """Return a pool of rollout actors, none of which ever hangs."""
+    looks: Any = {"begin_watch": lambda: None, "look": lambda version: False, "still_s": lambda actor: 0.0}
+    return SimpleNamespace(active=actors, stages=Stages(Tracer(0), Heartbeat()), timeout_s=300.0, **looks, **more)
 
 
 @dataclass(eq=False)
@@ -67,14 +74,9 @@ class World:
         self.calls: list[Call] = []
         actors = [Actor(self.calls), Actor(self.calls)]
         self.replaced: list[tuple[Actor, int]] = []
-        rollouts: Any = SimpleNamespace(
-            active=actors,
+        rollouts = rollouts_of(
+            actors,
             ahead_of=lambda version: False,
-            stages=Stages(Tracer(0), Heartbeat()),
-            timeout_s=300.0,
-            begin_watch=lambda: None,
-            look=lambda version: False,
-            still_s=lambda actor: 0.0,
             replace=lambda actor, pid, failure, version: self.replaced.append((actor, version)),
         )
         monkeypatch.setattr(evaluation, "ended", self._ended)

@@ -331,16 +331,12 @@ def test_missing_routes_are_counted_over_the_step(
 @pytest.mark.parametrize(
     ("algorithm", "text"),
     [
-        (
-            {"mode": "async", "dynamic_sampling": {"oversample": 1.5}},
-            "algorithm.dynamic_sampling.oversample: got 1.5 with",
-        ),
-        (
-            {"mode": "sync", "sampler": "in_order", "dynamic_sampling": {"oversample": 2}},
-            "takes the groups that are ready",
-        ),
+        ({"mode": "async", "dynamic_sampling": {"oversample": 1.5}},
+         "algorithm.dynamic_sampling.oversample: got 1.5 with"),
+        ({"mode": "sync", "sampler": "in_order", "dynamic_sampling": {"oversample": 2}},
+         "takes the groups that are ready"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_fit_are_named(algorithm: dict[str, object], text: str) -> None:
     with pytest.raises(UserError, match=text):
         build_config({"algorithm": algorithm})

@@ -12,9 +12,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.process.memory import ProcessMemory
 from headrace.actors.weight_sync.transports.ipc import IpcSender
-from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
+from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, noted, world
 from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.engine_pool import NoEngineLeft
 from headrace.trainers.grpo import gpu_turns as roles
@@ -31,32 +30,14 @@ class Turns:
     """A world whose roles take turns; `events` are the calls that move memory, in their order."""
 
     def __init__(self, it: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.it, self.events = it, list[str]()
-        self.engine_bytes = [0] * len(it.hosted)
-        """GPU memory that each engine says it holds while it sleeps."""
-        for number, hosted in enumerate(it.hosted):
-            self._spy(monkeypatch, hosted, number)
+        self.it, self.engine_bytes = it, [0] * len(it.hosted)
+        self.events = it.spy(monkeypatch, self.engine_bytes, "sleep", "commit_weights", "wake")
         for name in ("offload", "onload"):
-            monkeypatch.setattr(it.trainer, name, self._noted(name, getattr(it.trainer, name)))
+            monkeypatch.setattr(it.trainer, name, noted(self.events, name, getattr(it.trainer, name)))
         actors: Any = SimpleNamespace(engines=it.pool, workers=[it._worker], rollouts=[])
         self.stages = Stages(Tracer(0), Heartbeat())
         self.roles = TakeTurns(actors, it.sync, self.stages, timeout_s=5.0, residual_bytes=RESIDUAL, bucket_bytes=0)
         it.trainer.offloaded = True
-
-    def _spy(self, monkeypatch: pytest.MonkeyPatch, hosted: Any, number: int) -> None:
-        async def memory() -> ProcessMemory:
-            return ProcessMemory(self.engine_bytes[number], 1)
-
-        monkeypatch.setattr(hosted, "memory", memory)
-        for name in ("sleep", "commit_weights", "wake"):
-            monkeypatch.setattr(hosted, name, self._noted(f"{name} {number}", getattr(hosted, name)))
-
-    def _noted(self, event: str, method: Any) -> Any:
-        def noted(*args: Any) -> Any:
-            self.events.append(event)
-            return method(*args)
-
-        return noted
 
     def step(self, version: int) -> Any:
         self.roles.to_training()

@@ -14,23 +14,14 @@ from typing import Any
 import pytest
 
 from headrace.actors.rollout.results import EvaluationReport
-from headrace.trainers.cluster.rollout_specs import EvaluationDefaults, EvaluationPlan, evaluation_plans
-from headrace.trainers.config.config import Config, with_run_dir
+from headrace.tests.trainers.grpo.test_evaluation import plans_of, rollouts_of
+from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.grpo import evaluation
-from headrace.trainers.grpo import evaluation as subject
 from headrace.trainers.grpo.run_state import State
-from headrace.trainers.grpo.stages import Stages
-from headrace.trainers.observe.trace import Tracer
-from headrace.trainers.supervision.heartbeat import Heartbeat
 
 MATH = {"functions": [{"kind": "exact_match", "weight": 0}, {"kind": "per_position", "name": "math"}]}
-
-
-def plans_of(config: Config) -> tuple[EvaluationPlan, ...]:
-    training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
-    return evaluation_plans(training, config.validation, config.evaluation)
 
 
 @dataclass(eq=False)
@@ -73,20 +64,12 @@ class Validations:
         self.actors = [Actor(dict(enumerate(figures)), failed), Actor(dict(enumerate(figures)))]
         self.folder = folder
         self.exported: list[int] = []
-        rollouts: Any = SimpleNamespace(
-            active=self.actors,
-            begin_watch=lambda: None,
-            look=lambda version: False,
-            still_s=lambda actor: 0.0,
-            stages=Stages(Tracer(0), Heartbeat()),
-            timeout_s=300.0,
-            trainer_at_work=lambda version: nullcontext(False),
-        )
+        rollouts = rollouts_of(self.actors, trainer_at_work=lambda version: nullcontext(False))
         workers: Any = SimpleNamespace(export_model=self._export)
         ended = lambda calls, stage, timeout_s: [(call, call.report) for call in calls]  # noqa: E731
         monkeypatch.setattr(evaluation, "ended", ended)
-        goal = subject.Goal.of(config.validation, config.run, config.figures, config.judged_figure)
-        self.validation = subject.Validation(rollouts, plans_of(config)[0], workers, goal)
+        goal = evaluation.Goal.of(config.validation, config.run, config.figures, config.judged_figure)
+        self.validation = evaluation.Validation(rollouts, plans_of(config)[0], workers, goal)
 
     def _export(self, path: str) -> None:
         Path(path).mkdir()
@@ -179,15 +162,10 @@ def test_a_figure_that_is_not_there_is_the_users_mistake(tmp_path: Path, monkeyp
         ({"validation": {"metric": "accuracy"}}, "validation.metric: got 'accuracy', expected one of val/reward, val/"),
         ({"validation": {"metric": "val/pass@4"}}, "validation.metric: got 'val/pass@4', expected one of"),
         ({"validation": {"n": 4}}, "validation.n: got 4 with validation.temperature=0, expected 1"),
-        (
-            {
-                "validation": {"metric": "exact_match"},
-                "data": {"train": "a/b", "validation": "a/c", "answer_field": ""},
-            },
-            "validation.metric: got 'exact_match' with data.answer_field=''",
-        ),
+        ({"validation": {"metric": "exact_match"}, "data": {"train": "a/b", "validation": "a/c", "answer_field": ""}},
+         "validation.metric: got 'exact_match' with data.answer_field=''"),
     ],
-)
+)  # fmt: skip
 def test_a_metric_that_cannot_be_is_refused(sections: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         build_config(sections)

@@ -205,7 +205,7 @@ def test_what_cannot_be_balanced_is_refused(model: str, tmp_path: Path) -> None:
         backend.accumulate([dataclasses.replace(micro_batch(random_rows(1, 2)), row_tokens=None)], 1)
 
 
-def test_nothing_is_hooked_without_a_choice(model: str, biased: str) -> None:
+def test_nothing_is_hooked_without_a_choice_or_replay(model: str, biased: str) -> None:
     for folder in (model, biased):
         for module in build(folder, {})._policy.model.modules():
             assert not module._forward_hooks and not module._forward_pre_hooks, module

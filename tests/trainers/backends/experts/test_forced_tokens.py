@@ -23,11 +23,12 @@ from headrace.actors.engines.protocol import SamplingParams
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.tokens.routes import RouteSpec, select_moe_layers
 from headrace.tests.trainers.backends.backend_ranks import COLUMNS, Row
-from headrace.tests.trainers.backends.experts.routed_rows import routed, save_moe, spec_of
-from headrace.tests.trainers.backends.experts.test_noise import fsdp, megatron, on_choice, plain
+from headrace.tests.trainers.backends.experts.routed_rows import routed, spec_of
+from headrace.tests.trainers.backends.experts.test_noise import fsdp, megatron, model, on_choice, plain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.slow, pytest.mark.processes]
 
+__all__ = ["model"]
 FORCING_WORKER = "headrace.tests.actors.engines.vllm.forcing_worker.ForcingWorker"
 PROMPT, LENGTH, ROWS = 10, 60, 6
 TEMPERATURE = 0.7
@@ -88,13 +89,6 @@ class Forced:
     def close(self) -> None:
         self.runner.run(self.engine.close())
         self.runner.close()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.set_num_threads(1)
-    sizes = {"hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32, "vocab_size": 200}
-    return save_moe(tmp_path_factory.mktemp("moe"), dense=(0,), max_position_embeddings=128, **sizes)
 
 
 @pytest.fixture(scope="module")

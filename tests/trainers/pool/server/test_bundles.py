@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from headrace.tests.trainers.cluster.test_gpu_bundles import QUIET, START_S, Seen, nodes, start, wait_until
+from headrace.tests.trainers.cluster.test_gpu_bundles import QUIET, START_S, Seen, free_gpus, nodes, start, wait_until
 from headrace.trainers.cluster.gpu_bundles import Reservation
 from headrace.trainers.cluster.placement import Host, PlacementRequest
 from headrace.trainers.config.config import Config
@@ -44,10 +44,6 @@ def tenant(name: str, train: list[int], rollout: list[int], tp: int = 1) -> Conf
 
 def places(config: Config, reserved: Sequence[PooledGpu]) -> Reservation:
     return places_in_pool(config.pool.name, PlacementRequest.of(config), reserved)
-
-
-def free_gpus() -> float:
-    return ray.available_resources().get("GPU", 0)
 
 
 def test_actors_of_several_tenants_stand_on_the_same_gpus_and_see_those_of_their_seats(

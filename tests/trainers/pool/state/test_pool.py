@@ -243,15 +243,10 @@ class Tenants:
     def _call(self, name: str) -> Command:
         kinds = (
             Ask(name, "train", self.random.choice([Priority.TRAINING, Priority.INITIALIZATION])),
-            Ask(name, "rollout", Priority.GENERATION, self.random.randrange(50)),
-            Release(name, "train"),
-            Report(name, Demand(50, self.random.randrange(60))),
-            StepFinished(name),
-            Alive(name),
-            Alive(name),
-            ShrinkToZero(name) if self.random.random() < 0.1 else Alive(name),
-            Unregister(name),
-        )
+            Ask(name, "rollout", Priority.GENERATION, self.random.randrange(50)), Release(name, "train"),
+            Report(name, Demand(50, self.random.randrange(60))), StepFinished(name), Alive(name), Alive(name),
+            ShrinkToZero(name) if self.random.random() < 0.1 else Alive(name), Unregister(name),
+        )  # fmt: skip
         return self.random.choice(kinds)
 
 

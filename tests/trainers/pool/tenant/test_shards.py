@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.process.memory import ProcessMemory
 from headrace.actors.process.own_process import ActorInfo
 from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
@@ -37,10 +36,8 @@ class Lent:
     """A world whose engines are the shards of a pool; `events` are the calls of engines, in their order."""
 
     def __init__(self, it: World, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
-        self.it, self.events, self.notes = it, list[str](), list[StageNote]()
-        self.engine_bytes = [0] * len(it.hosted)
-        for number, hosted in enumerate(it.hosted):
-            self._spy(monkeypatch, hosted, number)
+        self.it, self.notes, self.engine_bytes = it, list[StageNote](), [0] * len(it.hosted)
+        self.events = it.spy(monkeypatch, self.engine_bytes, "pause", "sleep", "commit_weights", "wake", "resume")
         family = SimpleNamespace(look=lambda: None, kill=lambda: None)
         monkeypatch.setattr(shards_module, "Family", lambda pid: family)  # all engines live in this process
         self.sync = WeightSync(it.config, [it._worker], it.pool, lasting=False, in_cache=None)
@@ -53,21 +50,6 @@ class Lent:
             cut=True,
         )  # fmt: skip
         self._orders = 0
-
-    def _spy(self, monkeypatch: pytest.MonkeyPatch, hosted: Any, number: int) -> None:
-        async def memory() -> ProcessMemory:
-            return ProcessMemory(self.engine_bytes[number], 1)
-
-        monkeypatch.setattr(hosted, "memory", memory)
-        for name in ("pause", "sleep", "commit_weights", "wake", "resume"):
-            monkeypatch.setattr(hosted, name, self._noted(f"{name} {number}", getattr(hosted, name)))
-
-    def _noted(self, event: str, method: Any) -> Any:
-        def noted(*args: Any) -> Any:
-            self.events.append(event)
-            return method(*args)
-
-        return noted
 
     def order(self, kind: Any, *numbers: int) -> Outcome:
         """Carry out an order; returns its outcome."""
@@ -162,7 +144,7 @@ def test_a_shard_that_keeps_its_memory_is_killed(monkeypatch: pytest.MonkeyPatch
     with lent(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
         it.sync.keep(1)
         it.order("expand", 0, 1)
-        it.engine_bytes = [0, RESIDUAL + 1]
+        it.engine_bytes[1] = RESIDUAL + 1
         outcome = it.order("shrink", 0, 1)
         assert outcome.done == (0,) and "resources.residual_mib" in outcome.failed[1]
         first, second = it.it.pool.engines

@@ -119,48 +119,30 @@ MISTAKES = {
     "answer column": (nothing, ["data.answer_field=solution"], "data.answer_field: row 0 of './chat.jsonl' has no col"),
     "prompts too long": (nothing, ["data.max_prompt_tokens=3"], "data.max_prompt_tokens: got 3, but prompts of"),
     "reward module": (nothing, ['reward.functions=[{kind: "gone:f"}]'], "reward: module 'gone' of 'gone:f' cannot be"),
-    "reward function": (
-        nothing,
-        ["reward.functions.0.kind=my_preflight_rewards:f"],
-        "reward: module 'my_preflight_rew",
-    ),
+    "reward function": (nothing, ["reward.functions.0.kind=my_preflight_rewards:f"],
+     "reward: module 'my_preflight_rew"),
     "reward options": (nothing, ["reward.functions.0.options={bas: 8}"], "with options ['bas']: got an unexpected key"),
-    "tool": (
-        nothing,
-        ["environment.kind=tool_use", "environment.options.tools=[saw]"],
-        "environment.options.tools: got 'saw', expected one",
-    ),
+    "tool": (nothing, ["environment.kind=tool_use", "environment.options.tools=[saw]"],
+     "environment.options.tools: got 'saw', expected one"),
     "sampler": (nothing, ["algorithm.sampler=foo"], "algorithm.sampler: task 'train': sampler 'foo': expected oldest"),
     "sampler of ranks": (nothing, ["algorithm.sampler=rank_aware"], "got 'rank_aware', whose claims need the argum"),
     "megatron": (gpt2, ["trainer.backend=megatron"], "trainer.backend: got 'megatron', expected 'fsdp' for a model of"),
     "train heads": (nothing, ["trainer.tp=3"], "trainer.tp: got 3, expected a divisor of the model's num_attention_he"),
-    "engine heads": (
-        nothing,
-        ["rollout.engine=vllm", "rollout.tp=3"],
-        "rollout.tp: got 3, expected a divisor of the m",
-    ),
-    "key-value cache": (
-        wide,
-        ["rollout.engine=vllm", "rollout.kv_cache=1", "model.dtype=float32"],
-        "rollout.kv_cache: got 1 MiB, expected auto or at least 8 MiB, for one sequence of 26 tokens of 32,768 bytes",
-    ),
-    "long engine": (
-        nothing,
-        ["rollout.engine=vllm", "rollout.max_model_len=65"],
-        "rollout.max_model_len: got 65, expected at most 64, the context of ./model",
-    ),
-    "long validation": (
-        nothing,
-        ["validation.max_new_tokens=60"],
-        "data.max_prompt_tokens + validation.max_new_tokens: got 16 + 60, expected at most 64, the context of ./model",
-    ),
+    "engine heads": (nothing, ["rollout.engine=vllm", "rollout.tp=3"],
+     "rollout.tp: got 3, expected a divisor of the m"),
+    "key-value cache": (wide, ["rollout.engine=vllm", "rollout.kv_cache=1", "model.dtype=float32"],
+     "rollout.kv_cache: got 1 MiB, expected auto or at least 8 MiB, for one sequence of 26 tokens of 32,768 bytes"),
+    "long engine": (nothing, ["rollout.engine=vllm", "rollout.max_model_len=65"],
+     "rollout.max_model_len: got 65, expected at most 64, the context of ./model"),
+    "long validation": (nothing, ["validation.max_new_tokens=60"],
+     "data.max_prompt_tokens + validation.max_new_tokens: got 16 + 60, expected at most 64, the context of ./model"),
     "run.dir": (nothing, ["run.dir=/proc/x"], "run.dir: /proc/x cannot be made"),
     "ray": (nothing, ["resources.ray_address=nope.invalid:1"], "resources.ray_address: got 'nope.invalid:1', expected"),
     "ray without port": (nothing, ["resources.ray_address=here"], "(it is not written HOST:PORT)"),
     "damaged data": (damaged_data, [], "data: line 2 of 'chat.jsonl' is not JSON"),
     "empty data": (empty_data, [], "data: './chat.jsonl' is empty, expected at least one row"),
     "memory": (large, [], "this machine has"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
