@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.tests.actors.train.replica_ranks import data_plane
 
 ALPHABET = "0123456789=+r abcdefghijklmnopqstuvwxyz"
 PAD, BOS, EOS = 0, 1, 2
@@ -40,6 +44,13 @@ def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(model_folder)
+
+
+@pytest.fixture(scope="module")
+def handle() -> Iterator[DataPlaneHandle]:
+    """A data plane over shared memory that other processes can join."""
+    with data_plane("shm") as handle:
+        yield handle
 
 
 def save_model(folder: Path, *, tied: bool) -> None:

@@ -31,7 +31,8 @@ from headrace.dataplane.stores.tcp import wire as unit_messages
 from headrace.dataplane.stores.tcp.link import UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.testing.data_plane import fresh_run_id
-from headrace.tests.dataplane.rpc.served import Served, wait_until
+from headrace.tests.dataplane.rpc.served import Served
+from headrace.tests.waiting import wait_until
 
 TIMEOUT_S = 30.0
 _LAST = (1 << 32) - 1

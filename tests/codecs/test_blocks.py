@@ -109,15 +109,6 @@ def test_layout_refuses_what_the_block_does_not_hold():
         layout.parts_of(Schema([Field("ids", Kind.OBJECT)]), ["ids"])
 
 
-def test_empty_block():
-    batch = pack(SCHEMA, {name: [] for name in SCHEMA})
-    block = encode_block(batch, 0, 0, checksum=True)
-    source = source_of(block, [])
-    views = dict(enumerate(block.parts))
-    verify(SCHEMA, source, 0, block.layout, views)
-    assert assemble(SCHEMA, np.zeros(0), [source], [block.layout], [views]).num_rows == 0
-
-
 def test_rows_without_a_byte():
     """Empty arrays from numpy have strides that torch refuses to view as bytes."""
     data = {"ids": [np.zeros(0, dtype=np.int32)] * 2, "reward": np.zeros(2, dtype=np.float32)}

@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.planes import put_one
 from headrace.tests.process_pool import has_ended, kill
 from headrace.tests.two_hosts import needs_two_hosts
+from headrace.tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -129,10 +129,8 @@ def test_a_plane_ends_with_its_script(end: str, kind: str) -> None:
             script.kill()
         script.stdin.close()
         script.wait(60)
-        deadline = time.monotonic() + 60
-        while not all(has_ended(int(pid)) for pid in pids) or list(Path("/dev/shm").glob(f"*{run_id}*")):
-            assert time.monotonic() < deadline, "the directory and its unit end with the script, and remove its rows"
-            time.sleep(0.05)
+        wait_until(lambda: all(has_ended(int(pid)) for pid in pids), "the directory and its unit end with the script")
+        wait_until(lambda: not list(Path("/dev/shm").glob(f"*{run_id}*")), "they remove its rows")
         with pytest.raises(DirectoryLost):
             client.status()
     script.stdout.close()

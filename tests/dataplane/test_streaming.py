@@ -17,7 +17,8 @@ from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.streaming import ROWS_A_CLAIM, StreamingDataset
 from headrace.testing.data_plane import fresh_run_id
-from headrace.tests.dataplane.rpc.served import Served, config, wait_until
+from headrace.tests.dataplane.rpc.served import Served, config
+from headrace.tests.waiting import wait_until
 
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("number", Kind.PER_SAMPLE, torch.int64)])
 FIELDS = ("ids", "number")

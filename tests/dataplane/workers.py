@@ -33,11 +33,6 @@ class Worker:
         """(receipt, when the put was through)."""
         return self._client.put(partition, keys, columns(keys), versions=version), time.monotonic()
 
-    def put_columns(self, partition: str, keys: list[str], fields: Any) -> tuple[Any, float]:
-        """(receipt, seconds)."""
-        started = time.monotonic()
-        return self._client.put(partition, keys, fields), time.monotonic() - started
-
     def produce(self, partition: str, prompts: range, samples: int) -> int:
         """One put a group. Returns rows put."""
         for prompt in prompts:
@@ -55,18 +50,9 @@ class Worker:
             seen.extend(meta.keys)
         return seen
 
-    def read(self, receipt: Any, fields: tuple[str, ...] = FIRST) -> float:
-        """Read with another client's receipt, check every byte. Returns the seconds the read took."""
-        started = time.monotonic()
-        batch = self._client.get(receipt, fields)
-        taken = time.monotonic() - started
-        assert_rows(batch, list(receipt.keys), fields)
-        return taken
-
-    def time_get(self, receipt: Any) -> float:
-        started = time.monotonic()
-        self._client.get(receipt)
-        return time.monotonic() - started
+    def read(self, receipt: Any, fields: tuple[str, ...] = FIRST) -> None:
+        """Read with another client's receipt, and check every byte."""
+        assert_rows(self._client.get(receipt, fields), list(receipt.keys), fields)
 
     def claim(self, partition: str, num_rows: int, timeout_s: float = 30) -> tuple[Any, float, int]:
         """(receipt, when the claim returned, directory calls it took)."""
@@ -83,9 +69,6 @@ class Worker:
 
         stop_after_first_block(self._client._operations.store, hang)
         self._client.put(partition, keys, columns(keys))
-
-    def stats(self) -> Any:
-        return self._client.stats
 
 
 def start(handle: DataPlaneHandle, idle: list[Any], *names: str) -> list[Any]:

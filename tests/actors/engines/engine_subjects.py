@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
+from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, GenerationEngine, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.weight_sync.transports.protocol import WeightUpdate
@@ -116,3 +118,20 @@ def expect_sound(completions: list[Completion], params: SamplingParams, versions
         assert one.finish_reason in ("stop", "length", "abort")
         if one.finish_reason == "length":
             assert len(one.token_ids) == params.max_new_tokens
+
+
+def mixed_logprobs(
+    models: list[Any], prompt: list[int], response: list[int], change_at: int, *, kept: bool
+) -> list[float]:
+    """Log-probs of the response if the second of `models` takes over before the token `change_at`. kept: whether it
+    continues from the keys and values of the first."""
+    cache, fed, result = DynamicCache(), prompt, []
+    for index, token in enumerate(response):
+        if index == change_at and not kept:
+            cache, fed = DynamicCache(), prompt + response[:index]
+        with torch.no_grad():
+            model = models[int(index >= change_at)]
+            output = model(input_ids=torch.tensor([fed]), use_cache=True, **{str(cache_argument(type(model))): cache})
+        fed = [token]
+        result.append(torch.log_softmax(output.logits[0, -1].float(), dim=-1)[token].item())
+    return result

@@ -20,6 +20,7 @@ from headrace.actors.engines.protocol import (
 from headrace.actors.engines.router import LeftOut, NoEngineAvailable, Router
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.turns import generate_whole
+from headrace.tests.waiting import until
 
 BOUND_S = 30.0
 
@@ -68,11 +69,6 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
             await main()
 
     asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def routed(*engines: GenerationEngine, timeout_s: float = 10.0, **options: Any) -> Router:

@@ -22,17 +22,10 @@ from headrace.actors.weight_sync.transports.protocol import (
 )
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.testing.data_plane import fresh_run_id
-from headrace.tests.actors.train.replica_ranks import data_plane
 from headrace.tests.actors.weight_sync.weight_streams import change, specs, weights
 
 BUCKET_BYTES, TIMEOUT_S = 256, 10.0
 ENGINES = [ReceiverGroup("engine 0", 1), ReceiverGroup("engine 1", 2)]
-
-
-@pytest.fixture(scope="module")
-def handle() -> Iterator[DataPlaneHandle]:
-    with data_plane("shm") as handle:
-        yield handle
 
 
 class Ends:

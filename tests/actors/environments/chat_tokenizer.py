@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -36,8 +34,3 @@ def make_chat_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = template
     return tokenizer
-
-
-def save_chat_tokenizer(folder: Path) -> str:
-    make_chat_tokenizer().save_pretrained(folder)
-    return str(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -16,6 +15,7 @@ from headrace.actors.process import rendezvous_store
 from headrace.actors.process.rendezvous_store import SERVICE, RendezvousServer, RendezvousStore
 from headrace.dataplane.security.authenticated_listener import connect_authenticated
 from headrace.dataplane.security.handshake import HandshakeError, new_key
+from headrace.tests.waiting import wait_until
 
 KEY = new_key()
 
@@ -175,10 +175,3 @@ def test_keys_of_one_prefix_are_forgotten(server: RendezvousServer, join: Callab
         store.set(key, b"x")
     server.clear("generation 1/")
     assert store.num_keys() == 1 and store.get("generation 11/a") == b"x"
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

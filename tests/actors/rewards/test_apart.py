@@ -18,8 +18,8 @@ from headrace.actors.protocols import Prompt, Sample
 from headrace.actors.rewards.apart import ApartValues
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.rubric import build_rubric, check_rewards
-from headrace.tests.dataplane.rpc.served import wait_until
 from headrace.tests.process_pool import has_ended
+from headrace.tests.waiting import wait_until
 
 HERE = "headrace.tests.actors.rewards.test_apart"
 calls = 0

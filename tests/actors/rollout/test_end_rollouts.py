@@ -10,6 +10,7 @@ import pytest
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.tests.actors.rollout.test_rollout import PARTITION, FakeClient, right_then_wrong, worker
+from headrace.tests.waiting import until
 
 
 @pytest.mark.long
@@ -19,8 +20,7 @@ def test_what_is_finished_is_put_and_reported(tokenizer: Any) -> None:
         engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=1.0, latency_sigma=3.0)
         rollouts = worker(engine, tokenizer, client)
         call = asyncio.create_task(rollouts.rollout(range(24), PARTITION, SamplingParams(n=2)))
-        while not client.puts:
-            await asyncio.sleep(0.01)
+        await until(lambda: client.puts)
         rollouts.end_rollouts()
         report = await call
         keys = [key for put, _, _ in client.puts for key in put]

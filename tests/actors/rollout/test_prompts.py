@@ -220,6 +220,8 @@ def test_texts_become_messages_and_a_system_prompt_is_put_before_them(tmp_path: 
     chatty.chat_template = None
     with pytest.raises(ValueError, match="row 0: data.chat_template is all, but .* no chat template"):
         texts(1, chat_template="all")
+    with pytest.raises(ValueError, match="row 1: the prompt is chat messages, but .* no chat template"):
+        texts(2)
 
 
 def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -260,17 +262,6 @@ def test_tokens_are_counted_as_prompts_are_encoded(tokenizer: Any) -> None:
     texts = ["12+30=", "", beginning.eos_token + "77", "r48213="]
     for each in (tokenizer, beginning):
         assert count_tokens(each, texts).tolist() == [len(ids) for ids in encode_prompts(each, texts)]
-
-
-def test_chat_messages_use_the_tokenizer_s_template(tmp_path: Path, tokenizer: Any) -> None:
-    source = jsonl(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}])
-    with pytest.raises(ValueError, match="row 0: the prompt is chat messages, but .* no chat template"):
-        open_source(DataConfig(train=source), tokenizer)
-    chatty = copy.deepcopy(tokenizer)
-    chatty.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-    )
-    assert open_source(DataConfig(train=source), chatty).row(0).text == "<user>hi<bot>"
 
 
 @pytest.mark.parametrize(

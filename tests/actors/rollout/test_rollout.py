@@ -76,25 +76,16 @@ def evaluations() -> dict[str, HeldOut]:
     }
 
 
-def worker(
-    engine: Any,
-    tokenizer: Any,
-    client: Any,
-    rewards: Rubric | None = None,
-    reward_timeout_s: float = 60.0,
-    samples: SampleFile | None = None,
-) -> RolloutWorker:
-    return RolloutWorker(
-        engine=engine,
-        environment=EpisodeHost(SingleTurn()),
-        tokenizer=tokenizer,
-        rubric=rewards or rubric(),
-        prompts=PromptStream(TaskSource("reverse", held_out=False)),
-        held_out=evaluations(),
-        client=client,
-        reward_timeout_s=reward_timeout_s,
-        samples=samples,
-    )
+def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None, **options: Any) -> RolloutWorker:
+    """options: what else a worker takes, in place of the defaults here."""
+    made: dict[str, Any] = {
+        "environment": EpisodeHost(SingleTurn()),
+        "prompts": PromptStream(TaskSource("reverse", held_out=False)),
+        "held_out": evaluations(),
+        "reward_timeout_s": 60.0,
+    }
+    made |= {"engine": engine, "tokenizer": tokenizer, "client": client, "rubric": rewards or rubric(), **options}
+    return RolloutWorker(**made)
 
 
 def test_picked_groups_and_held_out_prompts_are_written_for_people(tokenizer: Any, tmp_path: Path) -> None:
@@ -521,16 +512,10 @@ def test_an_episode_of_several_rows_is_claimed_with_its_group(tokenizer: Any) ->
 
     async def run(handle: Any) -> None:
         config = EnvironmentConfig(max_rows=3)
-        rollouts = RolloutWorker(
-            engine=ScriptedEngine(right_then_wrong(tokenizer), version=2),
-            environment=EpisodeHost(TwoRows(), config),
-            tokenizer=tokenizer,
-            rubric=Rubric([("environment", EnvironmentReward(), 1.0)]),
-            prompts=PromptStream(TaskSource("reverse", held_out=False)),
-            held_out={},
-            client=connect_async(handle, name="rollout"),
-            max_rows=config.max_rows,
-        )
+        engine, client = ScriptedEngine(right_then_wrong(tokenizer), version=2), connect_async(handle, name="rollout")
+        rewards = Rubric([("environment", EnvironmentReward(), 1.0)])
+        host = EpisodeHost(TwoRows(), config)
+        rollouts = worker(engine, tokenizer, client, rewards, environment=host, max_rows=config.max_rows)
         report = await rollouts.rollout([0, 1], PARTITION, SamplingParams(n=2, max_new_tokens=12))
         assert (report.rows, report.failed) == (4, 0), report.first_error
         await rollouts.close()

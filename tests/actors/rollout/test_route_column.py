@@ -14,21 +14,16 @@ import pytest
 from headrace.actors.engines.config import RouterReplayConfig
 from headrace.actors.engines.protocol import Completion, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, scripted_routes
-from headrace.actors.environments.factory import SingleTurn
-from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.rewards.builtin import exact_match
 from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.journal import GroupJournal, JournalConfig, encode_record, read_group
-from headrace.actors.rollout.prompt_sources import TaskSource
-from headrace.actors.rollout.prompts import PromptStream
 from headrace.actors.rollout.results import merge_reports
 from headrace.actors.rollout.rows import RolloutRows, RouteCounts, RouteRules, checked_routes
-from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.jagged import select_rows
 from headrace.codecs.tokens.routes import ROUTES, RouteSpec, check_routes, missing_tokens
-from headrace.dataplane.traffic import ClientStats
 from headrace.tests.actors.rollout.journal_runs import segments
+from headrace.tests.actors.rollout.test_rollout import FakeClient, worker
 
 SPEC = RouteSpec(tuple(range(8)), 4, 16, 8)
 RULES = RouteRules(SPEC, RouterReplayConfig(enabled=True))
@@ -111,20 +106,6 @@ def test_failed_rows_have_no_routes_and_count_for_nothing() -> None:
     assert replace(found.counts[0], seconds=0.0) == RouteCounts()
 
 
-class Client:
-    """A data-plane client that remembers its puts."""
-
-    def __init__(self) -> None:
-        self.puts: list[Any] = []
-        self.stats = ClientStats()
-
-    async def put(self, partition: str, keys: list[str], batch: Any, *, versions: Any, tags: Any) -> None:
-        self.puts.append(batch)
-
-    async def close(self) -> None:
-        pass
-
-
 class Damaging(ScriptedEngine):
     """An engine whose second sample of each prompt has the same expert twice somewhere."""
 
@@ -137,30 +118,23 @@ class Damaging(ScriptedEngine):
 
 def test_rollouts_write_routes_and_the_journal_keeps_them(tokenizer: Any, tmp_path: Path) -> None:
     """Rows of a group share their prompt in the journal's file, too."""
-    client = Client()
+    client = FakeClient()
 
     async def main() -> Any:
         engine = Damaging(lambda name, ids, index: [7 + index, *range(3, 20), 2], routes=SPEC)
-        worker = RolloutWorker(
-            engine=engine,
-            environment=EpisodeHost(SingleTurn()),
-            tokenizer=tokenizer,
-            rubric=Rubric([("exact_match", exact_match, 1.0)]),
-            prompts=PromptStream(TaskSource("reverse", held_out=False)),
-            held_out={},
-            client=client,  # pyright: ignore[reportArgumentType]
-            journal=GroupJournal(JournalConfig(str(tmp_path), "one", purpose="record"), "rollout 0"),
-            routes=RULES,
-        )
-        reports = [await worker.rollout([at], "train", SamplingParams(n=3, max_new_tokens=30)) for at in (0, 1)]
-        await worker.close()
+        journal = GroupJournal(JournalConfig(str(tmp_path), "one", purpose="record"), "rollout 0")
+        exact = Rubric([("exact_match", exact_match, 1.0)])
+        rollouts = worker(engine, tokenizer, client, exact, held_out={}, journal=journal, routes=RULES)
+        reports = [await rollouts.rollout([at], "train", SamplingParams(n=3, max_new_tokens=30)) for at in (0, 1)]
+        await rollouts.close()
         return merge_reports(reports)
 
     report = asyncio.run(main())
     assert report.failed == 2 and "expected 4 different ids" in report.first_error
     assert report.routes.missing == 0 and report.routes.possible > 0 and report.routes.mixed_context == 0
     assert len(client.puts) == 2
-    for batch in client.puts:
+    batches = [batch for _, batch, _ in client.puts]
+    for batch in batches:
         column = batch.jagged(ROUTES)
         rows = np.split(column.values.numpy(), np.cumsum(column.lengths)[:-1])
         assert missing_tokens(rows[1], SPEC).all(), "the row with impossible routes carries them"
@@ -171,7 +145,7 @@ def test_rollouts_write_routes_and_the_journal_keeps_them(tokenizer: Any, tmp_pa
     [path] = segments(tmp_path)
     group = read_group(path, 0)
     found = group.rows.batch.jagged(ROUTES)
-    np.testing.assert_array_equal(found.values.numpy(), client.puts[0].jagged(ROUTES).values.numpy())
+    np.testing.assert_array_equal(found.values.numpy(), batches[0].jagged(ROUTES).values.numpy())
     assert group.figures.routes.possible == sum(found.lengths[[0, 2]] - 1)
 
     def record_bytes(rows: list[int]) -> int:

@@ -36,6 +36,7 @@ from headrace.dataplane.rpc.server import DirectoryServer
 from headrace.dataplane.store_choice import build_store_host
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import FORKSERVER, start_ray
+from headrace.tests.waiting import wait_until
 
 PARTITION = "train"
 
@@ -196,10 +197,7 @@ class Ranks:
 
     def wait_for(self, mark: str, timeout_s: float = 60) -> None:
         """Until a rank has called `reach(folder, mark)`."""
-        deadline = time.monotonic() + timeout_s
-        while not (self._folder / mark).exists():
-            assert time.monotonic() < deadline, f"no rank reached {mark!r}"
-            time.sleep(0.02)
+        wait_until((self._folder / mark).exists, f"no rank reached {mark!r}", timeout_s)
 
     def results(self, timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[Any]:
         """What the ranks returned."""

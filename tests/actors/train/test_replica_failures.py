@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from headrace.tests.actors.train.replica_ranks import (
     PARTITION,
     Ranks,
     Step,
-    data_plane,
     put_rows,
     raised,
     reach,
@@ -34,18 +32,13 @@ from headrace.tests.actors.train.replica_ranks import (
     run_on,
     ship,
 )
+from headrace.tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
 FIRST = ("input_ids", "response_mask")
 LENGTHS = [20] * 16
 TP2 = Topology(1, tp=2)
-
-
-@pytest.fixture(scope="module")
-def handle() -> Iterator[DataPlaneHandle]:
-    with data_plane("shm") as handle:
-        yield handle
 
 
 def prefetch_threads() -> list[str]:
@@ -200,7 +193,7 @@ def test_siblings_name_a_leader_that_died_or_hangs(handle: DataPlaneHandle, how:
     assert len(step.shards[0].sizes) == 8
     with Ranks(leader_goes, 2, tmp_path / "ranks", tmp_path, step) as ranks:
         for rank in range(2):
-            _wait_for(tmp_path / f"two taken by {rank}")
+            wait_until((tmp_path / f"two taken by {rank}").exists)
         leader = ranks.pid(0)
         killed = time.time()
         os.kill(leader, how)
@@ -214,13 +207,6 @@ def test_siblings_name_a_leader_that_died_or_hangs(handle: DataPlaneHandle, how:
     assert when - killed < (1.5 if how == signal.SIGKILL else 2.0 + GRACE_S + 1.5)
 
 
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path.name
-        time.sleep(0.02)
-
-
 # ---------------------------------------------------------------- the thread alone
 
 
@@ -232,11 +218,11 @@ def test_prefetch_makes_one_item_ahead() -> None:
         return number
 
     ahead = Prefetch(make, 4, depth=1, name="test")
-    _until(lambda: made == [0])
+    wait_until(lambda: made == [0])
     time.sleep(0.05)
     assert made == [0]
     assert ahead.take() == 0
-    _until(lambda: made == [0, 1])
+    wait_until(lambda: made == [0, 1])
     assert [ahead.take() for _ in range(3)] == [1, 2, 3] and ahead.close(1.0)
 
 
@@ -265,10 +251,3 @@ def test_prefetch_hands_on_what_was_raised() -> None:
         with pytest.raises(KeyError, match="second"):
             ahead.take()
     assert ahead.close(1.0)
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

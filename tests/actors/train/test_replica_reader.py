@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,6 @@ def test_items_come_in_order() -> None:
     prefetch = Prefetch(lambda number, stop: number, 5, depth=2, name="pass")
     assert [prefetch.take() for _ in range(5)] == [0, 1, 2, 3, 4] and prefetch.done
     assert prefetch.close(10)
-
-
-@pytest.fixture(scope="module")
-def handle() -> Iterator[DataPlaneHandle]:
-    with data_plane("shm") as handle:
-        yield handle
 
 
 def receipts(step: Step) -> list[KVBatchMeta]:

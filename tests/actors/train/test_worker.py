@@ -34,20 +34,15 @@ from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.train.recording_backend import MODEL, RecordingBackend
-from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, put_rows, raised, run_on, ship
+from headrace.tests.actors.train.replica_ranks import PARTITION, Step, put_rows, raised, run_on, ship
 from headrace.tests.actors.weight_sync.memory_sender import MemorySender
+from headrace.tests.waiting import wait_until
 from headrace.trainers.cluster.calls import Call, DriverMeter, ended, gather
 from headrace.trainers.cluster.handles import TrainHandle
 
 T = TypeVar("T")
 SYNC = SyncConfig(timeout_s=5.0, cache=True)
 LENGTHS = [int(length) for length in np.random.default_rng(2).integers(1, 40, 24)]
-
-
-@pytest.fixture(scope="module")
-def handle() -> Iterator[DataPlaneHandle]:
-    with data_plane("shm") as handle:
-        yield handle
 
 
 def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
@@ -133,10 +128,7 @@ def _meeting_point(actor: TrainActor, rank: int, path: Path) -> MeetingPoint:
         told = messages.encode(actor.open_rendezvous())
         path.with_suffix(".draft").write_bytes(told)
         path.with_suffix(".draft").rename(path)
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(path.exists)
     return messages.decode(path.read_bytes(), MeetingPoint)
 
 

@@ -5,35 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import numpy as np
 import pytest
-import torch
 
 from headrace.dataplane.client.client import DataPlaneClient
-from headrace.dataplane.errors import ClaimTimeout, DataPlaneTimeout, DirectoryLost
+from headrace.dataplane.errors import DataPlaneTimeout, DirectoryLost
 from headrace.dataplane.factory import DataPlane, connect_async
 from headrace.dataplane.stores.local import LocalHost
 from headrace.tests.dataplane.client.local_plane import ids
-
-
-def test_async_twin(plane: DataPlane, client: DataPlaneClient) -> None:
-    async def use() -> None:
-        async with connect_async(plane.handle, name="twin") as twin:
-            waiting = asyncio.create_task(twin.claim("p", "a", ("ids",), 2))
-            await asyncio.sleep(0.02)
-            receipt = await twin.put("p", ["g.0", "g.1"], {"ids": ids(2)}, tags={"t": np.ones(2)})
-            claimed = await waiting
-            assert claimed.keys == receipt.keys and claimed.tags["t"].tolist() == [1, 1]
-            assert torch.equal((await twin.get(claimed)).jagged("ids").values, torch.cat(ids(2)))
-            await twin.release(claimed, "a", "retry")
-            assert len(await twin.claim("p", "a", ("ids",), 1)) == 1
-            assert (await twin.get_keys("p", ["g.1"], ("ids",))).num_rows == 1
-            with pytest.raises(ClaimTimeout):
-                await twin.claim("p", "a", ("ids",), 2, timeout_s=0.02)
-            assert (await twin.status("p")).leased_rows == 1
-            assert await twin.clear("p") == 2
-
-    asyncio.run(use())
 
 
 def test_twins_have_the_same_methods() -> None:

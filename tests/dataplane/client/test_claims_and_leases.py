@@ -13,49 +13,7 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.errors import CapacityExceeded, ClaimTimeout, LeaseLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
-
-
-def test_a_waiting_claim_is_woken_by_the_put_that_completes_it(client: DataPlaneClient, plane: DataPlane) -> None:
-    woken: list[float] = []
-
-    def wait() -> None:
-        meta = connect(plane.handle).claim("p", "a", ("ids", "score"), 2, whole_groups=True)
-        woken.append(time.perf_counter())
-        assert meta.keys == ("g.0", "g.1")
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    client.put("p", ["g.0", "g.1", "h.0"], {"ids": ids(3)})
-    client.put("p", ["g.0", "h.0"], {"score": torch.zeros(2)})
-    time.sleep(0.1)
-    assert client.status().waiting_claims == 1 and not woken
-    client.put("p", ["g.1"], {"score": torch.zeros(1)})
-    put = time.perf_counter()
-    thread.join(5)
-    assert woken[0] - put < 0.05
-
-
-def test_claims_of_a_task_are_served_in_order(client: DataPlaneClient, plane: DataPlane) -> None:
-    served: list[tuple[str, int]] = []
-
-    def wait(name: str, count: int) -> None:
-        served.append((name, len(connect(plane.handle).claim("p", "a", ("ids",), count))))
-
-    threads = []
-    for number, (name, count) in enumerate((("large", 4), ("small", 1))):
-        threads.append(threading.Thread(target=wait, args=(name, count)))
-        threads[-1].start()
-        while client.status().waiting_claims <= number:
-            time.sleep(0.005)
-    client.put("p", ["a.0", "b.0"], {"ids": ids(2)})
-    time.sleep(0.05)
-    assert served == []
-    client.put("p", ["c.0", "d.0"], {"ids": ids(2)})
-    threads[0].join(5)
-    assert served == [("large", 4)]
-    client.put("p", ["e.0"], {"ids": ids(1)})
-    threads[1].join(5)
-    assert served == [("large", 4), ("small", 1)]
+from headrace.tests.waiting import wait_until
 
 
 def test_rows_of_an_expired_lease_wake_a_claim() -> None:
@@ -161,8 +119,7 @@ def test_who_waits_behind_others_is_told_so(client: DataPlaneClient, plane: Data
     threads = [threading.Thread(target=claim_more), threading.Thread(target=put_more)]
     for thread in threads:
         thread.start()
-    while client.status().waiting_claims + client.status().waiting_puts < 2:
-        time.sleep(0.005)
+    wait_until(lambda: client.status().waiting_claims + client.status().waiting_puts == 2)
     with pytest.raises(ClaimTimeout, match="2 rows are ready, behind 1 claim that waits for 100 rows"):
         client.claim("p", "a", ["ids"], 1, timeout_s=0)
     with pytest.raises(CapacityExceeded, match=r"of 1048576, behind 1 put that waits for 9\d{5} bytes"):

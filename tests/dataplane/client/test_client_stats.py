@@ -19,6 +19,7 @@ from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.status import DataPlaneStatus
 from headrace.dataplane.traffic import ClientStats
 from headrace.testing.data_plane import open_plane
+from headrace.tests.waiting import wait_until
 
 PARTITION = "flow"
 SCHEMA = Schema([Field("values", Kind.PER_TOKEN, torch.uint8)])
@@ -148,9 +149,8 @@ def test_the_status_shows_what_is_outstanding_and_who_waits(local_plane: DataPla
         put_rows(local_plane)
         held = client.claim(PARTITION, "train", ["values"], len(SIZES), timeout_s=5)
         waiting = pool.submit(client.claim, PARTITION, "train", ["values"], 1, timeout_s=3)
-        deadline = time.monotonic() + 2
-        while not (status := client.status()).waiting_claims and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: client.status().waiting_claims)
+        status = client.status()
         assert (status.rows, status.leased_rows, status.leases, status.waiting_claims) == (8, 8, 1, 1)
         assert status.bytes_used >= sum(SIZES) and 0 < status.oldest_lease_s < 10
         assert status.ready == {"values": 8} and status.partitions == {PARTITION: 8} and status.store_kind == "local"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ from headrace.dataplane.errors import (
 )
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids
+from headrace.tests.waiting import wait_until
 
 LATER = [Field("logp", Kind.PER_TOKEN, torch.float32), Field("label", Kind.OBJECT)]
 
@@ -78,8 +78,7 @@ def test_a_partition_is_registered_anew(client: DataPlaneClient, plane: DataPlan
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not client.status().waiting_claims:
-        time.sleep(0.005)
+    wait_until(lambda: client.status().waiting_claims)
     with pytest.raises(ValueError, match=r"tasks \['b .*\], but .* with \['a .*redefine=True replaces it.*unregister"):
         client.register("p", SCHEMA, ("b",), group_size=2)
     with pytest.raises(ValueError, match="sampler 'nope'"):

@@ -15,6 +15,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import ClaimTimeout, DirectoryLost
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
+from headrace.tests.waiting import wait_until
 
 
 def test_open_refuses_what_it_cannot_give(plane: DataPlane) -> None:
@@ -43,8 +44,7 @@ def test_closed_data_plane(plane: DataPlane, client: DataPlaneClient) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while client.status().waiting_claims == 0:
-        time.sleep(0.005)
+    wait_until(lambda: client.status().waiting_claims)
     plane.close()
     plane.close()
     thread.join(5)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -35,6 +32,7 @@ from headrace.dataplane.stores.local import LocalHost
 from headrace.testing.data_plane import fresh_run_id, open_plane
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
 from headrace.tests.dataplane.rpc.served import Served
+from headrace.tests.waiting import in_thread, wait_until
 
 
 def test_a_reader_with_a_receipt_asks_no_directory(client: DataPlaneClient, plane: DataPlane) -> None:
@@ -51,15 +49,6 @@ def test_a_reader_with_a_receipt_asks_no_directory(client: DataPlaneClient, plan
         reader.get(receipt, ("note",))
     with pytest.raises(SchemaMismatch, match="nope"):
         reader.get(receipt, ("nope",))
-
-
-def test_nothing_put_is_nothing_done(client: DataPlaneClient) -> None:
-    receipt = client.put("p", [], {"ids": [], "note": []})
-    assert len(receipt) == 0 and client.get(receipt).num_rows == 0
-    assert client.lookup("p", []).keys == () and client.get_keys("p", [], ("ids",)).num_rows == 0
-    with pytest.raises(SchemaMismatch, match="nope"):
-        client.put("p", [], {"nope": []})
-    assert client.status().blocks == 0
 
 
 def test_replaced_and_cleared_rows(client: DataPlaneClient) -> None:
@@ -89,8 +78,7 @@ def test_a_partition_can_be_dropped(client: DataPlaneClient, plane: DataPlane) -
     threads = [threading.Thread(target=wait, args=(count,)) for count in (5, 1)]
     for number, thread in enumerate(threads):
         thread.start()
-        while client.status().waiting_claims <= number:
-            time.sleep(0.005)
+        wait_until(lambda number=number: client.status().waiting_claims > number)
     stale = connect(plane.handle)
     stale.put("p", ["b.0"], {"ids": ids(1)})
     assert client.unregister("p") == 3
@@ -180,21 +168,6 @@ def test_checksums_know_the_data_plane() -> None:
             read_rows(store, forged, ("ids", "r"), check=True, timeout_s=5.0)
 
 
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Starts `call` in a thread; what it returns or raises is appended to the list."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
-
-
 def test_a_lookup_waits_until_all_rows_and_fields_are_there(client: DataPlaneClient, plane: DataPlane) -> None:
     keys = ["a.0", "b.0", "a.0"]
     twin = connect(plane.handle)
@@ -233,8 +206,7 @@ def test_a_wait_that_cannot_end_is_refused_or_ended(client: DataPlaneClient, pla
     with pytest.raises(SchemaMismatch, match="fields .'scores'."):
         client.lookup("p", ["a.0"], ["scores"], wait=True)
     waiting, results = in_thread(lambda: connect(plane.handle).lookup("p", ["a.0"], wait=True))
-    while not client._link._service._ready_pulse("p")._waiters:  # type: ignore[attr-defined]
-        time.sleep(0.005)
+    wait_until(lambda: client._link._service._ready_pulse("p")._waiters)  # type: ignore[attr-defined]
     client.unregister("p")
     waiting.join(5)
     assert "'p': not registered" in str(results[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from headrace.dataplane.status import PartitionRows
 from headrace.tests.dataplane.client.local_plane import SCHEMA, ids, small_plane
 from headrace.tests.dataplane.directory.directory_rows import SCHEMA as DIRECTORY_SCHEMA
 from headrace.tests.dataplane.directory.directory_rows import put
+from headrace.tests.waiting import wait_until
 
 
 def test_rows_are_listed_with_all_but_their_content(client: DataPlaneClient) -> None:
@@ -170,8 +170,7 @@ def test_a_tag_wakes_a_claim_whose_sampler_waits_for_it(picky: DataPlaneClient) 
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not picky.status().waiting_claims:
-        time.sleep(0.005)
+    wait_until(lambda: picky.status().waiting_claims)
     picky.tag("q", KEYS, {"source": ["math", "code", "code", "math"]})
     thread.join(5)
     assert claimed == [("a.0", "b.1")]

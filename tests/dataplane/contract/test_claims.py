@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,22 +14,7 @@ from headrace.dataplane.errors import ClaimTimeout, LeaseLost
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.testing.data_plane import SCHEMA, assert_rows
 from headrace.tests.dataplane.rows import FIRST, LATER, columns, keys_of
-
-
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """The running thread, and where its result (or its exception) and the time it came at will be."""
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(call())
-        except Exception as error:
-            result.append(error)
-        result.append(time.monotonic())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, result
+from headrace.tests.waiting import in_thread, wait_until
 
 
 def test_lowest_version_first_then_in_order_of_arrival(client: Any, partition: str) -> None:
@@ -155,17 +138,18 @@ def test_rows_newer_than_max_version_are_passed_over_and_stay(client: Any, parti
 
 
 def test_claims_of_a_task_are_served_in_the_order_they_came(client: Any, partition: str) -> None:
-    waiting = []
-    for _ in range(3):
-        waiting.append(in_thread(lambda: client.claim(partition, "train", FIRST, 2, timeout_s=10)))
-        deadline = time.monotonic() + 5
-        while client.status().waiting_claims < len(waiting) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    keys = keys_of(range(2))[:6]
-    for n in range(0, 6, 2):
-        client.put(partition, keys[n : n + 2], columns(keys[n : n + 2]))
-        waiting[n // 2][0].join(10)
-    assert [result[0].keys for _, result in waiting] == [tuple(keys[n : n + 2]) for n in range(0, 6, 2)]
+    """One for a single row does not overtake one for four that waits longer."""
+    waiting, keys = [], keys_of(range(2))[:7]
+    for count in (4, 1, 2):
+        waiting.append(in_thread(lambda n=count: client.claim(partition, "train", FIRST, n, timeout_s=10)))
+        wait_until(lambda: client.status().waiting_claims == len(waiting))
+    for start, stop, served in ((0, 2, 0), (2, 4, 1), (4, 5, 2), (5, 7, 3)):
+        client.put(partition, keys[start:stop], columns(keys[start:stop]))
+        for thread, _ in waiting[:served]:
+            thread.join(10)
+        time.sleep(0.02)
+        assert [bool(result) for _, result in waiting] == [number < served for number in range(3)]
+    assert [result[0].keys for _, result in waiting] == [tuple(keys[:4]), tuple(keys[4:5]), tuple(keys[5:])]
 
 
 def test_expired_lease_returns_its_rows_and_the_late_consumer_is_told(

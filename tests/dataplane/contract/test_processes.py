@@ -22,6 +22,7 @@ from headrace.tests.dataplane.planes import as_seen, store_config
 from headrace.tests.dataplane.rows import BYTES, FIRST, block_of, columns, keys_of
 from headrace.tests.dataplane.workers import leave, start
 from headrace.tests.process_pool import has_ended, kill
+from headrace.tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -97,13 +98,6 @@ def store_process(plane: DataPlane) -> tuple[int, str, type[DataPlaneError]]:
     if plane.handle.store.kind == "mooncake":
         return address["pid"], address["name"], StoreLost
     return directory_pid(plane), plane.handle.actor_name, DirectoryLost
-
-
-def wait_until(what: Any, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def kill_worker(worker: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from headrace.dataplane.status import TaskReset, TaskStatus
 from headrace.testing.data_plane import SCHEMA, assert_rows
 from headrace.tests.dataplane.rows import FIRST, columns
 from headrace.tests.dataplane.stubborn import STUBBORN
+from headrace.tests.waiting import in_thread, wait_until
 
 pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")
 
@@ -60,12 +60,8 @@ def claim(client: Any, partition: str, groups: int, **options: Any) -> Any:
 
 def waiting_claim(client: Any, call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     """A thread in a claim that the directory has, and where its receipt will be."""
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(call()))
-    thread.start()
-    deadline = time.monotonic() + 10
-    while client.status().waiting_claims == 0:
-        assert time.monotonic() < deadline, "the claim never reached the directory"
+    thread, result = in_thread(call)
+    wait_until(lambda: client.status().waiting_claims, "the claim never reached the directory")
     return thread, result
 
 

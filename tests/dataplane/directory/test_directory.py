@@ -14,10 +14,8 @@ from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.rows import RowTable
 from headrace.dataplane.errors import (
     AlreadyWritten,
-    CapacityExceeded,
     DataPlaneTimeout,
     DuplicateKeys,
-    FieldsNotReady,
     KeysNotFound,
     SchemaMismatch,
 )
@@ -70,19 +68,6 @@ def test_the_second_of_two_writers_of_a_key_is_refused_at_commit(directory: Dire
     with pytest.raises(AlreadyWritten, match="'ids'.*g.0"):
         commit(directory, second, made)
     assert directory.abort(second.reservation_id) is second
-
-
-def test_capacity(directory: Directory) -> None:
-    small = Directory(capacity_bytes=256, lease_s=1.0, reserve_s=1.0)
-    small.register("p", SCHEMA, (), 1)
-    with pytest.raises(CapacityExceeded, match="320 bytes, more than the capacity of 256"):
-        small.reserve(make_put([f"k{i}" for i in range(5)], ("ids",)), 0.0)
-    put(small, ["a", "b", "c"], ("ids",))
-    assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is None
-    small.clear("p", ["a", "b"])
-    assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is None, "their block lives on with row c"
-    assert small.clear("p", ["c"])[0] == 1
-    assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is not None
 
 
 def test_credit_is_counted_bounded_and_taken_back_first() -> None:
@@ -141,27 +126,6 @@ def _unknown_field() -> PutRows:
     )
 
 
-def test_row_without_tokens_gets_its_length_later(directory: Directory) -> None:
-    assert put(directory, ["g.0"], ("score",)).lengths.tolist() == [0]
-    assert put(directory, ["g.0"], ("ids",), [7]).lengths.tolist() == [7]
-    assert directory.lookup("p", ["g.0"], None).lengths.tolist() == [7]
-    put(directory, ["g.0"], ("ids",), [3], replace=True)
-    assert directory.lookup("p", ["g.0"], ("score",)).lengths.tolist() == [3]
-
-
-def test_missing_keys_and_fields_are_named(directory: Directory) -> None:
-    put(directory, ["g.0", "g.1"], ("ids",))
-    put(directory, ["g.1"], ("logp",))
-    with pytest.raises(KeysNotFound, match=r"1 of 2 keys.*'nope'"):
-        directory.lookup("p", ["g.0", "nope"], ("ids",))
-    with pytest.raises(FieldsNotReady, match=r"'logp' is not written for 1 of 2.*'g.0'"):
-        directory.lookup("p", ["g.0", "g.1"], ("ids", "logp"))
-    assert directory.lookup("p", ["g.1", "g.0", "g.1"], None).fields == ("ids",)
-    with pytest.raises(KeysNotFound):
-        directory.clear("p", ["g.0", "nope"])
-    assert directory.status("p", 0.0).rows == 2
-
-
 def test_unknown_names_are_value_errors(directory: Directory) -> None:
     with pytest.raises(ValueError, match=r"partition 'q'.*\['p'\]"):
         directory.lookup("q", ["k"], None)
@@ -199,16 +163,6 @@ def test_register_again(directory: Directory) -> None:
         directory.register("p", SCHEMA, ("a", "b"), 4)
     with pytest.raises(ValueError, match="tasks"):
         directory.register("p", SCHEMA, ("a",), GROUP)
-
-
-def test_shortage_says_what_is_missing(directory: Directory) -> None:
-    put(directory, ["g.0", "g.1", "h.0"], ("ids",))
-    put(directory, ["g.0", "g.1"], ("logp",))
-    meta = directory.claim(ClaimRows("p", "a", ("ids",), 1), 0.0)
-    assert meta is not None and meta.keys == ("g.0",)
-    text = directory.shortage(ClaimRows("p", "a", ("ids", "logp"), 2))
-    assert "fields ['ids', 'logp'] of 2 rows; 1 of the partition's 3 rows are ready" in text
-    assert "1 lack field 'logp'" in text and "1 leased" in text
 
 
 def test_group_numbers_are_never_used_again(directory: Directory) -> None:

@@ -25,7 +25,8 @@ from headrace.dataplane.rpc import links, socket_link
 from headrace.dataplane.rpc.frames import SERVICE, frame
 from headrace.dataplane.security.handshake import prove_to_server
 from headrace.testing.data_plane import fresh_run_id
-from headrace.tests.dataplane.rpc.served import Served, config, wait_until
+from headrace.tests.dataplane.rpc.served import Served, config
+from headrace.tests.waiting import wait_until
 
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1 << 20,)), Field("y", Kind.PER_SAMPLE, torch.float32)])
 """A field of 1 MiB per row, and a small one."""

@@ -26,8 +26,9 @@ from headrace.dataplane.rpc.frames import HEADER, MAX_FRAME_BYTES, SERVICE, Dire
 from headrace.dataplane.rpc.socket_link import SocketLink
 from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS
 from headrace.dataplane.security.handshake import new_key, prove_to_server
-from headrace.tests.dataplane.rpc.served import Served, wait_until
+from headrace.tests.dataplane.rpc.served import Served
 from headrace.tests.dataplane.security.far_end import prove_to_client
+from headrace.tests.waiting import wait_until
 
 
 def test_a_frame_of_a_mad_size_is_refused_before_it_is_buffered() -> None:

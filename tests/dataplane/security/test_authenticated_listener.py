@@ -6,8 +6,7 @@ import contextlib
 import queue
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +18,7 @@ from headrace.dataplane.security.authenticated_listener import (
     listen,
 )
 from headrace.dataplane.security.handshake import HELLO_BYTES, ClientHandshake, HandshakeError, new_key
+from headrace.tests.waiting import wait_until
 
 KEY = new_key()
 SERVICE = "tests"
@@ -41,13 +41,6 @@ def admitted() -> Iterator[Admitted]:
     admitted = Admitted()
     yield admitted
     admitted.listener.close()
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_who_knows_the_key_is_admitted_and_what_it_sends_next_is_left_to_the_service(admitted: Admitted) -> None:

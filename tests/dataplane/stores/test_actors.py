@@ -1,12 +1,13 @@
-"""Stores with Ray actors at their own protocol: blocks in and out, freed ones, dead and late peers."""
+"""Stores with processes at their own protocol: blocks in and out, freed ones, dead and late peers."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,26 @@ import numpy as np
 import pytest
 import ray
 
-from headrace.codecs.blocks import BlockLayout
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
-from headrace.dataplane.stores import counting_host as unfreed
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.dataplane.rows import BYTES, block_of
+from headrace.tests.dataplane.stores.written import NEXT_BLOCK, assert_hold, free, layout_of, parts_of, write
 from headrace.tests.process_pool import kill, suspend
+from headrace.tests.waiting import wait_until
 
-SIZES = (100, 0, 300_000, 7)
 CAPACITY = 1 << 20
 
 
 def open_host(kind: str) -> Any:
     run_id = fresh_run_id()
+    if kind == "mooncake":
+        from headrace.dataplane.stores.mooncake_store import MooncakeHost
+
+        return MooncakeHost(run_id, CAPACITY)
     if kind == "ray":
         from headrace.dataplane.stores.ray_objects import RayObjectsHost
 
@@ -41,6 +45,10 @@ def open_host(kind: str) -> Any:
 
 
 def open_store(spec: Any) -> Any:
+    if spec.kind == "mooncake":
+        from headrace.dataplane.stores.mooncake_store import MooncakeStore
+
+        return MooncakeStore(spec)
     if spec.kind == "ray":
         from headrace.dataplane.stores.ray_objects import RayObjectsStore
 
@@ -52,15 +60,27 @@ def open_store(spec: Any) -> Any:
 
 def peers_of(spec: Any) -> list[tuple[str, int]]:
     """(name, pid) of the store's processes."""
+    if spec.kind == "mooncake":
+        return [(spec.address["name"], spec.address["pid"])]
     if spec.kind == "ray":
         return list(zip(spec.address["names"], spec.address["pids"], strict=True))
     return [(unit[1], unit[2]) for unit in spec.address["units"]]
 
 
-@pytest.fixture(scope="module", params=["ray", "simple"])
-def host(request: pytest.FixtureRequest, ray_session: None) -> Iterator[Any]:
-    host = open_host(request.param)
+ACTORS = ("ray", "simple")
+
+
+@pytest.fixture(scope="module", params=[*ACTORS, "mooncake"])
+def kind(request: pytest.FixtureRequest) -> str:
+    request.getfixturevalue("ray_session" if request.param in ACTORS else "mooncake_library")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def host(kind: str) -> Iterator[Any]:
+    host = open_host(kind)
     yield host
+    host.close()
     host.close()
     assert host.usage_bytes() == 0
 
@@ -70,117 +90,88 @@ def store(host: Any) -> Iterator[Any]:
     store = open_store(host.spec)
     yield store
     store.close()
-
-
-NEXT_BLOCK = iter(range(1, 1 << 30))
-
-
-def parts_of(block_id: int, sizes: tuple[int, ...] = SIZES) -> list[np.ndarray]:
-    generator = np.random.default_rng(block_id)
-    return [generator.integers(0, 256, size, dtype=np.uint8) for size in sizes]
-
-
-def write(host: Any, store: Any) -> Want:
-    block_id = next(NEXT_BLOCK)
-    layout = BlockLayout(fields=("x",), num_rows=1, num_tokens=0, part_bytes=SIZES)
-    location = host.allocate(block_id, layout.nbytes)
-    location = store.put(block_id, location, parts_of(block_id), layout.offsets, 10.0)
-    return Want(BlockRef(block_id, location, layout), (0, 1, 2, 3))
-
-
-def assert_hold(store: Any, wants: list[Want]) -> None:
-    for want, views in zip(wants, store.get(wants, 10.0), strict=True):
-        assert sorted(views) == sorted(want.parts)
-        for part, view in views.items():
-            np.testing.assert_array_equal(view, parts_of(want.block.block_id)[part])
-            assert not view.flags.writeable
-    store.settle(wants)
+    store.close()
 
 
 def test_blocks_and_parts_come_back_exact_in_any_order(host: Any, store: Any) -> None:
     wants = [write(host, store) for _ in range(6)]
-    assert_hold(store, wants[::-1])
-    assert_hold(store, [wants[2], wants[2], Want(wants[3].block, (3,)), Want(wants[0].block, (2, 1))])
+    assert_hold(store, *wants[::-1])
+    one, two, three = (want.block for want in wants[:3])
+    assert_hold(store, wants[2], Want(three, (3,)), wants[2], Want(one, (2, 1)), Want(two, (0, 3)), Want(two, (1, 4)))
     assert store.get([], 10.0) == []
-    assert host.usage_bytes() == 6 * wants[0].block.layout.nbytes
-    host.free_many([(want.block.block_id, want.block.location) for want in wants])
+    assert host.usage_bytes() == 6 * one.layout.nbytes
+    free(host, *wants)
     assert host.usage_bytes() == 0
 
 
 def test_freed_blocks_are_refused_at_once_and_others_stay(host: Any, store: Any) -> None:
     wants = [write(host, store) for _ in range(4)]
-    host.free(wants[1].block.block_id, wants[1].block.location)
-    host.free(wants[1].block.block_id, wants[1].block.location)
-    started = time.monotonic()
-    with pytest.raises(RowsCleared):
-        store.get(wants, 10.0)
-    assert time.monotonic() - started < 1.0
+    free(host, wants[1])
+    free(host, wants[1])
+    for asked in (wants, [Want(wants[1].block, (1,))]):
+        started = time.monotonic()
+        with pytest.raises(RowsCleared, match=str(wants[1].block.block_id)):
+            store.get(asked, 10.0)
+        assert time.monotonic() - started < 1.0, "no retries for what is gone"
     rest = [wants[0], wants[2], wants[3]]
-    assert_hold(store, rest)
-    host.free_many([(want.block.block_id, want.block.location) for want in rest])
+    assert_hold(store, *rest)
+    free(host, *rest)
 
 
 def test_views_outlive_their_block(host: Any, store: Any) -> None:
     want = write(host, store)
     (views,) = store.get([want], 10.0)
-    host.free(want.block.block_id, want.block.location)
+    free(host, want)
     other = write(host, store)
-    store.settle([want])
+    if host.spec.kind == "mooncake":
+        with pytest.raises(RowsCleared):
+            store.settle([want])
+    else:
+        store.settle([want])
     np.testing.assert_array_equal(views[2], parts_of(want.block.block_id)[2])
-    host.free(other.block.block_id, other.block.location)
+    free(host, other)
 
 
 def test_block_that_arrives_after_its_reservation_ended_is_not_kept(host: Any, store: Any) -> None:
     block_id = next(NEXT_BLOCK)
-    layout = BlockLayout(fields=("x",), num_rows=1, num_tokens=0, part_bytes=SIZES)
+    layout = layout_of()
     late = Want(BlockRef(block_id, (block_id % 2).to_bytes(2) if host.spec.kind == "simple" else b"\0\0", layout), (0,))
-    location = host.allocate(block_id, 1000)
+    location = host.allocate(block_id, layout.nbytes)
     host.free(block_id, location)
     if host.spec.kind == "ray":
         with pytest.raises(RowsCleared):
             store.put(block_id, location, parts_of(block_id), layout.offsets, 10.0)
     else:
         store.put(block_id, location, parts_of(block_id), layout.offsets, 10.0)
-        other = write(host, store)
-        host.free(other.block.block_id, other.block.location)  # sweeps what came late
+        free(host, write(host, store))  # sweeps what came late
     with pytest.raises(RowsCleared):
         store.get([late], 10.0)
 
 
 def test_threads_share_a_store(host: Any, store: Any) -> None:
-    wants = [write(host, store) for _ in range(4)]
-    failures = []
+    wants = [write(host, store) for _ in range(8)]
 
-    def read() -> None:
-        try:
-            for _ in range(10):
-                assert_hold(store, wants)
-        except BaseException as error:
-            failures.append(error)
-            raise
+    def read(turn: int) -> None:
+        for _ in range(10):
+            turned = wants[turn:] + wants[:turn]
+            assert_hold(store, *turned)
+            if host.spec.kind == "mooncake":
+                rewrite(store, turned[0])  # written before: the first write stays
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
-    host.free_many([(want.block.block_id, want.block.location) for want in wants])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+    free(host, *wants)
 
 
 def test_wrong_size_in_the_store_is_an_integrity_error(host: Any, store: Any) -> None:
     want = write(host, store)
-    block = BlockRef(
-        want.block.block_id,
-        want.block.location,
-        BlockLayout(fields=("x",), num_rows=1, num_tokens=0, part_bytes=(100, 0, 299_999, 7)),
-    )
-    with pytest.raises(IntegrityError, match="300000"):
-        store.get([Want(block, (2,))], 10.0)
-    host.free(want.block.block_id, want.block.location)
+    wrong = replace(want.block, layout=layout_of((100, 0, 400_000, 7, 0)))
+    with pytest.raises(IntegrityError, match="400000" if host.spec.kind == "mooncake" else "300000"):
+        store.get([Want(wrong, (2,))], 10.0)
+    free(host, want)
 
 
-@pytest.mark.parametrize("kind", ["ray", "simple"])
+@pytest.mark.parametrize("kind", ACTORS)
 def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_session: None) -> None:
     host = open_host(kind)
     store = open_store(host.spec)
@@ -195,7 +186,7 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
     finally:
         os.kill(pid, signal.SIGCONT)
     assert 0.9 < time.monotonic() - started < 2.0 and caught.value.elapsed_s
-    assert_hold(store, wants)
+    assert_hold(store, *wants)
     kill(pid)
     for act in (
         lambda: store.get(wants[:1], 20.0),
@@ -207,26 +198,23 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
             act()
         assert time.monotonic() - started < 5.0, "a dead process is noticed, not waited for"
     started = time.monotonic()
-    host.free_many([(want.block.block_id, want.block.location) for want in wants])
+    free(host, *wants)
     host.free(wants[0].block.block_id, b"")
     assert time.monotonic() - started < 5.0
-    deadline = time.monotonic() + 30
-    while host.unfreed_bytes() and time.monotonic() < deadline:
-        pass
-    assert host.unfreed_bytes() == 0, "the blocks of a dead process are gone"
+    wait_until(lambda: not host.unfreed_bytes(), "the blocks of a dead process are gone")
     if kind == "simple":
-        host_other = write_to(host, store, like=wants[1].block.block_id)
-        assert_hold(store, [host_other])
+        number = next(number for number in NEXT_BLOCK if number % 2 == wants[1].block.block_id % 2)
+        assert_hold(store, write(host, store, block_id=number))  # on the other unit
     store.close()
     host.close()
     host.close()
 
 
-@pytest.mark.parametrize("kind", ["ray", "simple"])
 def test_a_process_that_was_stopped_during_a_clear_is_told_again(
-    kind: str, ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unfreed, "FREE_TIMEOUT_S", 0.5)
+    for module in ("counting_host", "mooncake_store"):
+        monkeypatch.setattr(f"headrace.dataplane.stores.{module}.FREE_TIMEOUT_S", 0.5)
     host = open_host(kind)
     store = open_store(host.spec)
     wants = [write(host, store) for _ in range(4)]
@@ -235,27 +223,26 @@ def test_a_process_that_was_stopped_during_a_clear_is_told_again(
     name, pid = peers[wants[0].block.block_id % len(peers)]
     suspend(pid)
     try:
-        host.free_many([(want.block.block_id, want.block.location) for want in wants])
+        free(host, *wants)
         waiting = sum(want.block.layout.nbytes for want in stopped)
-        assert host.unfreed_bytes() == host.usage_bytes() == waiting
-        assert name in host.shortage() and name in caplog.text
-        assert len([record for record in caplog.records if "did not free" in record.message]) == 1
-        assert waiting > CAPACITY // 4 and host.allocate(next(NEXT_BLOCK), 100) is None, "memory stays bounded"
-        late = next(NEXT_BLOCK)
-        assert host.allocate(late, 0) == b"", "so that a block that may still come is freed with the others"
-        host.free(late, b"")
+        assert host.unfreed_bytes() == host.usage_bytes() == waiting and f"pid={pid}" in host.shortage()
+        if kind in ACTORS:
+            assert name in host.shortage() and name in caplog.text
+            assert len([record for record in caplog.records if "did not free" in record.message]) == 1
+            assert waiting > CAPACITY // 4 and host.allocate(next(NEXT_BLOCK), 100) is None, "memory stays bounded"
+            late = next(NEXT_BLOCK)
+            assert host.allocate(late, 0) == b"", "so that a block that may still come is freed with the others"
+            host.free(late, b"")
     finally:
         os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 30
-    while host.unfreed_bytes() and time.monotonic() < deadline:
-        pass
-    assert host.unfreed_bytes() == host.usage_bytes() == 0 and host.shortage() == ""
+    wait_until(lambda: not host.unfreed_bytes())
+    assert host.usage_bytes() == 0 and host.shortage() == ""
     for want in wants:
         with pytest.raises(RowsCleared):
             store.get([want], 10.0)
     later = write(host, store)
-    assert_hold(store, [later])
-    host.free(later.block.block_id, later.block.location)
+    assert_hold(store, later)
+    free(host, later)
     store.close()
     host.close()
 
@@ -265,24 +252,12 @@ def rewrite(store: Any, want: Want) -> None:
     store.put(block.block_id, block.location, parts_of(block.block_id), block.layout.offsets, 20.0)
 
 
-def write_to(host: Any, store: Any, like: int) -> Want:
-    """A block on the same unit as block `like` (of two)."""
-    if (next(NEXT_BLOCK) + 1) % 2 != like % 2:
-        next(NEXT_BLOCK)
-    want = write(host, store)
-    assert want.block.block_id % 2 == like % 2
-    return want
-
-
-@pytest.mark.parametrize("kind", ["ray", "simple"])
+@pytest.mark.parametrize("kind", ACTORS)
 def test_closed_host_leaves_no_process(kind: str, ray_session: None) -> None:
     host = open_host(kind)
     pids = [pid for _, pid in peers_of(host.spec)]
     host.close()
-    deadline = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def test_storage_units_of_a_cluster_are_actors_on_its_nodes(ray_session: None) -> None:

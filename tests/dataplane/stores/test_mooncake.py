@@ -10,30 +10,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.integers import ALIGN
 from headrace.dataplane.block_store import StoreSpec, Want
-from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
+from headrace.dataplane.errors import StoreLost
 from headrace.dataplane.meta import BlockRef
-from headrace.dataplane.stores import mooncake_store
 from headrace.dataplane.stores.mooncake_client import MasterAddress, MooncakeClient
 from headrace.dataplane.stores.mooncake_processes import MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
 from headrace.testing.data_plane import fresh_run_id
+from headrace.tests.dataplane.stores.written import ALL, NEXT_BLOCK, assert_hold, free, layout_of, parts_of, write
 from headrace.tests.process_pool import has_ended, kill, suspend
+from headrace.tests.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mooncake_library")]
-
-SIZES = (100, 0, 300_000, 7, 0)
-ALL = tuple(range(len(SIZES)))
-NEXT_BLOCK = iter(range(1, 1 << 30))
 
 
 @pytest.fixture(scope="module")
@@ -54,82 +49,17 @@ def store(host: MooncakeHost) -> Iterator[MooncakeStore]:
     store.close()
 
 
-def parts_of(block_id: int, sizes: tuple[int, ...] = SIZES) -> list[np.ndarray]:
-    generator = np.random.default_rng(block_id)
-    return [generator.integers(0, 256, size, dtype=np.uint8) for size in sizes]
-
-
-def layout_of(sizes: tuple[int, ...]) -> BlockLayout:
-    return BlockLayout(fields=("x",), num_rows=1, num_tokens=0, part_bytes=sizes)
-
-
-def write(host: MooncakeHost, store: MooncakeStore, sizes: tuple[int, ...] = SIZES) -> Want:
-    block_id, layout = next(NEXT_BLOCK), layout_of(sizes)
-    location = host.allocate(block_id, layout.nbytes)
-    assert location is not None
-    location = store.put(block_id, location, parts_of(block_id, sizes), layout.offsets, 10.0)
-    return Want(BlockRef(block_id, location, layout), tuple(range(len(sizes))))
-
-
-def free(host: MooncakeHost, *wants: Want) -> None:
-    host.free_many([(want.block.block_id, want.block.location) for want in wants])
-
-
-def assert_hold(store: MooncakeStore, wants: list[Want]) -> None:
-    for want, views in zip(wants, store.get(wants, 10.0), strict=True):
-        assert sorted(views) == sorted(want.parts)
-        expected = parts_of(want.block.block_id, want.block.layout.part_bytes)
-        for part, view in views.items():
-            np.testing.assert_array_equal(view, expected[part])
-            assert not view.flags.writeable and (view.size == 0 or view.ctypes.data % ALIGN == 0)
-    store.settle(wants)
-
-
-def test_blocks_and_parts_come_back_exact_in_any_order(host: MooncakeHost, store: MooncakeStore) -> None:
-    wants = [write(host, store) for _ in range(4)]
-    first = wants[-1].block.block_id + 1
+def test_blocks_of_one_put_come_back_exact(host: MooncakeHost, store: MooncakeStore) -> None:
+    first = next(NEXT_BLOCK)
     for number in range(3):
-        assert next(NEXT_BLOCK) == first + number and host.allocate(first + number, 300_224) == b""
-    locations = store.put_many(
-        first, [tuple((part,) for part in parts_of(first + number)) for number in range(3)], 10.0
-    )
-    wants += [Want(BlockRef(first + n, locations[n], layout_of(SIZES)), ALL) for n in range(3)]
-    assert_hold(store, wants[::-1])
-    one, two, three = (want.block for want in wants[:3])
-    assert_hold(store, [wants[2], Want(three, (3,)), wants[2], Want(one, (2, 1)), Want(two, (0, 3)), Want(two, (1, 4))])
-    assert store.get([], 10.0) == []
-    assert host.usage_bytes() == sum(4 * [one.layout.nbytes] + 3 * [300_224])
+        assert (next(NEXT_BLOCK) if number else first) == first + number
+        assert host.allocate(first + number, layout_of().nbytes) == b""
+    blocks = [tuple((part,) for part in parts_of(first + number)) for number in range(3)]
+    locations = store.put_many(first, blocks, 10.0)
+    wants = [Want(BlockRef(first + n, locations[n], layout_of()), ALL) for n in range(3)]
+    assert_hold(store, *wants[::-1])
     free(host, *wants)
     assert host.usage_bytes() == 0
-
-
-def test_freed_blocks_are_refused_at_once_and_others_stay(host: MooncakeHost, store: MooncakeStore) -> None:
-    wants = [write(host, store) for _ in range(4)]
-    held = store.get(wants[1:2], 10.0)
-    free(host, wants[1])
-    free(host, wants[1])
-    for read in (lambda: store.get(wants, 10.0), lambda: store.get([Want(wants[1].block, (1,))], 10.0)):
-        started = time.monotonic()
-        with pytest.raises(RowsCleared, match=f"/{wants[1].block.block_id} was freed"):
-            read()
-        assert time.monotonic() - started < 1.0, "no retries for what is gone"
-    with pytest.raises(RowsCleared):
-        store.settle(wants)
-    other = write(host, store)
-    np.testing.assert_array_equal(held[0][2], parts_of(wants[1].block.block_id)[2], "a buffer in use is not used again")
-    rest = [wants[0], wants[2], wants[3], other]
-    assert_hold(store, rest)
-    free(host, *rest)
-
-
-def test_block_that_arrives_after_its_reservation_ended_is_swept(host: MooncakeHost, store: MooncakeStore) -> None:
-    block_id, layout = next(NEXT_BLOCK), layout_of(SIZES)
-    assert host.allocate(block_id, layout.nbytes) == b""
-    host.free(block_id, b"")
-    store.put(block_id, b"", parts_of(block_id), layout.offsets, 10.0)
-    free(host, write(host, store))
-    with pytest.raises(RowsCleared):
-        store.get([Want(BlockRef(block_id, b"", layout), (0,))], 10.0)
 
 
 def test_block_freed_amid_its_put_keeps_its_room_until_the_put_ends(host: MooncakeHost, store: MooncakeStore) -> None:
@@ -157,7 +87,7 @@ def test_segment_has_room_for_all_that_the_account_lets_in(mooncake_library: Non
         while sum(want.block.layout.nbytes for want in held) + size + ALIGN > capacity:
             free(host, held.pop(draw.randrange(len(held))))
         held.append(write(host, store, (64, size)))
-    assert_hold(store, held)
+    assert_hold(store, *held)
     limit = capacity + capacity // 4 + SLACK_BYTES
     assert host.allocate(1 << 40, limit - host.usage_bytes() + 1) is None
     assert host.allocate(1 << 41, limit - host.usage_bytes()) == b""
@@ -167,38 +97,6 @@ def test_segment_has_room_for_all_that_the_account_lets_in(mooncake_library: Non
     assert host.usage_bytes() == 0
     store.close()
     host.close()
-
-
-def test_short_block_in_the_store_is_an_integrity_error(host: MooncakeHost, store: MooncakeStore) -> None:
-    want = write(host, store)
-    longer = BlockRef(want.block.block_id, want.block.location, layout_of((100, 0, 400_000)))
-    with pytest.raises(IntegrityError, match="400000 bytes"):
-        store.get([Want(longer, (2,))], 10.0)
-    free(host, want)
-
-
-def test_threads_share_a_store(host: MooncakeHost, store: MooncakeStore) -> None:
-    wants, failures = [write(host, store) for _ in range(8)], []
-
-    def read(turn: int) -> None:
-        try:
-            for _ in range(10):
-                turned = wants[turn:] + wants[:turn]
-                assert_hold(store, turned)
-                block = turned[0].block
-                parts, offsets = parts_of(block.block_id), block.layout.offsets
-                store.put(block.block_id, b"", parts, offsets, 10.0)  # written before: the first write stays
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    threads = [threading.Thread(target=read, args=(turn,)) for turn in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
-    free(host, *wants)
 
 
 # ------------------------------------------------------------------ the master
@@ -239,7 +137,7 @@ def test_stopped_then_killed_master_is_named_within_the_bound(mooncake_library: 
     finally:
         os.kill(pid, signal.SIGCONT)
     assert 0.9 < time.monotonic() - started < 2.5 and caught.value.elapsed_s
-    assert_hold(store, wants)
+    assert_hold(store, *wants)
     frozen = LongestPause()
     kill(pid)
     block = wants[0].block
@@ -316,39 +214,6 @@ def test_rows_that_went_with_the_segment_are_lost_at_once(mooncake_library: None
     host.close()
 
 
-def test_a_master_that_was_stopped_during_a_clear_is_told_again(
-    mooncake_library: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mooncake_store, "FREE_TIMEOUT_S", 0.5)
-    host = MooncakeHost(fresh_run_id(), 8 << 20)
-    store = MooncakeStore(host.spec)
-    wants = [write(host, store) for _ in range(3)]
-    pid = int(str(host.spec.address["pid"]))
-    suspend(pid)
-    try:
-        free(host, *wants)
-        held = sum(want.block.layout.nbytes for want in wants)
-        assert host.unfreed_bytes() == host.usage_bytes() == held and f"pid={pid}" in host.shortage()
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: host.unfreed_bytes() == 0)
-    assert host.usage_bytes() == 0 and host.shortage() == ""
-    for want in wants:
-        with pytest.raises(RowsCleared):
-            store.get([want], 10.0)
-    assert_hold(store, [later := write(host, store)])
-    free(host, later)
-    store.close()
-    host.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def listening_on(pid: int) -> set[str]:
     """Addresses, in hexadecimal, of the TCP sockets that a process listens on."""
     links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
@@ -383,9 +248,9 @@ def test_master_ends_with_its_owner_and_not_with_the_thread_that_asked_for_it(mo
         master = Path("/proc") / said[2]
         spec = StoreSpec("mooncake", run_id, {**address, "protocol": "tcp", "device": ""})
         store = MooncakeStore(spec)
-        store.put(1, b"", parts_of(1), layout_of(SIZES).offsets, 10.0)
-        want = Want(BlockRef(1, b"", layout_of(SIZES)), ALL)
-        assert_hold(store, [want])
+        store.put(1, b"", parts_of(1), layout_of().offsets, 10.0)
+        want = Want(BlockRef(1, b"", layout_of()), ALL)
+        assert_hold(store, want)
         assert "mooncake_master" not in (master / "cmdline").read_text(), "TransferQueue kills what bears that name"
         assert listening_on(int(said[2])) == {"0100007F"}, "loopback, as the kernel writes it"
         owner.kill()
@@ -394,10 +259,7 @@ def test_master_ends_with_its_owner_and_not_with_the_thread_that_asked_for_it(mo
             while True:
                 store.get([want], 5.0)
         assert time.monotonic() - started < 5.0
-        deadline = time.monotonic() + 5
-        while not has_ended(int(said[2])) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert has_ended(int(said[2]))
+        wait_until(lambda: has_ended(int(said[2])), timeout_s=5)
         store.close()
     finally:
         owner.kill()

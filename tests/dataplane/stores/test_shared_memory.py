@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
@@ -29,6 +28,7 @@ from headrace.dataplane.stores import shared_memory
 from headrace.dataplane.stores.shared_memory import SharedMemoryHost, SharedMemoryStore, pool_bytes
 from headrace.dataplane.stores.shm_folder import PIECE_BYTES, WRITER_PID, FreeRanges, free_memory
 from headrace.testing.data_plane import fresh_run_id, open_plane
+from headrace.tests.dataplane.stores.written import assert_hold, layout_of, parts_of, write
 
 MIB = 1 << 20
 
@@ -38,30 +38,6 @@ def host() -> Iterator[SharedMemoryHost]:
     host = SharedMemoryHost(fresh_run_id(), 64 * MIB)
     yield host
     host.close()
-
-
-def parts_of(seed: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(0, 256, size, dtype=np.uint8) for size in sizes]
-
-
-def layout_of(sizes: tuple[int, ...]) -> BlockLayout:
-    return BlockLayout(fields=("x",), num_rows=1, num_tokens=0, part_bytes=sizes)
-
-
-def write(host: SharedMemoryHost, store: SharedMemoryStore, block_id: int, sizes: tuple[int, ...]) -> Want:
-    layout = layout_of(sizes)
-    location = host.allocate(block_id, layout.nbytes)
-    assert location is not None
-    location = store.put(block_id, location, parts_of(block_id, sizes), layout.offsets, 1.0)
-    return Want(BlockRef(block_id, location, layout), tuple(range(len(sizes))))
-
-
-def assert_holds(store: SharedMemoryStore, want: Want) -> None:
-    (views,) = store.get([want], 1.0)
-    for part, expected in enumerate(parts_of(want.block.block_id, want.block.layout.part_bytes)):
-        np.testing.assert_array_equal(views[part], expected)
-    store.settle([want])
 
 
 def test_free_ranges_against_a_byte_map() -> None:
@@ -89,9 +65,9 @@ def test_free_ranges_against_a_byte_map() -> None:
 
 def test_views_are_read_only_aligned_and_exact(host: SharedMemoryHost) -> None:
     store = SharedMemoryStore(host.spec)
-    wants = [write(host, store, block_id, (100, 0, 5000, 1)) for block_id in range(20)]
+    wants = [write(host, store, (100, 0, 5000, 1), block_id) for block_id in range(20)]
     for want in reversed(wants):
-        assert_holds(store, want)
+        assert_hold(store, want)
     (views,) = store.get([wants[0]], 1.0)
     assert all(view.ctypes.data % 64 == 0 for part, view in views.items())
     with pytest.raises(ValueError, match="read-only"):
@@ -101,19 +77,19 @@ def test_views_are_read_only_aligned_and_exact(host: SharedMemoryHost) -> None:
 
 def test_freed_block_is_never_served_nor_its_range_mistaken_for_it(host: SharedMemoryHost) -> None:
     store = SharedMemoryStore(host.spec)
-    old = write(host, store, 0, (4096,))
+    old = write(host, store, (4096,), 0)
     store.get([old], 1.0)
     host.free(0, old.block.location)
     host.free(0, old.block.location)
     with pytest.raises(RowsCleared, match="block 0"):
         store.settle([old])
-    new = write(host, store, 1, (4096,))
+    new = write(host, store, (4096,), 1)
     assert old.block.location == new.block.location, "the range is reused, else this tests nothing"
     with pytest.raises(RowsCleared, match="block 0"):
         store.get([old], 1.0)
     with pytest.raises(RowsCleared, match="block 0"):
         store.put(0, old.block.location, parts_of(0, (4096,)), (0,), 1.0)
-    assert_holds(store, new)
+    assert_hold(store, new)
 
 
 def test_pool_is_bounded_reused_and_takes_blocks_larger_than_a_segment(host: SharedMemoryHost) -> None:
@@ -125,8 +101,8 @@ def test_pool_is_bounded_reused_and_takes_blocks_larger_than_a_segment(host: Sha
         for n, location in enumerate(small):
             host.free(round_number * 1000 + n, location or b"")
     assert host.usage_bytes() == 0
-    large = write(host, store, 5000, (40 * MIB,))  # in the place of small ones
-    assert_holds(store, large)
+    large = write(host, store, (40 * MIB,), 5000)  # in the place of small ones
+    assert_hold(store, large)
     assert memory_of(host) <= pool_bytes(64 * MIB) == 88 * MIB
 
 
@@ -149,18 +125,18 @@ def test_blocks_of_any_one_size_fill_the_whole_capacity(host: SharedMemoryHost, 
 
 def test_readers_and_writers_meet_ranges_across_pieces_and_in_a_pool_that_has_grown(host: SharedMemoryHost) -> None:
     store = SharedMemoryStore(host.spec)
-    wants = [write(host, store, block_id, (PIECE_BYTES * 2 // 3, 77)) for block_id in range(4)]
+    wants = [write(host, store, (PIECE_BYTES * 2 // 3, 77), block_id) for block_id in range(4)]
     late = SharedMemoryStore(host.spec)
-    wants += [write(host, store, block_id, (PIECE_BYTES * 3 // 2,)) for block_id in range(4, 7)]
+    wants += [write(host, store, (PIECE_BYTES * 3 // 2,), block_id) for block_id in range(4, 7)]
     for want in wants:
-        assert_holds(late, want)
-        assert_holds(store, want)
+        assert_hold(late, want)
+        assert_hold(store, want)
 
 
 @pytest.mark.long
 def test_an_empty_part_may_lie_at_the_very_end_of_the_pool(host: SharedMemoryHost) -> None:
     store = SharedMemoryStore(host.spec)
-    assert_holds(store, write(host, store, 0, (pool_bytes(64 * MIB), 0)))
+    assert_hold(store, write(host, store, (pool_bytes(64 * MIB), 0), 0))
 
 
 def test_a_store_that_has_no_room_says_why(host: SharedMemoryHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,13 +270,13 @@ def test_range_under_a_late_writer_waits_until_the_writer_is_out(
     assert inside.wait(10)
     monkeypatch.undo()
     host.free(0, location)  # its reservation ended
-    other = write(host, store, 1, (4096,))
+    other = write(host, store, (4096,), 1)
     assert other.block.location != location and host.usage_bytes() == 8192
     go_on.set()
     writer.join(10)
     assert len(failures) == 1, "a put whose block was freed must not report success"
-    assert_holds(store, other)
-    third = write(host, store, 2, (4096,))
+    assert_hold(store, other)
+    third = write(host, store, (4096,), 2)
     assert third.block.location == location, "the range is back"
     assert host.usage_bytes() == 8192
 
@@ -310,7 +286,7 @@ def test_a_writer_whose_block_goes_before_its_mark_is_seen_writes_nothing(
 ) -> None:
     """The host frees the block and gives its range away between the writer's first look and its mark."""
     store, other, sizes = SharedMemoryStore(host.spec), SharedMemoryStore(host.spec), (4096,)
-    write(host, other, 7, sizes)  # so that it knows its own process
+    write(host, other, sizes, 7)  # so that it knows its own process
     location = host.allocate(0, 4096)
     assert location is not None
     found = []
@@ -319,14 +295,14 @@ def test_a_writer_whose_block_goes_before_its_mark_is_seen_writes_nothing(
         if not found:
             found.append(None)
             host.free(0, location)
-            found[0] = write(host, other, 1, sizes)
+            found[0] = write(host, other, sizes, 1)
         return process_start(pid)
 
     monkeypatch.setattr(shared_memory, "process_start", gone)  # asked for at a store's first put
     with pytest.raises(RowsCleared, match="block 0"):
         store.put(0, location, parts_of(0, sizes), (0,), 1.0)
     assert found[0].block.location == location, "the range is another block's by then, else this tests nothing"
-    assert_holds(store, found[0])
+    assert_hold(store, found[0])
 
 
 @pytest.mark.processes
@@ -357,7 +333,7 @@ def test_closed_pool_says_so_and_leaves_nothing() -> None:
     run_id = fresh_run_id()
     host = SharedMemoryHost(run_id, MIB)
     store = SharedMemoryStore(host.spec)
-    want = write(host, store, 0, (10,))
+    want = write(host, store, (10,), 0)
     with pytest.raises(ValueError, match=run_id):
         SharedMemoryHost(run_id, MIB)
     host.close()
@@ -386,7 +362,7 @@ def test_folder_of_a_killed_host_is_readable_then_removed_by_the_next(tmp_path: 
     spec = shared_memory.StoreSpec("shm", "dead", {"folder": str(tmp_path / "headrace-dead")})
     store = SharedMemoryStore(spec)
     store.put(0, location, parts_of(0, (64,)), (0,), 1.0)
-    assert_holds(store, Want(BlockRef(0, location, layout_of((64,))), (0,)))
+    assert_hold(store, Want(BlockRef(0, location, layout_of((64,))), (0,)))
     (tmp_path / "headrace-foreign").mkdir()
     host = SharedMemoryHost("next", MIB, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["headrace-foreign", "headrace-next"]

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,11 @@ from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
-from headrace.dataplane.security import authenticated_listener as strangers
-from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS, listen
-from headrace.dataplane.security.handshake import ClientHandshake, new_key
+from headrace.dataplane.security.authenticated_listener import listen
+from headrace.dataplane.security.handshake import new_key
 from headrace.dataplane.stores.tcp.link import UnitDied, UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.dataplane.stores.tcp.wire import (
-    SERVICE,
     Connection,
     Cut,
     Free,
@@ -40,6 +38,7 @@ from headrace.dataplane.stores.tcp.wire import (
 )
 from headrace.testing.data_plane import fresh_run_id
 from headrace.tests.process_pool import kill, suspend
+from headrace.tests.waiting import wait_until
 
 KEY = new_key()
 SCHEMA = Schema([Field("ids", Kind.PER_TOKEN, torch.int32), Field("image", Kind.RAGGED, torch.uint8, ndim=2)])
@@ -204,33 +203,6 @@ def test_requests_that_are_not_valid_end_the_connection_and_nothing_else(unit: S
 def test_who_does_not_know_the_key_gets_nothing(unit: StorageUnit) -> None:
     with pytest.raises(StoreLost, match="is not the storage unit of this run: it does not know its key"):
         put(UnitLink(unit.address, new_key()), 1, bytes(64))
-    with socket.create_connection((unit.address.host, unit.address.port), 5) as raw:
-        raw.sendall(b"\x93" * 4000)
-        raw.settimeout(10)
-        with pytest.raises((ConnectionError, AssertionError)):
-            assert raw.recv(1)
-
-
-def test_strangers_are_few_and_keep_nobody_out(unit: StorageUnit, link: UnitLink) -> None:
-    hello = ClientHandshake(KEY, SERVICE).hello
-    strangers = []
-    for number in range(1000):
-        stranger = socket.create_connection((unit.address.host, unit.address.port), 10)
-        stranger.sendall(hello[: number % len(hello)])
-        strangers.append(stranger)
-    put(link, 1, bytes(64))
-    assert get(link, (1, 0, 64)) == bytes(64)
-    wait_until(lambda: unit._listener.num_strangers <= MAX_STRANGERS)
-    for stranger in strangers:
-        stranger.close()
-
-
-def test_a_slow_stranger_is_ended(unit: StorageUnit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "HANDSHAKE_TIMEOUT_S", 0.2)
-    with socket.create_connection((unit.address.host, unit.address.port), 10) as stranger:
-        stranger.sendall(ClientHandshake(KEY, SERVICE).hello[:-1])
-        assert stranger.recv(1) == b""
-    wait_until(lambda: not unit._listener.num_strangers)
 
 
 def test_a_client_that_is_closed_while_it_connects_leaves_no_connection(unit: StorageUnit, link: UnitLink) -> None:
@@ -267,13 +239,6 @@ def test_a_message_in_drops_and_a_mad_size(unit: StorageUnit, link: UnitLink) ->
     reply = connection.receive(soon())
     assert reply is not None and reply[0] == "refused" and b"a frame of 1099511627776 bytes" in reply[1]
     connection.close()
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------ planes whose units are processes

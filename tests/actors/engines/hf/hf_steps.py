@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,12 +29,6 @@ class Steps:
     def allow(self, count: int) -> None:
         for _ in range(count):
             self._tickets.release()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30.0):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def forward_logprobs(

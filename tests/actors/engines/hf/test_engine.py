@@ -14,7 +14,8 @@ from transformers import Qwen3ForCausalLM
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, SamplingParams
-from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs, until
+from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs
+from headrace.tests.waiting import until
 
 
 def generate(engine: HfEngine, params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[list[Completion]]:
@@ -94,13 +95,6 @@ def test_concurrent_calls_share_a_batch_unless_parameters_differ(model_folder: s
     assert (engine.stats.batches, engine.stats.rows) == (2, 20)
 
 
-def test_stop_tokens_of_the_request(engine: HfEngine) -> None:
-    every = tuple(range(3, 42))
-    for (completion,) in generate(engine, SamplingParams(max_new_tokens=8, stop_token_ids=every)):
-        assert len(completion.token_ids) == 1 or completion.token_ids[-1] in every
-        assert completion.finish_reason == "stop"
-
-
 def test_abort_returns_a_partial_output_and_cancel_frees_the_id(model_folder: str) -> None:
     async def run() -> None:
         engine = HfEngine(model_folder)
@@ -137,25 +131,6 @@ def test_abort_returns_a_partial_output_and_cancel_frees_the_id(model_folder: st
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await engine.generate("c", [5], params)
-
-    asyncio.run(run())
-
-
-def test_pause_sleep_wake(model_folder: str) -> None:
-    async def run() -> None:
-        engine = HfEngine(model_folder)
-        await engine.pause()
-        waiting = asyncio.create_task(engine.generate("a", [5], SamplingParams(max_new_tokens=2)))
-        await asyncio.sleep(0.05)
-        assert not waiting.done() and engine.stats.batches == 0
-        await engine.resume()
-        await waiting
-        await engine.sleep()
-        with pytest.raises(RuntimeError, match="asleep"):
-            await engine.generate("a", [5], SamplingParams(max_new_tokens=2))
-        await engine.wake()
-        await engine.generate("a", [5], SamplingParams(max_new_tokens=2))
-        await engine.close()
 
     asyncio.run(run())
 

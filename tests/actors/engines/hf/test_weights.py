@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from headrace.actors.engines.hf.engine import HfEngine
-from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import Completion, EngineBroken, KeysAndValues, SamplingParams
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.codecs.weights.parameter_digests import DigestTaker
-from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs, until
+from headrace.tests.actors.engines.engine_subjects import mixed_logprobs
+from headrace.tests.actors.engines.hf.hf_steps import PROMPTS, Steps, forward_logprobs
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver, scaled
+from headrace.tests.waiting import until
 
 
 async def serve(engine: HfEngine, publisher: Publisher, version: int, named: dict[str, torch.Tensor]) -> None:
@@ -250,29 +251,13 @@ def test_kept_requests_go_on_under_the_new_weights_token_by_token(
         publisher.close()
         return [*((prompt, one) for one in short), *((longer, one) for one in long)]
 
+    models = [Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval() for _ in range(2)]
+    models[1].load_state_dict({**new, "lm_head.weight": new["model.embed_tokens.weight"]})
     for asked, completion in asyncio.run(main()):
         assert completion.versions.tolist() == [0] * 6 + [1] * 14
         assert len(completion.token_ids) == 20 and completion.finish_reason == "length"
         response = completion.token_ids.tolist()
-        expected = mixed_logprobs(model_folder, new, asked, response, change_at=6, kept=kv == "keep")
-        other = mixed_logprobs(model_folder, new, asked, response, change_at=6, kept=kv != "keep")
+        expected = mixed_logprobs(models, asked, response, 6, kept=kv == "keep")
+        other = mixed_logprobs(models, asked, response, 6, kept=kv != "keep")
         assert np.abs(np.subtract(expected, other)).max() > 1e-3, "the two ways could not be told apart"
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-
-
-def mixed_logprobs(
-    folder: str, new: dict[str, torch.Tensor], prompt: list[int], response: list[int], change_at: int, *, kept: bool
-) -> list[float]:
-    """Log-probs of the response when the weights change before its token `change_at`. kept: whether the new weights
-    continue from the keys and values of the old."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    cache, fed, result = DynamicCache(), prompt, []
-    for index, token in enumerate(response):
-        if index == change_at:
-            model.load_state_dict({**new, "lm_head.weight": new["model.embed_tokens.weight"]})
-            cache, fed = (cache, fed) if kept else (DynamicCache(), prompt + response[:index])
-        with torch.no_grad():
-            output = model(input_ids=torch.tensor([fed]), use_cache=True, **{str(cache_argument(type(model))): cache})
-        fed = [token]
-        result.append(torch.log_softmax(output.logits[0, -1].float(), dim=-1)[token].item())
-    return result

@@ -34,6 +34,7 @@ from headrace.actors.engines.vllm.start import (
     take_standby,
 )
 from headrace.tests.actors.engines.vllm.builder import build, save_model
+from headrace.tests.waiting import wait_until
 
 START_FAILED = """\
 (EngineCore pid=7) ERROR 11-23 07:15:22 [core.py:1170] EngineCore failed to start.
@@ -156,7 +157,7 @@ def test_a_process_that_runs_has_no_exit_code_and_one_that_was_killed_has_its_si
     started, process = _child()
     assert lives(process) and exit_code(started, process) is None
     started.kill()
-    _wait_until_ended(process)
+    wait_until(lambda: not lives(process), timeout_s=60)
     assert exit_code(started, process) == -signal.SIGKILL
 
 
@@ -181,13 +182,6 @@ def _child() -> tuple[BaseProcess, psutil.Process]:
     started = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
     started.start()
     return started, psutil.Process(started.pid)
-
-
-def _wait_until_ended(process: psutil.Process) -> None:
-    deadline = time.monotonic() + 60
-    while lives(process):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def tell(path: Path, **named: Any) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
-from headrace.actors.engines.hf.model import cache_argument
 from headrace.actors.engines.protocol import EngineBroken, KeysAndValues, SamplingParams
 from headrace.actors.weight_sync.transports.protocol import WeightUpdate
 from headrace.codecs.weights.parameter_digests import DigestTaker
+from headrace.tests.actors.engines.engine_subjects import mixed_logprobs
 from headrace.tests.actors.engines.vllm.builder import EOS, VOCAB_SIZE
 from headrace.tests.actors.engines.vllm.conftest import Subject
 
@@ -164,23 +162,6 @@ class TestUpdates:
             assert mixed, "no request saw two versions"
 
         subject.run(main())
-
-
-def mixed_logprobs(
-    models: list[Any], prompt: list[int], response: list[int], change_at: int, *, kept: bool
-) -> list[float]:
-    """Log-probs of the response if the second of `models` takes over before the token `change_at`. kept: whether it
-    continues from the keys and values of the first."""
-    cache, fed, result = DynamicCache(), prompt, []
-    for index, token in enumerate(response):
-        if index == change_at and not kept:
-            cache, fed = DynamicCache(), prompt + response[:index]
-        with torch.no_grad():
-            model = models[int(index >= change_at)]
-            output = model(input_ids=torch.tensor([fed]), use_cache=True, **{str(cache_argument(type(model))): cache})
-        fed = [token]
-        result.append(torch.log_softmax(output.logits[0, -1].float(), dim=-1)[token].item())
-    return result
 
 
 def telling(subject: Subject, version: int, token: int) -> WeightUpdate:

@@ -35,7 +35,7 @@ from headrace.actors.weight_sync.transports.protocol import (
 from headrace.dataplane.security.authenticated_listener import connect_authenticated
 from headrace.dataplane.security.handshake import new_key
 from headrace.tests.actors.weight_sync.transports.sample_weights import plan_of, publish, weights
-from headrace.tests.dataplane.rpc.served import wait_until
+from headrace.tests.waiting import wait_until
 
 KEY = new_key()
 RECEIVERS = (ReceiverGroup("engine", 1),)

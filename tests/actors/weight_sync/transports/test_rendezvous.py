@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from headrace.actors.weight_sync.transports.control_link import Hello, Link, Lin
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
 from headrace.actors.weight_sync.transports.rendezvous import Group
 from headrace.tests.actors.weight_sync.transports.sample_weights import plan_of, publish, weights
+from headrace.tests.waiting import wait_until
 
 KEY = b"key"
 CPU = torch.device("cpu")
@@ -64,13 +64,6 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[RendezvousStore]:
 def join(port: int, name: str, rank: int) -> Group:
     store = RendezvousStore("127.0.0.1", port, KEY, BOUND_S)
     return Group(store, name, rank, 2, host="127.0.0.1", device=CPU, timeout_s=BOUND_S)
-
-
-def wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def is_closed(store: RendezvousStore) -> bool:
