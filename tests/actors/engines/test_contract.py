@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.protocol import EngineBroken, SamplingParams
 from headrace.actors.weight_sync.transports.protocol import WeightTransferError
 from headrace.tests.actors.engines.engine_subjects import (
     BOUND_S,
@@ -167,7 +167,11 @@ def test_requests_that_are_held_or_frozen_can_be_aborted_and_cancelled(subject: 
         (frozen, gone) = await subject.begun("frozen", "gone")
         await subject.engine.pause("keep")
         held = subject.start("held", SamplingParams(n=3, max_new_tokens=9))
+        waiting = subject.start("waiting", GREEDY)
         await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
         await subject.engine.abort("held")
         assert tokens(await held) == [[], [], []] and (await held)[0].finish_reason == "abort"
         await subject.engine.abort("frozen")
@@ -177,6 +181,7 @@ def test_requests_that_are_held_or_frozen_can_be_aborted_and_cancelled(subject: 
             await gone
         await subject.engine.resume()
         await subject.start("gone", GREEDY)
+        await subject.start("waiting", GREEDY)
 
     subject.run(main)
 
@@ -414,6 +419,30 @@ def test_sleep_and_wake(subject: Subject) -> None:
         assert tokens(await subject.start("g", GREEDY)) == tokens(before)
         with pytest.raises(ValueError, match="sleep level: got 3"):
             await engine.sleep(3)
+
+    subject.run(main)
+
+
+def test_dropped_weights_ask_for_a_commit_which_a_sleeping_engine_takes(subject: Subject) -> None:
+    async def main() -> None:
+        engine, version = subject.engine, subject.engine.version + 1
+        await engine.prepare_weights(subject.update())
+        await engine.commit_weights(version)
+        await engine.sleep(2)
+        await engine.wake()
+        with pytest.raises(EngineBroken, match="commit a version"):
+            await subject.start("g", GREEDY)
+        await engine.prepare_weights(subject.publisher.publish(version, subject.weights))
+        await engine.commit_weights(version)
+        expect_sound(await subject.start("g", GREEDY), GREEDY, {version})
+        await engine.sleep(2)
+        assert subject.kind != "scripted" or not engine.loaded
+        await engine.prepare_weights(subject.update())
+        await engine.commit_weights(version + 1)
+        with pytest.raises(RuntimeError, match="asleep"):
+            await subject.start("g", GREEDY)
+        await engine.wake()
+        expect_sound(await subject.start("g", GREEDY), GREEDY, {version + 1})
 
     subject.run(main)
 

@@ -13,7 +13,7 @@ import torch
 
 from headrace.actors.engines.config import EngineKeys, ModelConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
-from headrace.actors.engines.protocol import CutOff, EngineBroken, SamplingParams
+from headrace.actors.engines.protocol import CutOff, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens, request_latency
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 
@@ -50,27 +50,6 @@ def test_a_sample_that_was_cut_off_gets_the_rest_of_its_response_and_its_time(
     params = SamplingParams(max_new_tokens=longest, continues=CutOff("a", 0, done))
     assert engine._responses("a.0/again1", [1, *whole[:done]], params) == ([whole[done:]], latency_s)
     assert len(whole[done:]) == tokens
-
-
-def test_abort_returns_the_share_that_had_time_to_flow() -> None:
-    async def run() -> None:
-        engine = ScriptedEngine(countdown, latency_s=10.0)
-        task = asyncio.create_task(engine.generate("a", [1], SamplingParams(n=3)))
-        other = asyncio.create_task(engine.generate("b", [1], SamplingParams()))
-        await asyncio.sleep(0.02)
-        with pytest.raises(ValueError, match="already in flight"):
-            await engine.generate("a", [1], SamplingParams())
-        await engine.abort("a")
-        partial = await task
-        assert [c.finish_reason for c in partial] == ["abort"] * 3
-        assert all(len(c.token_ids) < 10 for c in partial)
-        assert not other.done()
-        await engine.close()
-        assert (await other)[0].finish_reason == "abort"
-        with pytest.raises(RuntimeError, match="closed"):
-            await engine.generate("c", [1], SamplingParams())
-
-    asyncio.run(run())
 
 
 def test_latencies_are_seeded_and_run_side_by_side() -> None:
@@ -139,29 +118,6 @@ def test_time_stands_still_while_frozen() -> None:
         assert len((await engine.generate("a", [1], SamplingParams(max_new_tokens=99)))[0].token_ids) == 10
 
     asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_sleep_level_2_asks_for_a_commit(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, publisher = ScriptedEngine(countdown, receiver=receiver(), version=4), Publisher(tmp_path)
-        await engine.sleep(2)
-        await engine.wake()
-        with pytest.raises(EngineBroken, match="commit a version"):
-            await engine.generate("a", [1], SamplingParams())
-        await engine.prepare_weights(publisher.publish(4, {"any": torch.ones(2)}))
-        await engine.commit_weights(4)
-        assert ((await engine.generate("a", [1], SamplingParams()))[0].versions == 4).all()
-        await engine.sleep(2)
-        assert not engine.loaded
-        await engine.prepare_weights(publisher.publish(5, {"any": torch.ones(2)}))
-        await engine.commit_weights(5)
-        with pytest.raises(RuntimeError, match="asleep"):
-            await engine.generate("a", [1], SamplingParams())
-        await engine.wake()
-        assert ((await engine.generate("a", [1], SamplingParams()))[0].versions == 5).all()
-        publisher.close()
-
-    asyncio.run(main())
 
 
 def test_stops_of_the_request(tokenizer: Any) -> None:

@@ -95,46 +95,6 @@ def test_concurrent_calls_share_a_batch_unless_parameters_differ(model_folder: s
     assert (engine.stats.batches, engine.stats.rows) == (2, 20)
 
 
-def test_abort_returns_a_partial_output_and_cancel_frees_the_id(model_folder: str) -> None:
-    async def run() -> None:
-        engine = HfEngine(model_folder)
-        params = SamplingParams(n=64, max_new_tokens=60, stop_token_ids=())
-        engine._stop_ids = np.array([], dtype=np.int64)  # nothing ends early: the abort must
-        running = asyncio.create_task(engine.generate("a", [5], params))
-        queued = asyncio.create_task(engine.generate("b", [5], SamplingParams(n=2, max_new_tokens=60, seed=1, top_k=3)))
-        with pytest.raises(ValueError, match="'a' is already in flight"):
-            await asyncio.sleep(0)
-            await engine.generate("a", [5], params)
-        await asyncio.sleep(0.03)
-        await engine.abort("b")
-        await engine.abort("a")
-        await engine.abort("unknown")
-        partial, nothing = await running, await queued
-        assert {c.finish_reason for c in partial} == {"abort"} and len(partial) == 64
-        assert 0 < len(partial[0].token_ids) < 60
-        assert [len(c.token_ids) for c in nothing] == [0, 0] and nothing[0].finish_reason == "abort"
-        cancelled = asyncio.create_task(engine.generate("a", [5], params))
-        await asyncio.sleep(0.01)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        assert len(await engine.generate("a", [5], SamplingParams(max_new_tokens=2))) == 1
-        await engine.pause()
-        held = asyncio.create_task(engine.generate("a", [5], params))
-        await asyncio.sleep(0)
-        held.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await held
-        assert not engine._queue and not engine._in_flight
-        await engine.resume()
-        await engine.close()
-        await engine.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            await engine.generate("c", [5], params)
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [

@@ -27,26 +27,6 @@ async def serve(engine: HfEngine, publisher: Publisher, version: int, named: dic
     await engine.commit_weights(version)
 
 
-def test_sleep_level_2_drops_the_weights_until_a_commit(model_folder: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = HfEngine(model_folder, receiver=receiver())
-        publisher, params = Publisher(tmp_path), SamplingParams(n=2, max_new_tokens=8)
-        before = await engine.generate("a", [5], params)
-        await engine.sleep(2)
-        assert sum(parameter.numel() for parameter in engine._model.parameters()) == 0
-        await engine.wake()
-        with pytest.raises(EngineBroken, match="its weights were dropped .sleep level 2., commit a version"):
-            await engine.generate("a", [5], params)
-        await engine.prepare_weights(publisher.publish(1, scaled(model_folder, 1.0)))
-        await engine.commit_weights(1)
-        after = await engine.generate("a", [5], params)
-        assert [c.token_ids.tolist() for c in after] == [c.token_ids.tolist() for c in before]
-        await engine.close()
-        publisher.close()
-
-    asyncio.run(main())
-
-
 def test_a_sleeping_engine_takes_weights_and_sleeps_on(model_folder: str, tmp_path: Path) -> None:
     async def main() -> None:
         engine = HfEngine(model_folder, receiver=receiver())
