@@ -26,6 +26,7 @@ from headrace.tests.dataplane.stores.written import NEXT_BLOCK, assert_hold, fre
 from headrace.tests.process_pool import kill, suspend
 from headrace.tests.waiting import wait_until
 
+pytestmark = pytest.mark.processes
 CAPACITY = 1 << 20
 
 
@@ -71,14 +72,14 @@ ACTORS = ("ray", "simple")
 
 
 @pytest.fixture(scope="module", params=[*ACTORS, "mooncake"])
-def kind(request: pytest.FixtureRequest) -> str:
+def name_of_store(request: pytest.FixtureRequest) -> str:
     request.getfixturevalue("ray_session" if request.param in ACTORS else "mooncake_library")
     return request.param
 
 
 @pytest.fixture(scope="module")
-def host(kind: str) -> Iterator[Any]:
-    host = open_host(kind)
+def host(name_of_store: str) -> Iterator[Any]:
+    host = open_host(name_of_store)
     yield host
     host.close()
     host.close()
@@ -211,14 +212,14 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
 
 
 def test_a_process_that_was_stopped_during_a_clear_is_told_again(
-    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name_of_store: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for module in ("counting_host", "mooncake_store"):
         monkeypatch.setattr(f"headrace.dataplane.stores.{module}.FREE_TIMEOUT_S", 0.5)
-    host = open_host(kind)
+    host = open_host(name_of_store)
     store = open_store(host.spec)
     wants = [write(host, store) for _ in range(4)]
-    stopped = wants[::2] if kind == "simple" else wants  # one of two units
+    stopped = wants[::2] if name_of_store == "simple" else wants  # one of two units
     peers = peers_of(host.spec)
     name, pid = peers[wants[0].block.block_id % len(peers)]
     suspend(pid)
@@ -226,7 +227,7 @@ def test_a_process_that_was_stopped_during_a_clear_is_told_again(
         free(host, *wants)
         waiting = sum(want.block.layout.nbytes for want in stopped)
         assert host.unfreed_bytes() == host.usage_bytes() == waiting and f"pid={pid}" in host.shortage()
-        if kind in ACTORS:
+        if name_of_store in ACTORS:
             assert name in host.shortage() and name in caplog.text
             assert len([record for record in caplog.records if "did not free" in record.message]) == 1
             assert waiting > CAPACITY // 4 and host.allocate(next(NEXT_BLOCK), 100) is None, "memory stays bounded"

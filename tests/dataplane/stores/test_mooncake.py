@@ -58,6 +58,8 @@ def test_blocks_of_one_put_come_back_exact(host: MooncakeHost, store: MooncakeSt
     locations = store.put_many(first, blocks, 10.0)
     wants = [Want(BlockRef(first + n, locations[n], layout_of()), ALL) for n in range(3)]
     assert_hold(store, *wants[::-1])
+    views = [view for found in store.get(wants, 10.0) for view in found.values()]
+    assert all(view.size == 0 or view.ctypes.data % ALIGN == 0 for view in views)
     free(host, *wants)
     assert host.usage_bytes() == 0
 
