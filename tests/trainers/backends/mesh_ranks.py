@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     Row,
     backend_config,
     micro_batch,
+    poisoned_row,
     random_rows,
     recomputed_mismatch,
     weights_of,
@@ -44,6 +46,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective"},
     "half": {"mixed_precision": True},
     "whole": {"distributed_optimizer": False},
+    "packed": {"packing": "packed"},
+    "offload": {"offload": True},
+    "kept": {"reshard_after_forward": False},
+    "full-head": {"head": "full"},
 }
 
 
@@ -166,6 +172,51 @@ def run_case(rank: int, case: Case, folder: str) -> dict[str, Any]:
         return result
 
 
+def interrupted(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    """Run steps that must not be applied, then a whole step."""
+    rows = random_rows(0, NUM_ROWS)
+    with contextlib.closing(case.build(rank, folder)) as backend:
+        before = weights_of(backend)
+        found: dict[str, Any] = {}
+        found["nothing"] = train(backend, case.topology, rank, [row for row in rows if not row.mask.any()])
+        found["poisoned"] = train(backend, case.topology, rank, [*rows, poisoned_row()])
+        accumulate(backend, case.topology, rank, random_rows(5, NUM_ROWS))
+        backend.abort_step()
+        found["unchanged"] = all(torch.equal(value, before[name]) for name, value in weights_of(backend).items())
+        return {**found, "whole": train(backend, case.topology, rank, rows)}
+
+
+def assert_interrupted(found: dict[str, Any], whole: tuple[float, float]) -> None:
+    """Check a result of `interrupted`. whole: loss and gradient norm of the whole step."""
+    assert found["nothing"]["train/skipped"] == found["poisoned"]["train/skipped"] == 1
+    assert found["nothing"]["train/tokens"] == 0 < found["poisoned"]["train/tokens"]
+    assert found["unchanged"] and np.isnan(found["poisoned"]["train/grad_norm"])
+    assert [found["whole"][name] for name in ("train/loss", "train/grad_norm")] == pytest.approx(whole, rel=1e-5)
+    assert found["whole"]["train/lr"] == 1e-3, "skipped steps do not move the schedule"
+
+
+def resumed(
+    rank: int, folder: str, chosen: Sequence[Case], saved_by: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, Any]]:
+    """Run two steps, a save and a third step on some meshes; load and run the third step on all of them. saved_by: for
+    each model the checkpoints' names, those of cases, or of what another process has saved."""
+    found: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for case in chosen:
+        if case.name in saved_by[case.model]:
+            with contextlib.closing(case.build(rank, folder)) as backend:
+                for step in (0, 1):
+                    train(backend, case.topology, rank, random_rows(step, NUM_ROWS))
+                backend.save(f"{folder}/{case.name}", wait=case.model == "tied" and case.topology.tp == 2)
+                found[case.name]["third"] = train(backend, case.topology, rank, random_rows(2, NUM_ROWS))
+                backend.wait_saved()
+    for case in chosen:
+        for saved in saved_by[case.model]:
+            with contextlib.closing(case.build(rank, folder)) as backend:
+                backend.load(f"{folder}/{saved}")
+                found[saved][case.name] = train(backend, case.topology, rank, random_rows(2, NUM_ROWS))
+    return dict(found)
+
+
 def run_reference(folder: str) -> dict[str, Any]:
     """Compute the same results by hand with `ReferenceTrainer`."""
     trainer = ReferenceTrainer(folder)
@@ -202,8 +253,10 @@ def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: d
             torch.testing.assert_close(torch.cat(rank[name]), expected[wanted], rtol=0, atol=1e-5)
     for name, tensor in expected["weights before"].items():
         assert torch.equal(ranks[0]["weights before"][name], tensor), name
-        torch.testing.assert_close(ranks[0]["weights"][name], expected["weights"][name], rtol=0, atol=1e-5)
+        atol = 2e-6 if case.backend == "fsdp" else 1e-5
+        torch.testing.assert_close(ranks[0]["weights"][name], expected["weights"][name], rtol=0, atol=atol)
     assert list(ranks[0]["weights"]) == list(expected["weights"])
     assert not any(rank["weights"] for rank in ranks[1:])
     # Two weights that are put together, and what the rank makes of its own: half of one, or two that it has alone.
-    assert max(rank["share"] for rank in ranks) <= (3.01 if case.topology.pp > 1 else 2.51), "memory of a pass"
+    most = 2.1 if case.backend == "fsdp" else 3.01 if case.topology.pp > 1 else 2.51
+    assert max(rank["share"] for rank in ranks) <= most, "memory of a pass"
