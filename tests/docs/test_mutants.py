@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -14,12 +14,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def mutants() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import mutants  # pyright: ignore[reportMissingImports]
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
-    return mutants
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        return importlib.import_module("mutants")
 
 
 def test_the_text_of_every_mutant_is_in_its_file_once(mutants: ModuleType) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DONE = subprocess.CompletedProcess[str]([], 0)
+
+
+@pytest.fixture
+def differences(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The function that counts the differences of runs, in `tools/same_as_before.py`."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("same_as_before")._differences
 
 
 def write(folder: Path, lines: list[dict[str, Any]], weights: bytes = b"weights") -> Path:
@@ -21,7 +30,7 @@ def write(folder: Path, lines: list[dict[str, Any]], weights: bytes = b"weights"
 
 
 @pytest.mark.parametrize(
-    ("changed", "differences"),
+    ("changed", "count"),
     [
         ({}, 0),
         ({"train/loss": 0.30000000000000004}, 1),
@@ -36,44 +45,35 @@ def write(folder: Path, lines: list[dict[str, Any]], weights: bytes = b"weights"
     ],
 )
 def test_what_counts_as_a_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], differences: int
+    tmp_path: Path, differences: Callable[..., int], changed: dict[str, Any], count: int
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    import same_as_before  # pyright: ignore[reportMissingImports]
-
     one = {"step": 1, "train/loss": 0.3, "time/step_s": 1.0, "reward/mean": 0.5, "staleness/max": 0.0}
     one["dataplane/calls"] = 3.0
     other = {**one, "time/step_s": 2.0, "reward/mean": 0.5 + 2e-15, "staleness/max": 1.0}
     known = [write(tmp_path / "1", [one]), write(tmp_path / "2", [other])]
     new = write(tmp_path / "new", [{**one, **changed}])
-    assert same_as_before._differences("run", known, new, DONE) == differences
+    assert differences("run", known, new, DONE) == count
     without = {name: value for name, value in one.items() if name != "time/step_s"}
-    assert same_as_before._differences("run", known, write(tmp_path / "fewer", [without]), DONE) == 1
-    assert same_as_before._differences("run", known, write(tmp_path / "other", [one], b"others"), DONE) == 1
+    assert differences("run", known, write(tmp_path / "fewer", [without]), DONE) == 1
+    assert differences("run", known, write(tmp_path / "other", [one], b"others"), DONE) == 1
 
 
-def test_what_varies_in_a_run_of_the_same_kind_can_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    import same_as_before  # pyright: ignore[reportMissingImports]
-
+def test_what_varies_in_a_run_of_the_same_kind_can_vary(tmp_path: Path, differences: Callable[..., int]) -> None:
     line = {"step": 1, "sync/engines": 1.0, "reward/mean": 0.5, "train/loss": 0.3}
     known = [write(tmp_path / name, [line]) for name in ("1", "2")]
     varied = {**line, "sync/engines": 0.0, "reward/mean": 0.5 + 1e-15}
     other = [write(tmp_path / "1b", [line]), write(tmp_path / "2b", [varied])]
     new = write(tmp_path / "new", [varied])
-    assert same_as_before._differences("a", known, new, DONE) == 2
-    assert same_as_before._differences("a", known, new, DONE, alike=[other]) == 0
+    assert differences("a", known, new, DONE) == 2
+    assert differences("a", known, new, DONE, alike=[other]) == 0
     wrong = write(tmp_path / "wrong", [{**varied, "train/loss": 0.4}])
-    assert same_as_before._differences("a", known, wrong, DONE, alike=[other]) == 1
+    assert differences("a", known, wrong, DONE, alike=[other]) == 1
 
 
-def test_a_resume_is_compared_from_its_checkpoint_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    import same_as_before  # pyright: ignore[reportMissingImports]
-
+def test_a_resume_is_compared_from_its_checkpoint_on(tmp_path: Path, differences: Callable[..., int]) -> None:
     whole = [{"step": step, "train/loss": float(step)} for step in (1, 2, 3)]
     known = [write(tmp_path / "1", whole), write(tmp_path / "2", whole)]
     before = [{"step": 1, "train/loss": 7.0}, {"step": 2, "train/loss": 7.0}, {"event": "resumed", "step": 1}]
     good, bad = write(tmp_path / "good", [*before, *whole[1:]]), write(tmp_path / "bad", [*before, *whole[1:2]])
-    assert same_as_before._differences("resumed", known, good, DONE, 1) == 0
-    assert same_as_before._differences("resumed", known, bad, DONE, 1) == 2
+    assert differences("resumed", known, good, DONE, 1) == 0
+    assert differences("resumed", known, bad, DONE, 1) == 2

@@ -195,13 +195,7 @@ def nothing(words: list[str]) -> None:
 
 
 CHECKS = {
-    "headrace": check_headrace,
-    "make": check_make,
-    "pip": check_pip,
-    "python": check_file_arguments,
-    "pytest": check_file_arguments,
-    "git": nothing,
-    "cd": nothing,
-    "pre-commit": nothing,
+    "headrace": check_headrace, "make": check_make, "pip": check_pip, "python": check_file_arguments,
+    "pytest": check_file_arguments, "git": nothing, "cd": nothing, "pre-commit": nothing,
     "torchrun": check_file_arguments,
-}
+}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -19,12 +20,9 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture(scope="module")
 def generated() -> dict[Path, str]:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import docs_sources  # pyright: ignore[reportMissingImports]
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
-    return docs_sources.generated()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        return importlib.import_module("docs_sources").generated()
 
 
 @pytest.mark.parametrize(
