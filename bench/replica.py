@@ -33,8 +33,8 @@ import xxhash
 from rich.table import Table
 
 from ..actors.protocols import ROLLOUT_SCHEMA
+from ..actors.train.microbatch_plan import Budget, plan_shards
 from ..actors.train.reader import ReplicaReader, build_links
-from ..actors.train.row_plan import Budget, plan_shards
 from ..actors.train.step_rows import TrainShard
 from ..actors.train.topology import Topology
 from ..codecs.batch import Batch, Jagged

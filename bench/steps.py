@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from ..trainers.config.config import Config, Mode
+from ..trainers.config.config import Config
 from ..trainers.config.load import build_config
+from ..trainers.config.staleness import Mode
 from ..trainers.observe.metrics import read_metrics
 from ..trainers.run.launch import run_training
 from ..trainers.simulation.config import SimulationConfig

@@ -1,1 +1,1 @@
-"""Trains the policy: configuration, losses, train backends, controllers, and the run around them."""
+"""Trains the policy: configuration, losses, train backends, training modes, and the run around them."""

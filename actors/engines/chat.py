@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from ...dataplane.imports import MissingExtra
+from .chat_template import apply_chat_template
 
 Message = Mapping[str, Any]
 """A chat message in the form of OpenAI's API, such as `{"role": "user", "content": "Hello"}`."""
@@ -152,16 +153,7 @@ class TemplateFormat:
         return Reply(answer.lstrip("\n"), thinking.removeprefix("<think>").strip()) if end else Reply(text)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Message], *, prompted: bool) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=prompted,
-                **self._arguments,
-            )
-        except Exception as error:  # a template is a program of its own and may raise anything
-            raise ValueError(f"the chat template does not take the messages: {error}") from error
+        return apply_chat_template(self._tokenizer, messages, self._arguments, tools=tools, prompted=prompted)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -80,6 +80,19 @@ def draw(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return tokens.clamp_(max=log_probs.shape[-1] - 1)
 
 
+def sample(
+    logits: torch.Tensor, params: SamplingParams, keys: np.ndarray, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token for each row of `logits` `[B, V]`. Returns the tokens, int64 `[B]`, and their log-probs, float32
+    `[B]`."""
+    log_probs = log_distribution(logits, params.temperature, params.top_p, params.top_k)
+    if params.temperature == 0.0:
+        tokens = log_probs.argmax(dim=-1)
+    else:
+        tokens = draw(log_probs, torch.from_numpy(uniforms(keys, step)).to(log_probs.device))
+    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
 def checked_prompt(
     request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, context: int | None, vocab_size: int
 ) -> np.ndarray:

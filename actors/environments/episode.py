@@ -25,7 +25,7 @@ from ..columns import ColumnConfig, TokenValues, column_named
 from ..engines.chat import ChatFormat, Reply
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from ..engines.tokenizer import encode_prompts, response_texts
-from ..process.user_code import TooManyHang, UserThreads
+from ..process.user_function_timeouts import TooManyHang, UserThreads
 from ..protocols import EPISODE_ERRORS, Prompt, Sample, Turn
 from .turns import Transcript, generate_whole
 

@@ -19,7 +19,7 @@ from ..columns import ColumnConfig
 from ..engines.chat import ChatFormat
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import Router
-from ..process.user_code import MAX_HUNG, TooManyHang, UserThreads
+from ..process.user_function_timeouts import MAX_HUNG, TooManyHang, UserThreads
 from ..protocols import Prompt, Sample
 from .config import EnvironmentConfig
 from .episode import Clock, EndpointAddress, Episode, EpisodeServices, OutOfTokens

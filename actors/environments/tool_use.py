@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ...dataplane.imports import import_object
-from ..process.user_code import TooManyHang, UserProcesses, UserThreads
+from ..process.user_function_timeouts import TooManyHang, UserProcesses, UserThreads
 from .episode import Episode
 
 Tool = Callable[[str], str | Awaitable[str]]

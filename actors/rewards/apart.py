@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..process.user_code import UserProcesses, UserThreads
+from ..process.user_function_timeouts import UserProcesses, UserThreads
 from ..protocols import Sample
 from .config import RewardFunctionConfig
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...dataplane.imports import MissingExtra
-from ..process.user_code import UserProcesses
+from ..process.user_function_timeouts import UserProcesses
 
 if TYPE_CHECKING:  # the processes of math_verify import this module, and have no use for torch
     from ..protocols import Prompt, Sample

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from ...dataplane.imports import import_object
-from ..process.user_code import UserProcesses
+from ..process.user_function_timeouts import UserProcesses
 from ..protocols import Prompt, Reward, Sample, Score
 from .apart import EPISODE, TOKENS, ApartReward, ApartRewards, ApartValues, is_apart, wanted_by
 from .builtin import (

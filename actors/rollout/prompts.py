@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engines.chat_template import apply_chat_template
 from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .data_config import DataConfig
@@ -140,14 +141,8 @@ class TableSource:
         if self._tokenizer is None or not self._tokenizer.chat_template:
             what = "data.chat_template is all" if self._config.chat_template == "all" else "the prompt is chat messages"
             raise ValueError(f"{self.name!r} row {index}: {what}, but the model's tokenizer has no chat template")
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self._config.chat_template_kwargs
-            )
-        except Exception as error:  # a template is a program of its own and may raise anything
-            raise ValueError(
-                f"{self.name!r} row {index}: the chat template does not take the prompt: {error}"
-            ) from error
+        refusal = f"{self.name!r} row {index}: the chat template does not take the prompt"
+        return apply_chat_template(self._tokenizer, messages, self._config.chat_template_kwargs, refusal=refusal)
 
     def _check_template_arguments(self) -> None:
         """Raise ValueError if `data.chat_template_kwargs` has an argument that the chat template would ignore."""

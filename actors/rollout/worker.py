@@ -26,7 +26,7 @@ from ..columns import ColumnConfig
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..engines.tokenizer import encode_prompts
-from ..process.user_code import UserThreads
+from ..process.user_function_timeouts import UserThreads
 from ..protocols import EPISODE_ERRORS, GroupPlayer, Prompt, Sample, Score, Span
 from ..rewards.apart import ApartValues
 from ..rewards.rubric import Rubric

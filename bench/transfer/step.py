@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...actors.train.row_plan import Budget, plan_shards
+from ...actors.train.microbatch_plan import Budget, plan_shards
 from ...actors.train.topology import Topology
 from .contenders import Digests, RowContender, Share
 from .processes import PRODUCER, LoadSize, Span, call, consumer

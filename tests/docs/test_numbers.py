@@ -16,7 +16,7 @@ from headrace.actors.engines.config import CPU_BATCH, GPU_BATCH, GPU_SHARE, SHAR
 from headrace.actors.engines.vllm.options import CPU_BYTES, CPU_SEQUENCES
 from headrace.actors.engines.vllm.start import MAX_BYTES as MAX_LOG_BYTES
 from headrace.actors.environments.tool_use import ToolUse
-from headrace.actors.process.user_code import MAX_HUNG
+from headrace.actors.process.user_function_timeouts import MAX_HUNG
 from headrace.actors.rewards.rubric import NUM_PROCESSES
 from headrace.actors.rollout.prompts import BLOCK
 from headrace.actors.rollout.results import MAX_ERRORS
@@ -40,12 +40,12 @@ from headrace.tests.drills.chaos.faults import LASTS_S
 from headrace.tests.drills.chaos.memory import MOST_GROWTH, SETTLED_S, SLACK_BYTES
 from headrace.tests.drills.chaos.surgeon import RECOVERY_S, SLOW_S
 from headrace.trainers.cluster.gpu_bundles import GPU_SHARE as ACTOR_GPU_SHARE
-from headrace.trainers.cluster.weight_route import POOL_BUCKET_MIB
+from headrace.trainers.cluster.transport_choice import POOL_BUCKET_MIB
 from headrace.trainers.config.checks import LOGPROB_BYTES, ROLLOUT_TOKEN_BYTES
 from headrace.trainers.config.config import RunConfig
-from headrace.trainers.grpo.controllers import MOST_SKIPPED
 from headrace.trainers.grpo.gpu_turns import FALL_S
 from headrace.trainers.grpo.train_workers import STALL_S
+from headrace.trainers.grpo.training_modes import MOST_SKIPPED
 from headrace.trainers.observe.report import RELOAD_S
 from headrace.trainers.pool.state.pool import PoolBounds
 from headrace.trainers.run.checks.prompts import READ_PROMPTS

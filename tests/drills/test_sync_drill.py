@@ -14,7 +14,7 @@ import pytest
 
 from headrace.tests.runs import weight_sync_runs as runs
 from headrace.trainers.cluster.engine_pool import Engine, NoEngineLeft
-from headrace.trainers.grpo import run_state as grpo
+from headrace.trainers.grpo.checkpoints import State
 
 pytestmark = pytest.mark.drill
 
@@ -36,7 +36,7 @@ def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
         "rollout.num_engines=3", f"sync.transport={transport}", f"sync.timeout_s={BOUND_S}", "dataplane.timeout_s=20",
         "run.max_restarts=0",  # replacing the dead is tests/runs/test_healing.py's matter
     )  # fmt: skip
-    state = grpo.State()
+    state = State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
         first, second, third = run.actors.engines.engines
         assert runs.step(run, state).engines == 3
@@ -91,7 +91,7 @@ def test_an_engine_core_that_is_killed_in_a_direct_broadcast_costs_the_other_eng
         "sync.staging=none", "sync.bucket_mib=1", f"sync.in_flight={in_flight}", f"sync.timeout_s={2 * BOUND_S}",
         "dataplane.timeout_s=20", "run.max_restarts=0",
     )  # fmt: skip
-    state = grpo.State()
+    state = State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
         first, second = run.actors.engines.engines
         assert runs.step(run, state).engines == 2 and first.joins and second.joins

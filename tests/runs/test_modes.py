@@ -1,4 +1,4 @@
-"""The controllers in the whole system: streaming gives the gradients of sync, async keeps its staleness bound."""
+"""The training modes in the whole system: streaming gives the gradients of sync, async keeps its staleness bound."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.tests.runs import weight_sync_runs as runs
-from headrace.trainers.grpo import run_state as grpo
+from headrace.trainers.grpo.checkpoints import State
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ def _marked(name):
 def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, name: str) -> None:
     kind, overrides, steps = CASES[name]
     folder = runs.model_folder(tmp_path / "model", kind)
-    state = grpo.State()
+    state = State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
         before = runs.trainer_model(run, tmp_path / "export")
         for number in range(1, steps + 1):
@@ -77,7 +77,7 @@ def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, 
 def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path: Path) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
     overrides = (*HF, "rollout.num_engines=2", "sync.transport=ipc", "sync.verify=full")
-    state = grpo.State()
+    state = State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:
         runs.step(run, state)
         first, second = run.actors.engines.engines

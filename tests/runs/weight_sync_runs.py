@@ -20,8 +20,9 @@ from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.cluster.engine_pool import Engine
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import load_config
-from headrace.trainers.grpo import run_state as grpo
-from headrace.trainers.grpo.controllers import open_feed
+from headrace.trainers.grpo.checkpoints import State
+from headrace.trainers.grpo.run_parts import Run
+from headrace.trainers.grpo.training_modes import open_feed
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.run.processes import launched
 
@@ -48,7 +49,7 @@ def model_folder(folder: Path, kind: str) -> Path:
 
 
 @contextmanager
-def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
+def run(folder: Path, model: Path, *overrides: str) -> Iterator[Run]:
     """The quickstart's actors on `model`, small, ready for `step`."""
     chosen = [*SMALL, f"model.path={model}", f"run.dir={folder}", *overrides]
     config = with_run_dir(load_config(ROOT / "examples" / "quickstart.yaml", chosen))
@@ -59,7 +60,7 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
         yield started
 
 
-def step(started: grpo.Run, state: grpo.State) -> Any:
+def step(started: Run, state: State) -> Any:
     """One whole step up to the sync; returns its report."""
     started.stages.begin_step(state.step + 1)
     prompts = started.config.algorithm.prompts_per_step
@@ -96,7 +97,7 @@ def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarr
     return asyncio.run(ask())
 
 
-def trainer_model(started: grpo.Run, folder: Path) -> Any:
+def trainer_model(started: Run, folder: Path) -> Any:
     """The trainer's present weights as a HF model, by its own export."""
     started.workers.export_model(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

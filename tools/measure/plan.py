@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from headrace.actors.train.row_plan import Budget, ShardPlan, plan_shards
+from headrace.actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
 from headrace.actors.train.topology import Topology
 from headrace.bench.records import conditions, table, write_records, write_summary
 from headrace.cli.arguments import Parser, results_folder

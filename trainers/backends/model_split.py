@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...actors.train.row_plan import Packing
+from ...actors.train.microbatch_plan import Packing
 from ...actors.train.topology import Topology
 from ...codecs.integers import ceil_div
 from .config import TrainerConfig

@@ -13,7 +13,7 @@ from ...actors.weight_sync.transports.protocol import ReceiverConfig
 from ...dataplane.handle import DataPlaneHandle
 from ..base_model.prepare import model_modules, route_spec
 from ..config.config import Config, PoolConfig
-from .weight_route import bucket_mib
+from .transport_choice import bucket_mib
 
 GPU_WORKER_THREADS = 4
 """Largest number of compute threads that a worker with a GPU gets by default. What it computes on the host are many

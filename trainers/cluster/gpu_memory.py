@@ -14,7 +14,6 @@ from typing import Any
 from ...actors.engines.config import ModelConfig, engine_dtype, memory_share
 from ...actors.process.memory import assumed_machine, gpu_sizes
 from ...actors.rollout.config import RolloutConfig
-from ...actors.weight_sync.transports.factory import resolve_kind
 from ...codecs.integers import ceil_div
 from ..backends.config import TrainerConfig
 from ..backends.vocab.logprobs import GPU_LOGIT_ELEMENTS
@@ -24,7 +23,7 @@ from ..config.config import Config, ResourcesConfig
 from ..errors import UserError
 from .engine_specs import neighbour_bytes
 from .placement import Placement
-from .weight_route import send_buffer_bytes
+from .transport_choice import resolve_kind, send_buffer_bytes
 
 CONTEXT_BYTES = 1 << 30
 """GPU memory of a process for its CUDA context, libraries and fragmentation."""

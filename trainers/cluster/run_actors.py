@@ -32,7 +32,7 @@ from .handles import EngineHandle, RolloutHandle, TrainHandle
 from .placement import ON_CPUS, Placement, PlacementRequest, Seat
 from .rollout_specs import rollout_setup
 from .start_times import StartTimes
-from .weight_route import WeightRoute
+from .transport_choice import WeightRoute
 from .worker_specs import worker_modules, worker_setup
 
 H = TypeVar("H", bound=ActorHandle)

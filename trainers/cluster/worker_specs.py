@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from ...actors.engines.config import ModelConfig
-from ...actors.train.row_plan import Budget
+from ...actors.train.microbatch_plan import Budget
 from ...actors.train.worker import WorkerSetup
 from ...actors.weight_sync.transports.factory import build_sender
 from ...actors.weight_sync.transports.protocol import SenderConfig, WeightSender
@@ -20,7 +20,7 @@ from ..base_model.prepare import model_config, model_modules, route_spec
 from ..config.config import AlgorithmConfig, Config
 from .engine_specs import threads
 from .rollout_specs import sample_file
-from .weight_route import bucket_mib
+from .transport_choice import bucket_mib
 
 
 def worker_setup(

@@ -18,8 +18,9 @@ from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..backends.model_split import mesh_problems
 from ..losses.config import LossConfig
-from .config import AlgorithmConfig, Config, Mode, Overlap, ResourcesConfig, RunConfig
+from .config import AlgorithmConfig, Config, ResourcesConfig, RunConfig
 from .evaluation_sets import EvaluationConfig, ValidationConfig
+from .staleness import Mode, Overlap
 
 ROLLOUT_TOKEN_BYTES = 9
 """Number of bytes that a rollout writes for each token: input_ids int32, response_mask uint8, rollout_logprobs

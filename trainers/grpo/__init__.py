@@ -1,1 +1,1 @@
-"""The GRPO algorithm: its steps, the controllers that run them in order, and the state that is kept between steps."""
+"""The GRPO algorithm: its steps, the modes that run them, and the state that is kept between steps."""

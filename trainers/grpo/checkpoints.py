@@ -1,4 +1,4 @@
-"""Saves and loads a run's checkpoints: the train workers' sharded state and the driver's progress (step, prompts)."""
+"""Saves and loads a run's checkpoints: the train workers' sharded state and the driver's `State` (step, prompts)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,41 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ..cluster.calls import ActorFailed, Call, gather_each
 from ..config.config import RunConfig
 from ..errors import UserError
 from .rollout_pool import RolloutPool
-from .run_state import State
 from .train_workers import TrainWorkers
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = RunConfig()
 ATTEMPTS = 2
 """Maximum number of attempts to write the final checkpoint of a run."""
+
+
+@dataclass(slots=True)
+class State:
+    """The progress of a run. Together with the train workers' checkpoint it is all that a resumed run needs."""
+
+    step: int = 0
+    """Number of finished steps."""
+    version: int = 0
+    """Policy version that the engines serve."""
+    position: int = 0
+    """Position in the prompt stream of the next new prompt to issue."""
+    outstanding: list[int] = field(default_factory=list)
+    """Positions of the prompts that were issued but not yet trained on; a resumed run issues them first."""
+    ahead: bool = False
+    """Whether the train workers' weights may be one step ahead of this state. No checkpoint may then be saved, because
+    weights and state would not match."""
+
+    def go_back(self, earlier: State) -> None:
+        """Overwrite all values with those of `earlier`."""
+        self.step, self.version, self.position = earlier.step, earlier.version, earlier.position
+        self.outstanding, self.ahead = list(earlier.outstanding), earlier.ahead
 
 
 class Checkpoints:

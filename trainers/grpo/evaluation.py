@@ -28,9 +28,9 @@ from ..cluster.rollout_specs import VALIDATION, EvaluationPlan
 from ..config.config import RunConfig
 from ..config.evaluation_sets import ValidationConfig
 from ..errors import UserError
+from .checkpoints import State
 from .feed import LOOK_AFTER_S
 from .rollout_pool import RolloutPool
-from .run_state import State
 from .train_workers import TrainWorkers
 
 _log = logging.getLogger(__name__)

@@ -40,9 +40,9 @@ from ..cluster.handles import RolloutHandle
 from ..cluster.rollout_specs import sampling
 from ..config.config import Config
 from ..observe.data_plane_watch import Busy
+from .checkpoints import State
+from .dynamic_sampling import useful_rows
 from .pool_demand import Demand
-from .row_tags import flat_groups
-from .run_state import State
 from .stages import Stages
 
 _log = logging.getLogger(__name__)
@@ -568,14 +568,11 @@ class Feed:
     def _useful(self, meta: KVBatchMeta) -> np.ndarray:
         """Return which rows to train on, bool `[N]`. With dynamic sampling, rows of groups without a training signal
         are left out, until the step has dropped as many groups as `max_factor` allows."""
-        keep = np.ones(len(meta), dtype=bool)
         dynamic = self._config.algorithm.dynamic_sampling
         if not dynamic.enabled:
-            return keep
+            return np.ones(len(meta), dtype=bool)
         left = int((dynamic.max_factor - 1.0) * self._config.algorithm.prompts_per_step) - self._tally.dropped
-        for group in flat_groups(meta, self._components)[: max(0, left)]:
-            keep &= meta.groups != group
-        return keep
+        return useful_rows(meta, self._components, left)
 
     def _drop(self, meta: KVBatchMeta) -> None:
         """Clear claimed groups that have no training signal from the data plane, and count them as dropped."""

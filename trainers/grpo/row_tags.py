@@ -5,7 +5,6 @@ Several rows may belong to one episode, which counts once, and several episodes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,26 +41,6 @@ def episodes_of(meta: KVBatchMeta) -> Episodes:
     _, first, of_row = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
     of_row = of_row.reshape(-1)
     return Episodes(first, of_row, np.bincount(of_row, weights=valid) > 0)
-
-
-ALIKE = 1e-6
-"""Smallest range of rewards (largest minus smallest) with which a group counts as having a training signal."""
-
-
-def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
-    """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. Those are the
-    groups whose valid episodes all have the same raw reward (the weighted sum of `components`) and the groups with
-    fewer than two valid episodes. components: name and weight of each reward in the sum."""
-    episodes = episodes_of(meta)
-    raw, groups = np.zeros(len(episodes.first)), meta.groups[episodes.first]
-    for name, weight in components:
-        raw += weight * meta.tags[reward_tag(name)][episodes.first]
-    flat = []
-    for group in dict.fromkeys(meta.groups.tolist()):
-        rewards = raw[(groups == group) & episodes.valid]
-        if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
-            flat.append(group)
-    return flat
 
 
 def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:

@@ -13,9 +13,10 @@ from ...actors.rollout.rows import KV_STALENESS, RouteCounts
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from ..observe.data_plane_watch import covered_s, mean_covered_s
+from .checkpoints import State
 from .feed import FeedTally
 from .row_tags import episodes_of
-from .run_state import Run, State
+from .run_parts import Run
 from .weight_sync import SyncReport
 
 MANY = 5

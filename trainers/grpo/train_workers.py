@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from ...actors.sample_file import SampleFile
+from ...actors.train.microbatch_plan import Budget, plan_shards
 from ...actors.train.reader import FetchPolicy, holds_receipt
-from ...actors.train.row_plan import Budget, plan_shards
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.topology import Topology
 from ...actors.train.worker import REF, WorkerReport

@@ -15,11 +15,11 @@ from ..cluster.start_times import StartTimes
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
-from ..grpo.checkpoints import Checkpoints
-from ..grpo.controllers import AfterStep, open_feed, run_steps
+from ..grpo.checkpoints import Checkpoints, State
 from ..grpo.evaluation import BEST
 from ..grpo.feed import PARTITION, Feed
-from ..grpo.run_state import Run, State
+from ..grpo.run_parts import Run
+from ..grpo.training_modes import AfterStep, open_feed, run_steps
 from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import RunEndpoint

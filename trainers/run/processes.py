@@ -26,12 +26,12 @@ from ..cluster.placement import PlacementRequest
 from ..cluster.ray_cluster import Cluster, open_cluster
 from ..cluster.run_actors import ActorStarter, RunActors, StartingActors
 from ..cluster.start_times import StartTimes
-from ..cluster.weight_route import WeightRoute
+from ..cluster.transport_choice import WeightRoute
 from ..cluster.worker_specs import with_packing
 from ..config.config import Config
 from ..errors import UserError
 from ..grpo.gpu_turns import BothResident, Roles, TakeTurns
-from ..grpo.run_state import Observers, Run
+from ..grpo.run_parts import Observers, Run
 from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
 from ..observe.trace import Tracer

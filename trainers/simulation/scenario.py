@@ -12,7 +12,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from ...actors.engines.config import ScriptedConfig, engine_batch
-from ..config.config import Config, Mode
+from ..config.config import Config
+from ..config.staleness import Mode
 from ..errors import UserError
 from ..observe.metrics import read_metrics
 from .config import SimulationConfig

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...dataplane.directory.samplers import StreamProgress
-from ..config.config import Mode
+from ..config.staleness import Mode
 from .scenario import Scenario
 
 

@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 
 from ..protocol import Completion, EngineStats, SamplingParams
-from ..token_sampling import StopTexts, draw, log_distribution, uniforms
+from ..token_sampling import StopTexts, sample
 from .model import RouteRecorder, cache_argument
 
 COMPACT_BELOW = 0.75
@@ -34,7 +34,7 @@ class DecodeRequest:
     prompt_ids: np.ndarray
     """Token ids of the prompt, int64 `[L]`, L >= 1."""
     keys: np.ndarray
-    """Key of the random-number stream of each of the n samples (from `sampling.row_keys`), uint64 `[n]`."""
+    """Key of the random-number stream of each of the n samples (from `token_sampling.row_keys`), uint64 `[n]`."""
     routes_from: int = 0
     """Index of the first token whose route is wanted (`SamplingParams.routes_from`)."""
 
@@ -92,7 +92,7 @@ class Decoding:
             if interrupt.is_set():
                 return False
             window = self._advance()
-            tokens, logprobs = _sample(window.logits, self._params, rows.keys[window.rows], self._step)
+            tokens, logprobs = sample(window.logits, self._params, rows.keys[window.rows], self._step)
             rows.record(window.rows, self._step, tokens.cpu().numpy(), logprobs.cpu().numpy(), version)
             self._tokens = tokens
             self._step += 1
@@ -169,19 +169,6 @@ class Decoding:
         prompt = prompts[request, prompts.shape[1] - len(asked.prompt_ids) :]
         response = [step[None, row] for step in steps[: num_tokens - 1]]
         return np.concatenate([prompt, *response])[asked.routes_from :]
-
-
-def _sample(
-    logits: torch.Tensor, params: SamplingParams, keys: np.ndarray, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token for each row of `logits` `[B, V]`. Returns the tokens, int64 `[B]`, and their log-probs, float32
-    `[B]`."""
-    log_probs = log_distribution(logits, params.temperature, params.top_p, params.top_k)
-    if params.temperature == 0.0:
-        tokens = log_probs.argmax(dim=-1)
-    else:
-        tokens = draw(log_probs, torch.from_numpy(uniforms(keys, step)).to(log_probs.device))
-    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
 class _Rows:

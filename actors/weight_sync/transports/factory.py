@@ -13,22 +13,6 @@ from .protocol import ReceiverConfig, SenderConfig
 from .store import StoreReceiver, StoreSender
 
 TRANSPORT_KINDS = ("collective", "ipc", "store", "disk")
-LASTING_KINDS = ("ipc", "store", "disk")
-"""Transports whose last two versions stay readable when weights come from a CPU (`WeightSender.lasting`)."""
-
-
-def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False) -> str:
-    """Return the transport to use for `kind`. `auto` becomes `ipc` when trainer and engines share a host. On several
-    hosts it becomes `collective`, or `store` when they share GPUs, because NCCL takes no two processes of a GPU into a
-    group.
-
-    Other kinds are returned as they are. Raises ValueError for an unknown kind.
-    """
-    if kind == "auto":
-        return "ipc" if one_host else "store" if shared_gpus else "collective"
-    if kind not in TRANSPORT_KINDS:
-        raise _unknown(kind, ("auto", *TRANSPORT_KINDS))
-    return kind
 
 
 def build_sender(kind: str, config: SenderConfig) -> Sender:
@@ -54,7 +38,7 @@ def build_sender(kind: str, config: SenderConfig) -> Sender:
         if not config.folder:
             raise ValueError("sync.transport='disk' needs a folder, the sender was given none")
         return DiskSender(config.folder, config.run_id, config.sync.timeout_s)
-    raise _unknown(kind, TRANSPORT_KINDS)
+    raise ValueError(f"sync.transport: got {kind!r}, expected one of {', '.join(TRANSPORT_KINDS)}")
 
 
 def build_receiver(kind: str, config: ReceiverConfig, worker: int) -> Receiver:
@@ -78,8 +62,4 @@ def build_receiver(kind: str, config: ReceiverConfig, worker: int) -> Receiver:
         return StoreReceiver(config.engine, worker, config.data_plane)
     if kind == "disk":
         return DiskReceiver(config.engine, worker)
-    raise _unknown(kind, TRANSPORT_KINDS)
-
-
-def _unknown(kind: str, known: tuple[str, ...]) -> ValueError:
-    return ValueError(f"sync.transport: got {kind!r}, expected one of {', '.join(known)}")
+    raise ValueError(f"sync.transport: got {kind!r}, expected one of {', '.join(TRANSPORT_KINDS)}")

@@ -17,7 +17,7 @@ from headrace.actors.environments.config import EndpointConfig, EnvironmentConfi
 from headrace.actors.environments.episode import Clock, Episode
 from headrace.actors.environments.factory import build_environment, check_environment
 from headrace.actors.environments.host import EpisodeHost, Gate
-from headrace.actors.process.user_code import MAX_HUNG, TooManyHang
+from headrace.actors.process.user_function_timeouts import MAX_HUNG, TooManyHang
 from headrace.actors.protocols import Prompt, Sample
 from headrace.testing import TalkingEngine
 from headrace.tests.actors.environments.chat_tokenizer import make_chat_tokenizer

@@ -26,7 +26,7 @@ from headrace.actors.environments.config import EnvironmentConfig
 from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.host import EpisodeHost
 from headrace.actors.environments.tool_use import ToolUse, build_tools, calculator, find_call
-from headrace.actors.process.user_code import MAX_HUNG, TooManyHang
+from headrace.actors.process.user_function_timeouts import MAX_HUNG, TooManyHang
 from headrace.actors.protocols import Prompt, Sample
 from headrace.tests.actors.weight_sync.weight_updates import Publisher, receiver
 

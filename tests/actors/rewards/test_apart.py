@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.actors.process.user_code import UserFunctionFailed, UserProcesses
+from headrace.actors.process.user_function_timeouts import UserFunctionFailed, UserProcesses
 from headrace.actors.protocols import Prompt, Sample
 from headrace.actors.rewards.apart import ApartValues
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
@@ -138,7 +138,7 @@ def test_a_hanging_function_ends_with_the_process_that_called_it(tmp_path: Path)
         "    time.sleep(3600)\n"
     )
     code = (
-        "import asyncio; from headrace.actors.process.user_code import UserProcesses; "
+        "import asyncio; from headrace.actors.process.user_function_timeouts import UserProcesses; "
         "asyncio.run(UserProcesses('hanging:hang', {}, 1).call([], 3600.0))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as caller:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
+from headrace.actors.train.microbatch_plan import Budget, plan_shards
 from headrace.actors.train.reader import FetchPolicy, ReplicaReader, build_links, holds_receipt
-from headrace.actors.train.row_plan import Budget, plan_shards
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.topology import Topology
 from headrace.codecs.batch import Batch, Jagged

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.actors.train.row_plan import ShardPlan
+from headrace.actors.train.microbatch_plan import ShardPlan
 from headrace.tools.measure import directory
 from headrace.tools.measure.plan import (
     LENGTHS,

@@ -22,7 +22,7 @@ from headrace.trainers.cluster.gpu_bundles import Reservation, reserve_places
 from headrace.trainers.cluster.placement import Placement, PlacementRequest
 from headrace.trainers.cluster.ray_cluster import lean_start
 from headrace.trainers.cluster.start_times import StartTimes
-from headrace.trainers.cluster.weight_route import WeightRoute
+from headrace.trainers.cluster.transport_choice import WeightRoute
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 

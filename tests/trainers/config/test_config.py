@@ -12,7 +12,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from headrace.tests.trainers.config.refusals import file_problems, only_problem
-from headrace.trainers.cluster.weight_route import bucket_mib
 from headrace.trainers.config.checks import StoreDemand
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
@@ -252,14 +251,6 @@ def test_a_mesh_of_megatron(tmp_path: Path) -> None:
         "got 765, expected at least 768, the length of the longest row" in found
         and "rounded up to a multiple of 8" in found
     )
-
-
-def test_buckets_are_larger_between_gpus(tmp_path: Path) -> None:
-    unset, given = load(tmp_path, ""), load(tmp_path, "sync: {bucket_mib: 8}")
-    for kind in ("ipc", "collective", "store", "disk"):
-        assert bucket_mib(unset.sync, kind, "cpu", pooled=False) == 64
-        assert bucket_mib(unset.sync, kind, "cuda:1", pooled=False) == (512 if kind in ("ipc", "collective") else 64)
-        assert bucket_mib(given.sync, kind, "cuda", pooled=False) == 8
 
 
 def test_the_data_plane_may_import_the_samplers_that_the_configuration_names(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A world for the controllers' tests: the real loop, feed, data plane, plans and train workers, in one process.
+"""A world for tests of the training modes: the real loop, feed, data plane, plans and train workers, in one process.
 
 Rollouts are those of `World`: they put rows in random order while the feed claims, and actors die. There is no engine:
 a weight sync only tells the world the new version.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from headrace.actors.protocols import SpanTable
-from headrace.actors.train.row_plan import Budget
+from headrace.actors.train.microbatch_plan import Budget
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import TrainWorker, WorkerReport, WorkerSetup
 from headrace.codecs.batch import Jagged, Ragged
@@ -28,13 +28,13 @@ from headrace.tests.trainers.grpo.feed_world import World
 from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.worker_specs import backend_config
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo.controllers import AfterStep, run_steps
+from headrace.trainers.grpo.checkpoints import State
 from headrace.trainers.grpo.feed import Feed
 from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.rollout_pool import RolloutPool
-from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.train_workers import TrainWorkers
+from headrace.trainers.grpo.training_modes import AfterStep, run_steps
 from headrace.trainers.grpo.weight_sync import SyncReport
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat

@@ -27,7 +27,7 @@ from headrace.dataplane.traffic import Traffic
 from headrace.trainers.cluster.calls import ActorFailed, Call, DriverMeter
 from headrace.trainers.cluster.handles import RolloutHandle
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo import run_state as grpo
+from headrace.trainers.grpo.checkpoints import State
 from headrace.trainers.grpo.feed import Feed
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer
@@ -107,18 +107,18 @@ class World:
         self.active = [Actor(self, number) for number in range(3)]
         self.inner: DataPlaneClient = connect(self.plane.handle, name="world")
 
-    def begin(self, state: grpo.State) -> Feed:
+    def begin(self, state: State) -> Feed:
         """A new partition and feed for a run that starts, or is resumed, from `state`."""
         self.works.clear()
         self.version = state.version
         return self._feed(state)
 
-    def begin_again(self, feed: Feed, state: grpo.State) -> Feed:
+    def begin_again(self, feed: Feed, state: State) -> Feed:
         """The feed after the one of a train group that is lost: `state` is its checkpoint's. Engines keep theirs."""
         feed.give_up()
         return self._feed(state)
 
-    def _feed(self, state: grpo.State) -> Feed:
+    def _feed(self, state: State) -> Feed:
         self.partition = f"world-{next(_NUMBER)}"
         return Feed(
             self.config,
@@ -225,7 +225,7 @@ class World:
         """The actor works on under its name; calls of the dead process stay dead."""
 
 
-def saved(state: grpo.State) -> str:
+def saved(state: State) -> str:
     """As a checkpoint has it."""
     return json.dumps(asdict(state))
 

@@ -18,9 +18,8 @@ from headrace.trainers.cluster.rollout_specs import journal
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo import checkpoints as module
-from headrace.trainers.grpo.checkpoints import Checkpoints
+from headrace.trainers.grpo.checkpoints import Checkpoints, State
 from headrace.trainers.grpo.gpu_turns import BothResident
-from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.train_workers import size_of
 from headrace.trainers.observe.trace import Tracer

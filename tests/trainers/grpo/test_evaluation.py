@@ -17,8 +17,8 @@ from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
 from headrace.trainers.grpo import evaluation
+from headrace.trainers.grpo.checkpoints import State
 from headrace.trainers.grpo.evaluation import Evaluations
-from headrace.trainers.grpo.run_state import State
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat

@@ -21,7 +21,7 @@ from headrace.tests.trainers.grpo.feed_world import World, positions_of, saved
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.grpo import run_state as grpo
+from headrace.trainers.grpo.checkpoints import State
 from headrace.trainers.grpo.feed import TooManyFailedRows, TooManyMissingRoutes
 
 PROMPTS = 3
@@ -44,7 +44,7 @@ def train(world: World, steps: int, kills: float = 0.0) -> dict[int, list[int]]:
     after one and resumed from the last checkpoint, of every third step; or only the train workers die, before its
     end."""
     algorithm = world.config.algorithm
-    state = grpo.State()
+    state = State()
     checkpoint = saved(state)
     feed = world.begin(state)
     trained: dict[int, list[int]] = {}
@@ -61,7 +61,7 @@ def train(world: World, steps: int, kills: float = 0.0) -> dict[int, list[int]]:
         assert (state.version - meta.versions <= overlap.window).all(), "staleness"
         if world.dice.random() < kills:
             world.num_lost += 1
-            state.go_back(grpo.State(**json.loads(checkpoint)))
+            state.go_back(State(**json.loads(checkpoint)))
             trained = {step: positions for step, positions in trained.items() if step <= state.step}
             before, feed = world.partition, world.begin_again(feed, state)
             assert world.inner.status(before).rows == 0
@@ -76,7 +76,7 @@ def train(world: World, steps: int, kills: float = 0.0) -> dict[int, list[int]]:
             checkpoint = saved(state)
         if world.dice.random() < kills:
             world.inner.clear(world.partition)
-            state = grpo.State(**json.loads(checkpoint))
+            state = State(**json.loads(checkpoint))
             trained = {step: positions for step, positions in trained.items() if step <= state.step}
             feed = world.begin(state)
     outstanding = set(state.outstanding)
@@ -168,7 +168,7 @@ def outlast_lease(world: World) -> None:
 
 @pytest.mark.long
 def test_a_step_longer_than_the_lease_trains_each_row_once(short_leases: DataPlane) -> None:
-    world, state = World(short_leases, settings("streaming"), random.Random(1)), grpo.State()
+    world, state = World(short_leases, settings("streaming"), random.Random(1)), State()
     feed = world.begin(state)
     feed.top_up()
     claimed = [feed.claim(1)]
@@ -193,7 +193,7 @@ def test_late_replacements_do_not_bring_the_same_rows_again(
         return real(*args, **options)
 
     monkeypatch.setattr(world, "claim", claim)
-    feed = world.begin(grpo.State())
+    feed = world.begin(State())
     feed.top_up()
     feed.drain()
     meta = feed.claim(6)
@@ -204,7 +204,7 @@ def test_late_replacements_do_not_bring_the_same_rows_again(
 def test_rows_that_the_open_step_holds_are_refused(short_leases: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseRenewal, "add", lambda *_: None)  # as if this process had been stopped
     world = World(short_leases, settings("streaming"), random.Random(1))
-    feed = world.begin(grpo.State())
+    feed = world.begin(State())
     feed.top_up()
     first = feed.claim(1)
     outlast_lease(world)
@@ -237,7 +237,7 @@ def test_a_step_has_its_size_even_when_no_group_has_a_signal(plane: DataPlane) -
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_rollout_may_take_hours_while_it_makes_progress(plane: DataPlane, mode: str) -> None:
     world = World(plane, settings(mode), random.Random(0), slow_looks=50)
-    feed = world.begin(grpo.State())
+    feed = world.begin(State())
     feed.top_up()
     feed.drain()
     feed.claim(PROMPTS)
@@ -251,7 +251,7 @@ def test_an_actor_that_makes_no_progress_is_killed_and_its_prompts_are_issued_ag
 ) -> None:
     """A hung call is found in a drain as well as in a claim, however many others answer meanwhile."""
     world = World(plane, settings(mode), random.Random(0))
-    feed = world.begin(grpo.State())
+    feed = world.begin(State())
     feed.top_up()
     world.hung.append(world.active[1])
     if mode == "sync":
@@ -265,7 +265,7 @@ def test_an_actor_that_makes_no_progress_is_killed_and_its_prompts_are_issued_ag
 
 def test_a_wait_for_rollouts_tells_the_watchdog_that_it_gets_on(plane: DataPlane) -> None:
     world = World(plane, settings("sync"), random.Random(0), slow_looks=20)
-    feed = world.begin(grpo.State())
+    feed = world.begin(State())
     feed.top_up()
     beats: list[str] = []
     heartbeat = feed._stages.heartbeat
@@ -283,7 +283,7 @@ def test_failed_rows_are_counted_over_the_step(plane: DataPlane) -> None:
     )
     for failing_calls in (1, 2):
         world = World(plane, config, random.Random(1), reported_rows=8)
-        feed = world.begin(grpo.State())
+        feed = world.begin(State())
         feed.top_up()
         ended, seen = world.ended, []
 
@@ -321,7 +321,7 @@ def test_missing_routes_are_counted_over_the_step(
     replay = RouterReplayConfig(missing=missing)  # pyright: ignore[reportArgumentType]
     world = World(plane, config.model_copy(update={"router_replay": replay}), random.Random(1), reported_rows=8)
     world.routes = RouteCounts(possible=800, missing=tokens)
-    feed = world.begin(grpo.State())
+    feed = world.begin(State())
     feed.top_up()
     with contextlib.nullcontext() if text is None else pytest.raises(TooManyMissingRoutes, match=text):
         feed._look_after(1.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.trainers.grpo.controllers import interrupts_held
+from headrace.trainers.grpo.training_modes import interrupts_held
 
 
 @pytest.fixture(autouse=True)

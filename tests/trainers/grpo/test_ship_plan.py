@@ -11,7 +11,7 @@ import torch
 
 from headrace import testing
 from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
-from headrace.actors.train.row_plan import Budget
+from headrace.actors.train.microbatch_plan import Budget
 from headrace.actors.train.step_rows import TrainShard
 from headrace.codecs import messages
 from headrace.codecs.batch import Batch, Jagged

@@ -10,8 +10,8 @@ import pytest
 from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.grpo.controllers import MOST_SKIPPED, Steps
-from headrace.trainers.grpo.run_state import State
+from headrace.trainers.grpo.checkpoints import State
+from headrace.trainers.grpo.training_modes import MOST_SKIPPED, Steps
 
 
 def steps_of_a_run() -> Any:

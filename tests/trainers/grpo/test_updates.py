@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headrace.actors.protocols import ROLLOUT_SCHEMA
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.trainers.grpo.controllers import deal
 from headrace.trainers.grpo.step_metrics import update_metrics
+from headrace.trainers.grpo.training_modes import deal
 
 
 def receipt(groups: int, size: int) -> KVBatchMeta:

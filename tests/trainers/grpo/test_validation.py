@@ -19,7 +19,7 @@ from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError, UserError
 from headrace.trainers.grpo import evaluation
-from headrace.trainers.grpo.run_state import State
+from headrace.trainers.grpo.checkpoints import State
 
 MATH = {"functions": [{"kind": "exact_match", "weight": 0}, {"kind": "per_position", "name": "math"}]}
 

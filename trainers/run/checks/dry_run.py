@@ -33,7 +33,7 @@ from ...cluster.gpu_memory import (
     value_bytes,
 )
 from ...cluster.placement import Host, Placement, PlacementRequest, plan_placement
-from ...cluster.weight_route import WeightRoute
+from ...cluster.transport_choice import WeightRoute
 from ...config.checks import ROLLOUT_TOKEN_BYTES, StoreDemand, cautions
 from ...config.config import Config, PoolConfig, ResourcesConfig
 from ...errors import UserError

@@ -12,7 +12,7 @@ import torch
 
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.actors.weight_sync.inbox import WeightInbox
-from headrace.actors.weight_sync.transports.factory import build_sender, resolve_kind
+from headrace.actors.weight_sync.transports.factory import build_sender
 from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.actors.weight_sync.transports.ipc_base import lease_holders
 from headrace.actors.weight_sync.transports.protocol import (
@@ -196,14 +196,6 @@ def test_files_on_disk_are_safetensors(sender_config: Callable[..., SenderConfig
         inbox.prepare(update)
     inbox.close()
     sender.close()
-
-
-def test_auto() -> None:
-    assert resolve_kind("auto", one_host=True) == "ipc"
-    assert resolve_kind("auto", one_host=False) == "collective"
-    assert resolve_kind("disk", one_host=True) == "disk"
-    with pytest.raises(ValueError, match="sync.transport: got 'nccl', expected one of auto, collective"):
-        resolve_kind("nccl", one_host=True)
 
 
 def test_two_senders_of_one_run(sender_config: Callable[..., SenderConfig]) -> None:

@@ -12,7 +12,7 @@ from headrace.actors.process.own_process import show_gpus, shown_gpus
 from headrace.actors.weight_sync.config import SyncConfig
 from headrace.tests.trainers.config.refusals import only_problem
 from headrace.trainers.cluster.placement import Host, PlacementRequest, plan_placement
-from headrace.trainers.cluster.weight_route import WeightRoute
+from headrace.trainers.cluster.transport_choice import WeightRoute
 from headrace.trainers.config.config import Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.run.checks import doctor

@@ -1,17 +1,33 @@
-"""Derives how a run's weights travel from the train workers to the engines: the transport, and what is kept."""
+"""Chooses the transport by which weights travel from the train workers to the engines, and what is kept of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ...actors.weight_sync.config import SyncConfig
-from ...actors.weight_sync.transports.factory import LASTING_KINDS, resolve_kind
+from ...actors.weight_sync.transports.factory import TRANSPORT_KINDS
 from ..errors import UserError
 from .placement import Placement
 
+LASTING_KINDS = ("ipc", "store", "disk")
+"""Transports whose last two versions stay readable when weights come from a CPU (`WeightSender.lasting`)."""
 POOL_BUCKET_MIB = 64
 """Size in MiB of the buckets of a run that shares a pool's GPUs. Trainer and engines keep two each in GPU memory, even
 while others use the GPU."""
+
+
+def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False) -> str:
+    """Return the transport to use for `kind`. `auto` becomes `ipc` when trainer and engines share a host. On several
+    hosts it becomes `collective`, or `store` when they share GPUs, because NCCL takes no two processes of a GPU into a
+    group.
+
+    Other kinds are returned as they are. Raises ValueError for an unknown kind.
+    """
+    if kind == "auto":
+        return "ipc" if one_host else "store" if shared_gpus else "collective"
+    if kind not in TRANSPORT_KINDS:
+        raise ValueError(f"sync.transport: got {kind!r}, expected one of {', '.join(('auto', *TRANSPORT_KINDS))}")
+    return kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Defines `Run`, the parts of a run that its training steps work with, and `State`, the run's progress."""
+"""Defines `Run`, the parts of a run that its training steps work with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...dataplane.client.client import DataPlaneClient
@@ -16,28 +16,6 @@ from .rollout_pool import RolloutPool
 from .stages import Stages
 from .train_workers import TrainWorkers
 from .weight_sync import WeightSync
-
-
-@dataclass(slots=True)
-class State:
-    """The progress of a run. Together with the train workers' checkpoint it is all that a resumed run needs."""
-
-    step: int = 0
-    """Number of finished steps."""
-    version: int = 0
-    """Policy version that the engines serve."""
-    position: int = 0
-    """Position in the prompt stream of the next new prompt to issue."""
-    outstanding: list[int] = field(default_factory=list)
-    """Positions of the prompts that were issued but not yet trained on; a resumed run issues them first."""
-    ahead: bool = False
-    """Whether the train workers' weights may be one step ahead of this state. No checkpoint may then be saved, because
-    weights and state would not match."""
-
-    def go_back(self, earlier: State) -> None:
-        """Overwrite all values with those of `earlier`."""
-        self.step, self.version, self.position = earlier.step, earlier.version, earlier.position
-        self.outstanding, self.ahead = list(earlier.outstanding), earlier.ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.train.row_plan import Budget
+from headrace.actors.train.microbatch_plan import Budget
 from headrace.dataplane.factory import DataPlane
 from headrace.testing.data_plane import open_plane
 from headrace.tests.trainers.backends.backend_ranks import save_tiny_model
@@ -28,7 +28,7 @@ from headrace.tests.trainers.grpo.feed_world import World, saved
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
-from headrace.trainers.grpo.run_state import State
+from headrace.trainers.grpo.checkpoints import State
 
 PROMPTS, SAMPLES = 6, 4
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.actors.train.row_plan import Budget, ShardPlan, plan_shards
+from headrace.actors.train.microbatch_plan import Budget, ShardPlan, plan_shards
 from headrace.actors.train.topology import Topology
 
 

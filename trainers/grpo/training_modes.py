@@ -23,7 +23,7 @@ go back to the data plane once its gradients are computed, while its rows are cl
 holds less than a step suffices.
 
 With `resources.switch_roles`, a step that is trained on as a whole with a window of 0 has the engines sleep from the
-claim to the sync, and the train workers offloaded at all other times (see roles.py). In a run that borrows its GPUs
+claim to the sync, and the train workers offloaded at all other times (see gpu_turns.py). In a run that borrows its GPUs
 from a pool, the train workers have theirs from the last claim to the sync (see pool/tenant/).
 
 A wait for rollouts or a validation lasts for as long as actors make progress. Other waits are bounded by
@@ -48,10 +48,11 @@ from ...dataplane.meta import KVBatchMeta
 from ..cluster.rollout_specs import EvaluationDefaults, evaluation_plans
 from ..config.config import AlgorithmConfig
 from ..errors import UserError
+from .checkpoints import State
 from .evaluation import Evaluations, Goal
 from .feed import PARTITION, Feed
 from .row_tags import with_advantages
-from .run_state import Run, State
+from .run_parts import Run
 from .step_metrics import step_metrics
 from .train_workers import TrainWorkers
 
