@@ -382,11 +382,7 @@ class _Scoring:
     """Scores samples one after another in a thread. The event loop can read how far the thread has come."""
 
     def __init__(
-        self,
-        rubric: Rubric,
-        samples: Sequence[Sample],
-        known: Sequence[ApartValues | None],
-        scored: Callable[[], None],
+        self, rubric: Rubric, samples: Sequence[Sample], known: Sequence[ApartValues | None], scored: Callable[[], None]
     ) -> None:
         """known: values of the rewards of each sample that were computed apart. scored: callback that the thread calls
         after each sample."""

@@ -139,10 +139,7 @@ def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
         engine=engine_parts(config.rollout, config.model, params, gpu_bytes, kept_free=kept_free if pooled else None),
         buckets=send_buffer_bytes(sync, resolve_kind(sync.transport, one_host=True, shared_gpus=True), pooled=pooled),
         contexts=2 * CONTEXT_BYTES,
-        host={
-            "offloaded state": sum(held.values()),
-            "cached versions": versions,
-        },
+        host={"offloaded state": sum(held.values()), "cached versions": versions},
     )
 
 

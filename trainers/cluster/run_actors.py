@@ -314,12 +314,7 @@ class ActorStarter:
     def worker(self, rank: int) -> TrainHandle:
         """Start the train worker of `rank`; returns its handle."""
         spec = partial(
-            worker_setup,
-            self._config,
-            rank,
-            one_host=self._one_host,
-            kind=self.route.kind,
-            device=self._device,
+            worker_setup, self._config, rank, one_host=self._one_host, kind=self.route.kind, device=self._device
         )
         modules, seat = worker_modules(self._config.trainer.backend, self._config.model), self.placement.ranks[rank]
         groups = {"concurrency_groups": CONCURRENCY_GROUPS}

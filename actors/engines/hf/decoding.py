@@ -175,11 +175,7 @@ class _Rows:
     """Tokens, log-probs and versions of every row of the batch. The rows are the samples of all requests in order."""
 
     def __init__(
-        self,
-        requests: Sequence[DecodeRequest],
-        max_new_tokens: int,
-        stop_ids: np.ndarray,
-        stop_texts: StopTexts | None,
+        self, requests: Sequence[DecodeRequest], max_new_tokens: int, stop_ids: np.ndarray, stop_texts: StopTexts | None
     ) -> None:
         self.bounds = np.cumsum([0, *(len(request.keys) for request in requests)])
         self.keys = np.concatenate([request.keys for request in requests])
