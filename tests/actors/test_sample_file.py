@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors import sample_file as samples
+from headrace.actors import sample_file
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.sample_file import SampleFile, SamplesConfig, episode_line, token_texts, trained_line
 
@@ -144,9 +144,9 @@ def test_writers_at_the_same_time_lose_no_line(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_only_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "LOCK_S", 0.05)
+    monkeypatch.setattr(sample_file, "LOCK_S", 0.05)
     file_at(tmp_path / "missing").append([line_at(0, 1)])
-    with samples._locked(tmp_path / "samples.jsonl.lock"):
+    with sample_file._locked(tmp_path / "samples.jsonl.lock"):
         file_at(tmp_path).append([line_at(0, 1)])
     assert len(caplog.records) == 2 and "locked by another process" in caplog.text
     assert not (tmp_path / "samples.jsonl").exists()

@@ -27,7 +27,6 @@ from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.security.authenticated_listener import connect_authenticated
 from headrace.dataplane.security.handshake import HELLO_BYTES, PROOF_BYTES, new_key
 from headrace.dataplane.stores.tcp import wire
-from headrace.dataplane.stores.tcp import wire as unit_messages
 from headrace.dataplane.stores.tcp.link import UnitLink
 from headrace.dataplane.stores.tcp.unit import StorageUnit
 from headrace.testing.data_plane import fresh_run_id
@@ -187,20 +186,20 @@ class UnitPort:
         self._count = itertools.count(1 << 40)
 
     def _put(self, link: UnitLink, block_id: int, data: bytes) -> None:
-        request = unit_messages.encode(unit_messages.Put(block_id, (len(data),), 0.0))
+        request = wire.encode(wire.Put(block_id, (len(data),), 0.0))
         link.ask("put", "put", request, [memoryview(data)], time.monotonic() + TIMEOUT_S)
 
     def _get(self, link: UnitLink, block_id: int, nbytes: int) -> bytes:
-        column = unit_messages.column
-        request = unit_messages.Get(column([block_id]), column([0]), column([0]), column([nbytes]))
-        head, deadline = unit_messages.encode(request), time.monotonic() + TIMEOUT_S
+        column = wire.column
+        request = wire.Get(column([block_id]), column([0]), column([0]), column([nbytes]))
+        head, deadline = wire.encode(request), time.monotonic() + TIMEOUT_S
         with link.exchange("get", "get", head, (), deadline) as (connection, _, raw_bytes):
             data = bytearray(raw_bytes)
             connection.receive_into([memoryview(data)], deadline)
         return bytes(data[:-1])
 
     def _free(self, link: UnitLink, block_ids: list[int]) -> None:
-        request = unit_messages.encode(unit_messages.Free(unit_messages.column(block_ids)))
+        request = wire.encode(wire.Free(wire.column(block_ids)))
         link.ask("clear", "free", request, (), time.monotonic() + TIMEOUT_S)
 
     def work(self) -> None:
@@ -219,9 +218,9 @@ class UnitPort:
         link = UnitLink(near, self.key)
         self._put(link, 7, bytes(128))
         self._get(link, 7, 100)
-        reserve = unit_messages.encode(unit_messages.Reserve(8, 128, 0.0))
+        reserve = wire.encode(wire.Reserve(8, 128, 0.0))
         link.ask("put", "reserve", reserve, (), time.monotonic() + TIMEOUT_S)
-        link.ask("put", "cut", unit_messages.encode(unit_messages.Cut(8, (64,))), (), time.monotonic() + TIMEOUT_S)
+        link.ask("put", "cut", wire.encode(wire.Cut(8, (64,))), (), time.monotonic() + TIMEOUT_S)
         self._free(link, [7, 8])
         link.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.transfer import benchmark as transfer_module
+from headrace.bench.transfer import benchmark
 from headrace.cli import main
 
 
@@ -41,9 +41,9 @@ def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
 def test_transfer_prints_tables_and_leaves_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = transfer_module.TransferOptions
+    real = benchmark.TransferOptions
     small = functools.partial(real, in_process=True, share=1e-9)
-    monkeypatch.setattr(transfer_module, "TransferOptions", small)
+    monkeypatch.setattr(benchmark, "TransferOptions", small)
     arguments = ["--stores", "local", "--workloads", "tiny", "--pattern", "put", "get", "--quick"]
     assert main(["bench", "transfer", *arguments, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.actors.engines.scripted import request_latency
 from headrace.actors.rollout.prompts import base36
-from headrace.bench import steps as modes
+from headrace.bench import steps
 from headrace.bench.steps import CASES, ModeResult, StepOptions
 from headrace.cli import main
 
@@ -56,7 +56,7 @@ def test_a_short_run_writes_the_keys(
 
 def test_the_trainer_is_as_slow_as_the_mean_generation() -> None:
     options = StepOptions(Path("unused"))
-    config = modes.case_config(options, CASES[0])
+    config = steps.case_config(options, CASES[0])
     scripted = config.scripted
     latencies = np.array(
         [
@@ -68,7 +68,7 @@ def test_the_trainer_is_as_slow_as_the_mean_generation() -> None:
     trained = scripted.train_row_s * config.rows_per_step + scripted.train_step_s
     assert slowest.mean() == pytest.approx(trained) == pytest.approx(options.train_s)
     assert scripted.latency_sigma == 1.0
-    others = [modes.case_config(options, case).model_dump(exclude={"run", "algorithm"}) for case in CASES[:3]]
+    others = [steps.case_config(options, case).model_dump(exclude={"run", "algorithm"}) for case in CASES[:3]]
     assert others[0] == others[1] == others[2]
 
 
@@ -77,7 +77,7 @@ def test_ratios_are_over_one_for_what_is_faster() -> None:
         names = [case.name for case in CASES]
         return [ModeResult(name, (seconds,) * 4, 4.0, 0.0, 0.0, 0) for name, seconds in zip(names, step_s, strict=True)]
 
-    summary = modes.summarise(results(3.0, 2.0, 1.5, 1.2, 1.0), results(3.0, 1.0, 1.5, 1.2, 1.0))
+    summary = steps.summarise(results(3.0, 2.0, 1.5, 1.2, 1.0), results(3.0, 1.0, 1.5, 1.2, 1.0))
     assert summary["step.async_streaming_vs_async"] == pytest.approx(1.2)
     assert "step.async_streaming_vs_sync" not in summary
     assert summary["step.streaming_vs_sync"] == 1.5 and summary["simulated.step.streaming_vs_sync"] == 3.0

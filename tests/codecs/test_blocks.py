@@ -7,8 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codecs import block_header as checksums
-from headrace.codecs import blocks
+from headrace.codecs import block_header, blocks
 from headrace.codecs.block_header import CHECKSUM_ROWS, ChecksumMismatch, decode_header
 from headrace.codecs.blocks import BlockLayout, encode_block, read_header
 from headrace.codecs.gather import RowSource, assemble, verify
@@ -151,7 +150,7 @@ def test_every_byte_is_under_a_checksum(batch):
 def test_a_reader_copies_no_byte_that_has_changed(batch, copy_bytes, monkeypatch):
     """A read that checks what it copies fails for each changed byte of a row block that it reads. The rows may come in
     any order; other bytes may change."""
-    monkeypatch.setattr(checksums, "COPY_BYTES", copy_bytes)
+    monkeypatch.setattr(block_header, "COPY_BYTES", copy_bytes)
     block = encode_block(batch, 0, ROWS, checksum=True)
     rng = np.random.default_rng(0)
     found = 0
@@ -217,7 +216,7 @@ def test_checksums_are_those_of_the_pieces_at_the_time_of_their_copy(batch):
 def test_running_sums_do_not_depend_on_how_the_bytes_come(sizes, cuts):
     data = np.random.default_rng(0).integers(0, 256, sum(sizes), dtype=np.uint8).data
     ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    running = checksums.RunningSums(ends)
+    running = block_header.RunningSums(ends)
     begin = 0
     for size in [*cuts, len(data)]:
         running.feed(data[begin : begin + size])

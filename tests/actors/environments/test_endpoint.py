@@ -22,8 +22,7 @@ pytest.importorskip("renderers")
 import openai
 
 from headrace.actors.engines.hf.engine import HfEngine
-from headrace.actors.environments import endpoint_server as serving
-from headrace.actors.environments import endpoint_session as sessions
+from headrace.actors.environments import endpoint_server, endpoint_session
 from headrace.actors.environments.config import EndpointConfig, EnvironmentConfig
 from headrace.actors.environments.episode import Episode
 from headrace.tests.actors.environments.endpoint_world import CALL, END, TOKENIZER, TOOLS, Recorder, World, played
@@ -150,7 +149,7 @@ def body_of(text: str, **more: Any) -> bytes:
 
 @pytest.mark.long
 def test_a_client_that_went_away_is_not_recorded_and_a_repeat_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "LINGER_S", 0.3)
+    monkeypatch.setattr(endpoint_session, "LINGER_S", 0.3)
 
     async def drop(episode: Episode) -> float:
         address = episode.endpoint
@@ -300,8 +299,8 @@ async def attack_with_bytes(port: int, secret: str) -> None:
 
 @pytest.mark.long
 def test_strangers_reach_nothing_and_nothing_of_others_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "HEAD_S", 0.3)
-    monkeypatch.setattr(serving, "DRAIN_S", 0.3)
+    monkeypatch.setattr(endpoint_server, "HEAD_S", 0.3)
+    monkeypatch.setattr(endpoint_server, "DRAIN_S", 0.3)
     addresses: dict[int, Any] = {}
     done = asyncio.Event()
 
@@ -345,18 +344,18 @@ def test_an_episode_that_is_cancelled_while_the_server_starts_leaves_no_listener
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listeners: list[socket.socket] = []
-    listen = serving._listen
+    listen = endpoint_server._listen
 
     def noted(host: str) -> socket.socket:
         listeners.append(listen(host))
         return listeners[-1]
 
-    monkeypatch.setattr(serving, "_listen", noted)
+    monkeypatch.setattr(endpoint_server, "_listen", noted)
     episode: Any = object()
 
     async def main() -> None:
         for reopened in (False, True):
-            server = serving.EndpointServer(EndpointConfig(enabled=True))
+            server = endpoint_server.EndpointServer(EndpointConfig(enabled=True))
             opening = asyncio.create_task(server.open(episode))
             await asyncio.sleep(0)
             assert len(listeners) == 1 + reopened
@@ -457,6 +456,6 @@ def test_the_log_probs_of_a_conversation_are_those_of_the_model(tmp_path: Path) 
 @pytest.mark.processes
 def test_httpx_is_loaded_before_agents_can_run() -> None:
     """Agents' threads would otherwise meet it half loaded, as openai 3 looks for it among the loaded modules."""
-    code = f"import sys; import {serving.__name__}; print(sys.modules['httpx'].Timeout(1))"
+    code = f"import sys; import {endpoint_server.__name__}; print(sys.modules['httpx'].Timeout(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Timeout" in done.stdout, done.stderr

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headrace.actors.protocols import Prompt, Sample
-from headrace.actors.rewards import builtin as math_equality
+from headrace.actors.rewards import builtin
 from headrace.actors.rewards.builtin import Boxed, Format, Overlong, exact_match, last_boxed, per_position
 from headrace.actors.rewards.config import RewardConfig, RewardFunctionConfig
 from headrace.actors.rewards.rubric import Rubric, build_reward, build_rubric, check_rewards
@@ -140,7 +140,7 @@ def test_math_verify_runs_in_processes_that_are_killed_at_their_deadline(library
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_equality, "_PACKAGE", "math_verify_that_is_not_there")
+    monkeypatch.setattr(builtin, "_PACKAGE", "math_verify_that_is_not_there")
     with pytest.raises(MissingExtra, match=r"math_verify needs math_verify_.* pip install 'headrace\[math\]'"):
         build_rubric(RewardConfig(functions=(RewardFunctionConfig(kind="math_verify"),)))
 

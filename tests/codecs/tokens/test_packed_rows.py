@@ -14,7 +14,7 @@ from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.gather import copy_runs
 from headrace.codecs.jagged import from_padded, pack, to_padded
 from headrace.codecs.schema import DTYPES, Field, Kind, Schema
-from headrace.codecs.tokens import packed_rows as padding
+from headrace.codecs.tokens import packed_rows
 from headrace.codecs.tokens.packed_rows import chunks, piece_lengths, pieces, slice_batch
 from headrace.tests.codecs.random_bits import random_bits
 from headrace.tests.example_counts import examples
@@ -62,7 +62,7 @@ def test_padding_is_what_a_loop_over_rows_writes(rowwise_bytes, case, multiple_o
     longest = max((len(row) for row in rows["f0"]), default=0)
     width = -(-(longest if pad_to is None else pad_to) // multiple_of) * multiple_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padding, "ROWWISE_BYTES", rowwise_bytes)
+        patch.setattr(packed_rows, "ROWWISE_BYTES", rowwise_bytes)
         padded, lengths = to_padded(pack(schema, rows), pad_to=pad_to, multiple_of=multiple_of)
     assert lengths.tolist() == [len(row) for row in rows["f0"]]
     for name, field in schema.items():
@@ -93,7 +93,7 @@ def test_valid_tokens_come_out_of_any_memory(rowwise_bytes, view, case, extra):
     width = max(lengths, default=0) + extra
     padded = {name: view(by_hand(field, rows[name], width)) for name, field in schema.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padding, "ROWWISE_BYTES", rowwise_bytes)
+        patch.setattr(packed_rows, "ROWWISE_BYTES", rowwise_bytes)
         batch = from_padded(schema, padded, lengths)
     assert batch.lengths is not None and batch.lengths.tolist() == lengths
     for name, field in schema.items():
@@ -105,7 +105,7 @@ def test_valid_tokens_come_out_of_any_memory(rowwise_bytes, view, case, extra):
 @both_ways
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_one_row_for_all_and_tensors_with_grad(monkeypatch: pytest.MonkeyPatch, rowwise_bytes: int, device: str):
-    monkeypatch.setattr(padding, "ROWWISE_BYTES", rowwise_bytes)
+    monkeypatch.setattr(packed_rows, "ROWWISE_BYTES", rowwise_bytes)
     schema = Schema([Field("x", Kind.PER_TOKEN, torch.float32), Field("n", Kind.PER_TOKEN, torch.float32)])
     row = torch.arange(5, dtype=torch.float32, device=device).requires_grad_()
     shared = row.expand(3, 5)
@@ -138,12 +138,12 @@ def test_each_column_of_one_batch_is_copied_in_the_way_of_its_rows(monkeypatch: 
         ]
     )
     rng = np.random.default_rng(0)
-    lengths = [padding.ROWWISE_BYTES // 4, 0, 17]
+    lengths = [packed_rows.ROWWISE_BYTES // 4, 0, 17]
     rows = {
         f.name: [random_bits(rng, f.dtype or torch.uint8, (n, *f.trailing)) for n in lengths] for f in schema.values()
     }
     copied: list[int] = []
-    monkeypatch.setattr(padding, "copy_runs", lambda out, *rest: (copied.append(len(out)), copy_runs(out, *rest)))
+    monkeypatch.setattr(packed_rows, "copy_runs", lambda out, *rest: (copied.append(len(out)), copy_runs(out, *rest)))
     padded, found = to_padded(pack(schema, rows))
     for name, field in schema.items():
         assert bits(padded[name]) == bits(by_hand(field, rows[name], lengths[0]))

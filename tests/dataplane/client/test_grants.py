@@ -13,7 +13,7 @@ import torch
 
 from headrace.codecs import messages
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.client import grants as renewal
+from headrace.dataplane.client import grants
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.grants import MAX_BYTES, Credit, LeaseRenewal
 from headrace.dataplane.directory import requests
@@ -249,7 +249,7 @@ def test_a_renewal_that_fails_is_tried_again() -> None:
 
 
 def test_leases_that_ended_or_could_not_be_renewed_for_as_long_as_they_last_are_given_up() -> None:
-    ended, lost = OwnLink(lambda call: [], enough=1), OwnLink(lambda call: None, enough=renewal.RENEWALS)
+    ended, lost = OwnLink(lambda call: [], enough=1), OwnLink(lambda call: None, enough=grants.RENEWALS)
     for link in (ended, lost):
         leases = renewing(link)
         thread = leases._thread

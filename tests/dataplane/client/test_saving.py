@@ -20,7 +20,6 @@ from headrace.codecs import messages
 from headrace.codecs.batch import Batch
 from headrace.codecs.jagged import unpack
 from headrace.dataplane.client import saving
-from headrace.dataplane.client import saving as saved_file
 from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.client.operations import Operations
 from headrace.dataplane.client.saving import PartitionReader, PartitionWriter
@@ -220,7 +219,7 @@ def test_a_file_without_notes_is_loaded_and_damaged_notes_load_nothing(
         client.load(path, "s")
     assert "s" not in client.status().partitions
     with monkeypatch.context() as patch:
-        patch.setattr(saved_file, "MAGIC", b"hrpart1\n")
+        patch.setattr(saving, "MAGIC", b"hrpart1\n")
         kept = ("config", "done", "first_prompt", "settled")
         rewrite(path, lambda task: {name: getattr(task, name) for name in kept})
     assert path.read_bytes().startswith(b"hrpart1\n")

@@ -20,8 +20,7 @@ from headrace.dataplane.directory.calls import ClaimRows
 from headrace.dataplane.directory.requests import body_of
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
-from headrace.dataplane.rpc import links
-from headrace.dataplane.rpc import server as directory_server
+from headrace.dataplane.rpc import links, server
 from headrace.dataplane.rpc.frames import HEADER, MAX_FRAME_BYTES, SERVICE, DirectoryAddress, FrameReader, frame, head
 from headrace.dataplane.rpc.socket_link import SocketLink
 from headrace.dataplane.security.authenticated_listener import MAX_STRANGERS
@@ -143,7 +142,7 @@ def test_who_does_not_know_the_key_is_refused(served: Served, caplog: pytest.Log
 
 def test_closing_ends_strangers_and_clients_that_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of a connection would be found by the garbage collector, long after the directory."""
-    monkeypatch.setattr(directory_server, "END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "END_TIMEOUT_S", 0.2)
     served = Served()
     address = (served.address.host, served.address.port)
     strangers = [socket.create_connection(address, 5) for _ in range(50)]
@@ -188,8 +187,8 @@ def test_the_end_of_the_directory_ends_every_call_at_once(served: Served, client
             assert time.monotonic() - started < 1
 
     def abort() -> None:
-        for server in served.server._servers:
-            server.close()
+        for listener in served.server._servers:
+            listener.close()
         for session in list(served.server._sessions):
             session._transport.abort()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.dataplane.security import authenticated_listener as strangers
+from headrace.dataplane.security import authenticated_listener
 from headrace.dataplane.security.authenticated_listener import (
     MAX_STRANGERS,
     AuthenticatedListener,
@@ -87,7 +87,7 @@ def test_strangers_are_few_and_keep_nobody_out(admitted: Admitted) -> None:
 
 
 def test_a_stranger_who_takes_its_time_is_closed(admitted: Admitted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(authenticated_listener, "HANDSHAKE_TIMEOUT_S", 0.1)
     with socket.create_connection(admitted.address, 30) as stranger:
         stranger.sendall(ClientHandshake(KEY, SERVICE).hello[:-1])
         assert stranger.recv(1) == b""

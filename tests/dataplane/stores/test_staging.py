@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.codecs.integers import ALIGN
-from headrace.dataplane.stores import mooncake_client as staging
+from headrace.dataplane.stores import mooncake_client
 from headrace.dataplane.stores.deadline import DeadlineThreads
 from headrace.dataplane.stores.mooncake_client import MIN_BYTES, StagingPool
 
@@ -39,7 +39,7 @@ def test_sizes_waste_little_and_idle_memory_is_bounded(monkeypatch: pytest.Monke
         buffer = pool.take(nbytes)
         assert buffer.size == nbytes and nbytes <= registered[buffer.ctypes.data] <= nbytes * 1.25 + MIN_BYTES
         del buffer
-    monkeypatch.setattr(staging, "KEEP_BYTES", 4 * MIN_BYTES)
+    monkeypatch.setattr(mooncake_client, "KEEP_BYTES", 4 * MIN_BYTES)
     pool.take(3 * MIN_BYTES)
     assert max(registered.values()) < 10_000_000, "the large ones were let go first"
     assert pool.idle_bytes() == sum(registered.values()) <= 8 * MIN_BYTES

@@ -13,7 +13,7 @@ import torch
 from headrace.bench.gpu.nvml import GpuSamples
 from headrace.bench.gpu.work_report import WorkReport
 from headrace.tests.bench.gpu.runs import record, write_run
-from headrace.tools.measure import pool as benchmark
+from headrace.tools.measure import pool
 from headrace.tools.measure.pool import POOL_WORKS, PoolOptions, link_bytes_per_s, main
 from headrace.tools.measure.pool_figures import (
     TenantFigures,
@@ -69,10 +69,8 @@ def test_both_are_measured_while_both_are_at_work() -> None:
     assert late.step_s(since, until) == pytest.approx(1.75)
     assert early.step_s(since, since + 1.5) is None, "one step ended then"
     assert shared_window([early, TenantFigures("b", (), (), ())]) == (0.0, 0.0)
-    found = benchmark._Measured(
-        TenantFigures("alone", ({},) * 3, (1.0, 2.6, 4.2), ()), [early, late], GpuSamples([]), None
-    )
-    walls = benchmark._walls(found, since, until)
+    found = pool._Measured(TenantFigures("alone", ({},) * 3, (1.0, 2.6, 4.2), ()), [early, late], GpuSamples([]), None)
+    walls = pool._walls(found, since, until)
     assert walls["alone.step_s"] == pytest.approx(1.6) and walls["wall_vs_alone"] == pytest.approx(1.25)
 
 
@@ -89,11 +87,11 @@ def test_growth_losses_and_what_was_moved_are_told(tmp_path: Path) -> None:
     link = against_link({**figures, "expand_s": 0.5}, 10**9, 40e9, 50e9)
     assert link["offload_vs_link"] == pytest.approx(0.3 / (2 * 2**30 / 40e9)) and "onload_vs_link" not in link
     assert link["expand_over_link_s"] == pytest.approx(0.48)
-    wrong = " ".join(benchmark._losses(one))
+    wrong = " ".join(pool._losses(one))
     assert "pool/lost_tokens is 3" in wrong and "actors_replaced is 1" in wrong
     assert all(rate > 0 for rate in link_bytes_per_s(torch.device("cpu"), num_bytes=1 << 16, repeats=2))
-    assert "engine_gib_asleep grew by 0.200 GiB" in " ".join(benchmark._growth(figures))
-    assert benchmark._losses(TenantFigures("b", (), (), ())) == ["b: no step was finished"]
+    assert "engine_gib_asleep grew by 0.200 GiB" in " ".join(pool._growth(figures))
+    assert pool._losses(TenantFigures("b", (), (), ())) == ["b: no step was finished"]
 
 
 def test_a_gpu_that_two_hold_is_complained_of() -> None:
@@ -125,7 +123,7 @@ def test_mistakes_and_failures_are_told(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.timeout(900)
 def test_the_tiny_work_runs_on_a_cpu(tmp_path: Path) -> None:
     report, before = WorkReport("pool-tiny", tmp_path / "out"), dict(os.environ)
-    benchmark.run_pool(PoolOptions(report.out, "pool-tiny"), report)
+    pool.run_pool(PoolOptions(report.out, "pool-tiny"), report)
     assert not report.complaints
     assert os.environ == before, "later Ray clusters of this process would want the pool's token"
     written = json.loads((tmp_path / "out" / "summary.json").read_text())

@@ -22,8 +22,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_model,
     weights_of,
 )
-from headrace.trainers.backends import checkpoint_files as checkpoint
-from headrace.trainers.backends import hf_model
+from headrace.trainers.backends import checkpoint_files, hf_model
 from headrace.trainers.backends.checkpoint_files import Checkpointer
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 
@@ -68,7 +67,7 @@ def test_a_save_that_fails_leaves_the_last_one_whole(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", torn)
+        patch.setattr(checkpoint_files, "save", torn)
         with pytest.raises(OSError, match="disk full"):
             backend.save(str(path))
     assert not path.exists() and (tmp_path / "next.tmp" / "half").exists()
@@ -136,8 +135,8 @@ class Gate:
     """Holds writes back until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self._write = threading.Event(), checkpoint.write
-        monkeypatch.setattr(checkpoint, "write", self)
+        self.opened, self._write = threading.Event(), checkpoint_files.write
+        monkeypatch.setattr(checkpoint_files, "write", self)
 
     def __call__(self, *arguments: object) -> None:
         assert self.opened.wait(60)
@@ -165,7 +164,7 @@ def test_what_goes_wrong_behind_is_raised_once_by_the_next_call(model: str, tmp_
         def torn(*_: object) -> None:
             raise OSError("disk full")
 
-        patch.setattr(checkpoint, "write", torn)
+        patch.setattr(checkpoint_files, "write", torn)
         backend.save(str(path), wait=False)
         with pytest.raises(OSError, match="disk full"):
             backend.save(str(path), wait=False)

@@ -19,7 +19,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_moe,
 )
 from headrace.trainers.backends.config import TrainerConfig
-from headrace.trainers.backends.fsdp import causal_lm as varlen_attention
+from headrace.trainers.backends.fsdp import causal_lm
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.model_split import mesh_problems
 
@@ -149,12 +149,12 @@ def test_compiled_layers_are_not_compiled_again_for_other_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager_compiler: list[Any]
 ) -> None:
     """With attention as on GPUs, which is part of the compiled layers: these hold for any number of rows and tokens."""
-    monkeypatch.setattr(varlen_attention, "attend_rows", attend_rows)
+    monkeypatch.setattr(causal_lm, "attend_rows", attend_rows)
     real = FsdpBackend._build
 
     def build(backend: FsdpBackend, source: Any, *, trained: bool) -> Any:
         policy = real(backend, source, trained=trained)
-        varlen_attention.use_varlen_attention(policy.model)
+        causal_lm.use_varlen_attention(policy.model)
         return policy
 
     monkeypatch.setattr(FsdpBackend, "_build", build)

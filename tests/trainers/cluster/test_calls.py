@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.testing import PENDING, FakeCluster
-from headrace.trainers.cluster import calls as progress
+from headrace.trainers.cluster import calls
 from headrace.trainers.cluster.calls import ActorFailed, ProgressWatch, gather_slow
 
 
@@ -23,14 +23,14 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock, ended = Clock(), progress.ended
+    clock, ended = Clock(), calls.ended
 
     def wait(calls: Any, stage: str, timeout_s: float) -> Any:
         clock.now += timeout_s
         return ended(calls, stage, 0.0)
 
-    monkeypatch.setattr(progress, "ended", wait)
-    monkeypatch.setattr(progress.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(calls, "ended", wait)
+    monkeypatch.setattr(calls.time, "monotonic", clock.monotonic)
     return clock
 
 

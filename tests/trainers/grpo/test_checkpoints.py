@@ -17,7 +17,7 @@ from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.rollout_specs import journal
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.grpo import checkpoints as module
+from headrace.trainers.grpo import checkpoints
 from headrace.trainers.grpo.checkpoints import Checkpoints, State
 from headrace.trainers.grpo.gpu_turns import BothResident
 from headrace.trainers.grpo.stages import Stages
@@ -157,7 +157,7 @@ def test_a_death_while_a_checkpoint_is_written_is_a_death(tmp_path: Path, monkey
 
 def test_checkpoints_are_due_by_time_and_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
     defaults = Checkpoints(tmp_path, build_config({}).run)
     assert not defaults.is_due(1)
     now[0] = 15 * 60

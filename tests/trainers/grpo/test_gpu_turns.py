@@ -16,7 +16,7 @@ from headrace.actors.weight_sync.transports.ipc import IpcSender
 from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, noted, world
 from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.cluster.engine_pool import NoEngineLeft
-from headrace.trainers.grpo import gpu_turns as roles
+from headrace.trainers.grpo import gpu_turns
 from headrace.trainers.grpo.gpu_turns import TakeTurns
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.weight_sync import WeightSync
@@ -82,7 +82,7 @@ def test_a_version_is_served_again_after_the_trainer_had_the_memory(monkeypatch:
 
 
 def test_an_engine_that_does_not_let_go_of_its_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "FALL_S", 0.1)
+    monkeypatch.setattr(gpu_turns, "FALL_S", 0.1)
     with turns(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
         it.engine_bytes[0] = 5 * RESIDUAL
         it.roles.to_training()
@@ -106,7 +106,7 @@ def test_engines_that_died_asleep_do_not_hold_up_the_trainer(monkeypatch: pytest
 
 
 def test_a_trainer_that_keeps_its_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "FALL_S", 0.1)
+    monkeypatch.setattr(gpu_turns, "FALL_S", 0.1)
     with turns(monkeypatch, [ScriptedEngine]) as it:
         it.it.trainer.held_bytes = 3 * RESIDUAL
         with pytest.raises(ActorFailed, match="offload: train worker 0.* still holds 3 MiB of GPU memory"):

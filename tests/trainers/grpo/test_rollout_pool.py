@@ -11,7 +11,6 @@ from headrace.actors.engines.protocol import EngineDied
 from headrace.testing import PENDING, FakeActor, FakeCluster
 from headrace.testing.cluster import Answer
 from headrace.trainers.cluster import calls, run_actors
-from headrace.trainers.cluster import calls as progress
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.run_actors import RunActors
@@ -31,7 +30,7 @@ class Run:
         self.now = 0.0
         self.gone: dict[int, Any] = {}
         self.events: list[str] = []
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(calls.time, "monotonic", lambda: self.now)
         cluster = FakeCluster()
         monkeypatch.setattr(cluster, "kill", lambda actor: self.events.append("killed"))
         monkeypatch.setattr(run_actors.ray, "nodes", lambda: [{"Alive": True, "NodeID": "here"}])

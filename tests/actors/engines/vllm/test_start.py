@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.actors.engines.vllm import start as process_end
-from headrace.actors.engines.vllm import start as standby
+from headrace.actors.engines.vllm import start
 from headrace.actors.engines.vllm.start import (
     MAX_BYTES,
     CoreLog,
@@ -165,7 +164,7 @@ def test_a_process_that_runs_has_no_exit_code_and_one_that_was_killed_has_its_si
 @pytest.mark.parametrize("stored", [True, False])
 def test_the_exit_code_is_found_while_another_thread_takes_it(monkeypatch: pytest.MonkeyPatch, stored: bool) -> None:
     """The other thread has the exit code from the operating system, and stores it 50 ms later or never."""
-    monkeypatch.setattr(process_end, "PATIENCE_S", 60.0 if stored else 0.1)
+    monkeypatch.setattr(start, "PATIENCE_S", 60.0 if stored else 0.1)
     started, process = _child()
     started.kill()
     handle: Any = started._popen  # type: ignore[attr-defined]
@@ -245,7 +244,7 @@ def test_a_standby_ends_with_the_process_that_started_it(end: str) -> None:
 
 @pytest.mark.processes
 def test_only_the_first_caller_gets_the_standby(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "EngineStandby", lambda: threading.Event())
+    monkeypatch.setattr(start, "EngineStandby", lambda: threading.Event())
     start_ahead()
     first = take_standby()
     assert isinstance(first, threading.Event) and take_standby() is None
@@ -256,7 +255,7 @@ def test_only_the_first_caller_gets_the_standby(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("lives", [True, False])
 def test_vllms_engine_process_is_the_standby_if_that_lives(tmp_path: Path, lives: bool) -> None:
     start_ahead()
-    assert standby._standby is not None and (pid := standby._standby.pid) is not None
+    assert start._standby is not None and (pid := start._standby.pid) is not None
     if not lives:
         os.kill(pid, signal.SIGKILL)
         expect_end(pid)

@@ -12,7 +12,6 @@ import torch
 
 from headrace.actors.process.rendezvous_store import RendezvousServer, RendezvousStore
 from headrace.actors.weight_sync.transports import collective
-from headrace.actors.weight_sync.transports import collective as collective_receiver
 from headrace.actors.weight_sync.transports.collective import CollectiveReceiver, CollectiveSender
 from headrace.actors.weight_sync.transports.control_link import Hello, Link, LinkListener, Note
 from headrace.actors.weight_sync.transports.protocol import ReceiverGroup, WeightTransferError, WeightUpdate
@@ -56,8 +55,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[RendezvousStore]:
         found.append(RendezvousStore(*args))  # pyright: ignore[reportArgumentType]
         return found[-1]
 
-    for module in (collective, collective_receiver):
-        monkeypatch.setattr(module, "RendezvousStore", noted)
+    monkeypatch.setattr(collective, "RendezvousStore", noted)
     return found
 
 

@@ -138,18 +138,18 @@ class ReceiverHost:
         if damage is None:
             self._inbox.prepare(update)
             return
-        from headrace.actors.weight_sync.transports import ends as receiver
+        from headrace.actors.weight_sync.transports import ends
 
-        original, count = receiver.checksum, iter(range(1 << 30))
+        original, count = ends.checksum, iter(range(1 << 30))
 
         def damaged(payload: torch.Tensor) -> int:
             return original(payload) ^ (1 if next(count) == damage else 0)
 
-        receiver.checksum = damaged
+        ends.checksum = damaged
         try:
             self._inbox.prepare(update)
         finally:
-            receiver.checksum = original
+            ends.checksum = original
 
     def arrive(self, update: WeightUpdate, seed: int, rows: int, *, ahead: bool = False) -> bool:
         """Without staging: whether the tensors that came are those of `weights(seed, rows)`. ahead: receive what comes

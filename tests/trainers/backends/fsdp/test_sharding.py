@@ -25,7 +25,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     weights_of,
 )
 from headrace.trainers.backends import hf_model
-from headrace.trainers.backends.fsdp import sharding as loading
+from headrace.trainers.backends.fsdp import sharding
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.hf_model import HfSource
 
@@ -58,7 +58,7 @@ def loaded(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Return what one of two ranks has and has read, by model and mesh."""
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(loading, "load_causal_lm", no_whole_model)
+        monkeypatch.setattr(sharding, "load_causal_lm", no_whole_model)
         read = read_elements(monkeypatch)
         for name in MODELS:
             for mesh in (Topology(2), Topology(1, tp=2)):
@@ -108,7 +108,7 @@ def test_one_rank_has_the_model_s_buffers_ties_and_generation_settings(
     assert gemma.generation_config is not None
     gemma.generation_config.do_sample, gemma.generation_config.top_k = True, 17
     gemma.save_pretrained(tmp_path / "gemma")
-    monkeypatch.setattr(loading, "load_causal_lm", no_whole_model)
+    monkeypatch.setattr(sharding, "load_causal_lm", no_whole_model)
     plain = from_pretrained(str(tmp_path / "gemma"))
     backend = FsdpBackend(backend_config(str(tmp_path / "gemma")), 0, 1)
     model = backend._policy.model
@@ -140,7 +140,7 @@ def test_a_model_whose_files_have_other_names_is_held_whole_and_that_is_said(
 
 
 def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    assert loading.load_causal_lm is hf_model.load_causal_lm
+    assert sharding.load_causal_lm is hf_model.load_causal_lm
     with pytest.raises(ValueError, match="model.path: got .*nowhere.*expected a folder with a HF causal LM"):
         FsdpBackend(backend_config(str(tmp_path / "nowhere")), 0, 1)
 

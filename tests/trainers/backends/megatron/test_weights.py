@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from headrace.tests.trainers.backends.backend_ranks import TINY, save_tiny_model, save_tiny_moe
-from headrace.trainers.backends import hf_model as hf_source
+from headrace.trainers.backends import hf_model
 from headrace.trainers.backends.hf_model import HfSource
 from headrace.trainers.backends.megatron.pieces import spread_weight
 from headrace.trainers.backends.megatron.weights import (
@@ -141,8 +141,8 @@ def test_experts_that_are_stored_one_by_one_are_read_one_by_one(
         AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
         (tmp_path / "model.safetensors").unlink()
     weights, source, opened = weights_of(folder), HfSource(folder), []
-    real = hf_source.safe_open
-    monkeypatch.setattr(hf_source, "safe_open", lambda path, **options: opened.append(path) or real(path, **options))
+    real = hf_model.safe_open
+    monkeypatch.setattr(hf_model, "safe_open", lambda path, **options: opened.append(path) or real(path, **options))
     parts = [(slice(0, 4), slice(None), slice(None)), (slice(1, 3), slice(5, 17), slice(3, 11))]
     with source.reading():
         for name, tensor in ((name, tensor) for name, tensor in weights.items() if "experts" in name):

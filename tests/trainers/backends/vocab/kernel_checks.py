@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
+from headrace.trainers.backends.vocab import logprobs
 
 
 def check_kernels(device: str) -> int:
@@ -19,7 +19,7 @@ def check_kernels(device: str) -> int:
     for dtype, with_entropy in cases:
         wide = (torch.randn(3, 5100, generator=generator) * 3).to(dtype).to(device)
         logits, targets = wide[:, :5001], torch.randint(0, 5001, (3,), generator=generator).to(device)
-        theirs = vocab_logprobs.softmax_sums(logits, targets, 0.7, with_entropy=with_entropy)
+        theirs = logprobs.softmax_sums(logits, targets, 0.7, with_entropy=with_entropy)
         ours = kernels.softmax_sums(logits, targets, 0.7, with_entropy=with_entropy)
         for one, other in zip(ours, theirs, strict=True):
             assert (one is None) == (other is None)
@@ -28,7 +28,7 @@ def check_kernels(device: str) -> int:
         log_totals, _, entropies = theirs
         of_logprobs, more = torch.randn(2, 3, generator=generator).to(device)
         rest, given = wide[:, 5001:].clone(), (targets, 0.7, log_totals, of_logprobs, entropies)
-        wanted = vocab_logprobs.softmax_gradient(logits.clone(), *given, more if with_entropy else None)
+        wanted = logprobs.softmax_gradient(logits.clone(), *given, more if with_entropy else None)
         got = kernels.softmax_gradient(logits, *given, more if with_entropy else None)
         bounds: dict[str, Any] = (
             {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}

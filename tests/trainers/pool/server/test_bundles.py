@@ -89,11 +89,11 @@ def test_a_pool_waits_in_bounds_for_gpus_that_another_job_holds() -> None:
 
 def test_numbers_are_those_of_the_pool_wherever_the_tenant_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tenant's own host comes first in its list of hosts, but not among the pool's."""
-    from headrace.trainers.pool.server import bundles as pool_bundles
+    from headrace.trainers.pool.server import bundles
 
     hosts = (Host("mine", 2, (), 4.0, "b"), Host("first", 1, (), 4.0, "a"), Host("none", 0, (), 64.0, "c"))
-    monkeypatch.setattr(pool_bundles, "read_hosts", lambda: hosts)
-    monkeypatch.setattr(pool_bundles, "_group", lambda pool: "group")
+    monkeypatch.setattr(bundles, "read_hosts", lambda: hosts)
+    monkeypatch.setattr(bundles, "_group", lambda pool: "group")
     reserved = (
         PooledGpu("first", "a", 0, "0", 2), PooledGpu("mine", "b", 0, "GPU-x", 0),
         PooledGpu("mine", "b", 1, "GPU-y", 1),
@@ -105,6 +105,6 @@ def test_numbers_are_those_of_the_pool_wherever_the_tenant_is(monkeypatch: pytes
     assert found.placement.hosts[seats["rollout 0"][0] or 0].name in ("first", "mine") and seats["rollout 0"][2] == 1
     with pytest.raises(UserError, match=r"resources.rollout_gpus: got GPU 3, expected a number below 3"):
         places(tenant("t", [0], [0, 3]), reserved)
-    monkeypatch.setattr(pool_bundles, "read_hosts", lambda: hosts[:1])
+    monkeypatch.setattr(bundles, "read_hosts", lambda: hosts[:1])
     with pytest.raises(UserError, match="the pool's host first is gone from the Ray cluster"):
         places(tenant("t", [0], [0, 1]), reserved)

@@ -25,7 +25,7 @@ from headrace.trainers.grpo.weight_sync import WeightSync
 from headrace.trainers.pool.state.commands import Order, Outcome
 from headrace.trainers.pool.state.plan import TenantMap
 from headrace.trainers.pool.state.status import StageNote
-from headrace.trainers.pool.tenant import shards as shards_module
+from headrace.trainers.pool.tenant import shards
 from headrace.trainers.pool.tenant.shards import Shards
 from headrace.trainers.supervision.cleanup import Family
 
@@ -39,7 +39,7 @@ class Lent:
         self.it, self.notes, self.engine_bytes = it, list[StageNote](), [0] * len(it.hosted)
         self.events = it.spy(monkeypatch, self.engine_bytes, "pause", "sleep", "commit_weights", "wake", "resume")
         family = SimpleNamespace(look=lambda: None, kill=lambda: None)
-        monkeypatch.setattr(shards_module, "Family", lambda pid: family)  # all engines live in this process
+        monkeypatch.setattr(shards, "Family", lambda pid: family)  # all engines live in this process
         self.sync = WeightSync(it.config, [it._worker], it.pool, lasting=False, in_cache=None)
         actors: Any = SimpleNamespace(engines=it.pool, workers=[it._worker], rollouts=[])
         own = TenantMap("a", 1.0, (0,), tuple((gpu,) for gpu in range(len(it.hosted))))
@@ -112,7 +112,7 @@ def test_a_version_that_does_not_come_whole_leaves_the_shard_asleep(monkeypatch:
 def test_a_shard_that_finds_the_train_worker_dead_sleeps_on_and_tells_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shards_module, "VERSION_S", 0.1)
+    monkeypatch.setattr(shards, "VERSION_S", 0.1)
     with lent(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
         it.sync.keep(1)
         it.shards.check()
@@ -129,7 +129,7 @@ def test_a_shard_that_finds_the_train_worker_dead_sleeps_on_and_tells_the_driver
 
 
 def test_a_dead_train_worker_that_was_replaced_meanwhile_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "VERSION_S", 0.1)
+    monkeypatch.setattr(shards, "VERSION_S", 0.1)
     with lent(monkeypatch, [ScriptedEngine]) as it:
         it.sync.keep(1)
         it.it._worker.kill()
@@ -167,7 +167,7 @@ def test_a_shard_waits_for_a_version_while_the_train_workers_are_replaced(monkey
 
 
 def test_a_shard_without_any_version_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "VERSION_S", 0.1)
+    monkeypatch.setattr(shards, "VERSION_S", 0.1)
     with lent(monkeypatch, [ScriptedEngine]) as it:
         outcome = it.order("expand", 0)
         assert "no version is kept" in outcome.failed[0] and outcome.unready == (0,)
@@ -194,7 +194,7 @@ def test_what_an_engine_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch
     ):
         assert actor.stdout is not None
         child = psutil.Process(int(actor.stdout.readline()))
-        monkeypatch.setattr(shards_module, "Family", Family)
+        monkeypatch.setattr(shards, "Family", Family)
         info = ActorInfo("engine 0", actor.pid, socket.gethostname())
         handle: Any = SimpleNamespace(kill=actor.kill, info=info)
         engine: Any = SimpleNamespace(handle=handle, name="engine 0", dead=False, asleep=False, broken=False)
