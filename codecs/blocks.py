@@ -196,12 +196,7 @@ def encode_block(
 
 
 def encode_blocks(
-    batch: Batch,
-    cuts: Sequence[tuple[int, int]],
-    *,
-    checksum: bool,
-    seed: int = 0,
-    groups: np.ndarray | None = None,
+    batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0, groups: np.ndarray | None = None
 ) -> list[EncodedBlock]:
     """Return one block of rows `start:stop` of `batch` for each (start, stop) in `cuts`; see `BatchEncoder.blocks`."""
     return BatchEncoder(batch).blocks(cuts, checksum=checksum, seed=seed, groups=groups)
@@ -223,12 +218,7 @@ class BatchEncoder:
         return [column.nbytes for column in self._columns]
 
     def blocks(
-        self,
-        cuts: Sequence[tuple[int, int]],
-        *,
-        checksum: bool,
-        seed: int = 0,
-        groups: np.ndarray | None = None,
+        self, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0, groups: np.ndarray | None = None
     ) -> list[EncodedBlock]:
         """Return one block of rows `start:stop` for each (start, stop) in `cuts`.
 

@@ -25,9 +25,7 @@ import torch
 
 from . import objects
 from .batch import Batch, Column, Jagged, Ragged
-from .block_header import (
-    Sums,
-)
+from .block_header import Sums
 from .blocks import BlockLayout, BlockSums
 from .integers import distinct
 from .memory import as_bytes, fresh

@@ -233,11 +233,7 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def to_padded(
-    batch: Batch,
-    names: Sequence[str] | None = None,
-    *,
-    pad_to: int | None = None,
-    multiple_of: int = 1,
+    batch: Batch, names: Sequence[str] | None = None, *, pad_to: int | None = None, multiple_of: int = 1
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return PER_TOKEN columns as right-padded tensors `[N, Lmax, *trailing]` by name, and their int64 lengths `[N]`.
 

@@ -18,14 +18,7 @@ from ...codecs.weights.parameter_digests import ParameterDigests, compare_digest
 from ..process.memory import ProcessMemory, measure
 from ..weight_sync.transports.protocol import ReceiverConfig
 from .in_process import DROPPED, InProcessEngine
-from .protocol import (
-    Completion,
-    EngineBroken,
-    KeysAndValues,
-    PauseMode,
-    SamplingParams,
-    expect_pause_mode,
-)
+from .protocol import Completion, EngineBroken, KeysAndValues, PauseMode, SamplingParams, expect_pause_mode
 from .token_sampling import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]

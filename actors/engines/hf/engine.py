@@ -19,14 +19,7 @@ from ....codecs.weights.parameter_digests import ParameterDigests, compare_diges
 from ...process.memory import ProcessMemory, measure
 from ...weight_sync.transports.protocol import ReceiverConfig
 from ..in_process import DROPPED, InProcessEngine
-from ..protocol import (
-    Completion,
-    EngineBroken,
-    KeysAndValues,
-    PauseMode,
-    SamplingParams,
-    expect_pause_mode,
-)
+from ..protocol import Completion, EngineBroken, KeysAndValues, PauseMode, SamplingParams, expect_pause_mode
 from ..token_sampling import StopTexts, checked_prompt, row_keys
 from ..tokenizer import load_tokenizer
 from .decoding import Batch, DecodeRequest, Decoding, Pending

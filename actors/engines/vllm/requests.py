@@ -94,11 +94,7 @@ class RequestChecks:
 
 
 def completion(
-    output: Any,
-    logprobs: np.ndarray | None,
-    versions: np.ndarray,
-    request_id: str,
-    routes: np.ndarray | None = None,
+    output: Any, logprobs: np.ndarray | None, versions: np.ndarray, request_id: str, routes: np.ndarray | None = None
 ) -> Completion:
     """Convert vLLM's final output of one sample into a Completion. logprobs: log-prob of each token, float32 `[T]`;
     None if they are in the output. versions: weight version of each token, int32 `[T]`. routes: the sample's routes,

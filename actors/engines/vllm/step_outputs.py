@@ -110,10 +110,7 @@ class StepRoutes:
 
 
 def hand_out(
-    outputs: Sequence[Any],
-    routes: StepRoutes,
-    prompts: Mapping[str, Any],
-    prompt_routes: Callable[[Any], np.ndarray],
+    outputs: Sequence[Any], routes: StepRoutes, prompts: Mapping[str, Any], prompt_routes: Callable[[Any], np.ndarray]
 ) -> None:
     """Put the routes of a step into its outputs. The first output of a request gets the routes of its prompt, `[tokens,
     layers, k]`. Of the other outputs with new tokens, the first gets the routes of all these tokens, `[1, tokens,

@@ -144,11 +144,7 @@ class WorkerLinks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _order(
-        self,
-        *,
-        prepare: WeightUpdate | None = None,
-        load: int | None = None,
-        verify: ParameterDigests | None = None,
+        self, *, prepare: WeightUpdate | None = None, load: int | None = None, verify: ParameterDigests | None = None
     ) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost or len(self._writers) == self._num_workers)
