@@ -1,6 +1,6 @@
 """`headrace bench step` times and reports the modes in the real system, with a scripted engine and trainer.
 
-Everything runs as in training: Ray, directory, store, rollout actor, train worker, controllers, weight syncs. Only the
+Everything runs as in training: Ray, directory, store, rollout actor, train worker, train loop, weight syncs. Only the
 model is missing. For each group the engine waits for a random latency from a log-normal distribution (sigma 1, all
 groups at once), and the train worker takes a fixed time for each row. The times are chosen so that on average the
 training of a step takes as long as its generation, which ends with the slowest group. `sync` must therefore take twice
