@@ -43,7 +43,7 @@ from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.model_split import check_split
 from headrace.trainers.backends.train_step import TrainStep
-from headrace.trainers.backends.vocab import logprobs as vocab_logprobs
+from headrace.trainers.backends.vocab import logprobs
 from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 
@@ -140,10 +140,10 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         exporting.export_model(f"{folder}/exported/{case.name}")
         result[case.name] = weights_of(exporting)
 
-    whole, vocab_logprobs.LOGIT_ELEMENTS = vocab_logprobs.LOGIT_ELEMENTS, 4 * VOCAB
+    whole, logprobs.LOGIT_ELEMENTS = logprobs.LOGIT_ELEMENTS, 4 * VOCAB
     bonus = Case("fsdp tied tp2", {"loss": BONUS}).build(rank, folder)
     result["bonus"] = [run_step(bonus, [rows]) for _ in range(2)]
-    vocab_logprobs.LOGIT_ELEMENTS = whole
+    logprobs.LOGIT_ELEMENTS = whole
     result["half"] = run_step(Case("fsdp tied tp2 half", {"entropy_metric": True}).build(rank, folder), [rows])
     return result
 
