@@ -4,7 +4,7 @@ It asks for two steps with tools and, as a model that says numbers calls none, f
 prompt. The policy is rewarded for digits.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 import openai  # noqa: F401  smolagents imports it in the agent's thread, which several threads must not do at once
 from digits import share_of_digits
 from smolagents import LogLevel, OpenAIModel, ToolCallingAgent
