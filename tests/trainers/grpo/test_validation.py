@@ -72,7 +72,7 @@ class Validations:
         self.validation = evaluation.Validation(rollouts, plans_of(config)[0], workers, goal)
 
     def _export(self, path: str) -> None:
-        Path(path).mkdir()
+        Path(path).mkdir(exist_ok=True)
         self.exported.append(self.actors[0].step)
 
     def after(self, step: int) -> dict[str, float]:

@@ -94,8 +94,8 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 def sharded_while(backend: FsdpBackend, rank: int, what: str, fails: str = "") -> list[bool]:
-    """Pass three microbatches to `what`, accumulate or logprobs, and note before each of them, and at the end, whether
-    this rank holds its own shards alone; False if it holds all weights whole. fails: what fails at the third, `rows` or
+    """Pass three microbatches to `what`, accumulate or logprobs. Returns whether this rank held its own shards alone,
+    before each of them and at the end; False if it held all weights whole. fails: what fails at the third, `rows` or
     `layer`."""
     seen, layer = list[bool](), backend._policy.model.model.layers[1].mlp
 
