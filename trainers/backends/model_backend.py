@@ -48,13 +48,13 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         )
         self._steps = torch.zeros((), dtype=torch.int64)
         self._residence = Residence(self._device)
-        self._checkpointer = Checkpointer(rank, world)
         self._replay: ReplayT | None = None
         self._balance: BalanceT | None = None
 
     def _prepare_steps(self, flops: FlopModel | None, group: dist.ProcessGroup | None, *, counts_rows: bool) -> None:
-        """Make what sums and measures a step. group, counts_rows: as in `TrainStep`."""
+        """Make what sums, measures and saves a step. group, counts_rows: as in `TrainStep`."""
         config = self._config
+        self._checkpointer = Checkpointer(self._rank, self._world)
         self._step = TrainStep(
             build_loss(config.loss, config.columns),
             self._device,
