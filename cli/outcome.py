@@ -89,7 +89,7 @@ class _Stop:
 
     `timeout` sends its signal to the process and to its group. A second one within ONE_STOP_S of one that is heeded is
     ignored, for it would end the cleaning up. An exception that is no longer referenced while the body still runs was
-    lost, and is raised again: vLLM 0.30's `zmq_socket_ctx` swallows a KeyboardInterrupt while its engine starts.
+    lost, and is raised again: `zmq_socket_ctx` of vLLM 0.26 to 0.32 swallows a KeyboardInterrupt at an engine's start.
     """
 
     def __init__(self) -> None:

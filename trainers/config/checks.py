@@ -388,7 +388,7 @@ NO_ROUTES_WITH = {
     "kv_transfer_config": (None,),
     "enable_eplb": (None, False),
 }
-"""Argument of vLLM with which it reports no routes (0.30) -> its values with which it does."""
+"""Argument of vLLM with which it reports no routes (0.26 to 0.32) -> its values with which it does."""
 
 
 def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """The only module of the engine that imports vLLM, so that differences between vLLM's versions are handled here alone.
 
-It works with vLLM 0.30 (torch 2.13; CPU and CUDA).
+It works with vLLM 0.26 to 0.32; docs/internals/versions.md says where each was run.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 try:
     with log_level():
+        import vllm
         from vllm import SamplingParams
         from vllm.config import WeightTransferConfig, set_current_vllm_config
         from vllm.distributed.weight_transfer.base import (
@@ -41,6 +42,7 @@ try:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.outputs import ModelRunnerOutput
 except ImportError as error:
     raise ImportError(
         "rollout.engine='vllm' needs vLLM: `make vllm` on a CPU, `pip install 'headrace[vllm]'` for CUDA "
@@ -59,16 +61,22 @@ __all__ = [
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
     "check_attention",
+    "bound_recorder",
+    "cpu_worker",
     "create_config",
     "engine_process",
     "finalize_layerwise_reload",
     "forget_moe_kernels",
+    "full_attention_group",
     "initialize_layerwise_reload",
     "in_place_hindrance",
     "leave_out_tokenizer",
     "load_tokenizer",
     "on_cpu",
     "plain_parameters",
+    "route_arguments",
+    "routes_shape",
+    "scheduler_class",
     "set_current_vllm_config",
     "take_what_is_free",
     "token_logprobs",
@@ -109,12 +117,63 @@ def scheduler_class(config: Any) -> type:
     return AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
 
 
+def route_arguments() -> dict[str, Any]:
+    """Return the arguments with which vLLM records the experts that routers choose, and `joining_scheduler` finds them.
+    Raises ValueError if it has no way that is known here."""
+    if "routed_experts" in ModelRunnerOutput.__dataclass_fields__:  # up to 0.30
+        return {"enable_return_routed_experts": True}
+    if on_cpu():
+        return {"worker_cls": f"{__package__}.cpu_routes.RecordingWorker"}
+    raise ValueError(
+        f"router_replay.enabled: got true, expected false on GPUs with vLLM {vllm.__version__}, whose way to record "
+        "routes is not known here; 0.26 to 0.30 can"
+    )
+
+
+def cpu_worker() -> type:
+    """Return vLLM's class of workers on CPUs."""
+    from vllm.v1.worker.cpu_worker import CPUWorker  # takes seconds, and only workers need it
+
+    return CPUWorker
+
+
+def routes_shape(config: Any) -> tuple[int, int]:
+    """Return the number of decoder layers of a model, and the number of experts that each chooses for a token."""
+    return config.model_config.get_total_num_hidden_layers(), config.model_config.get_num_experts_per_tok()
+
+
+def full_attention_group(cache: Any) -> int:
+    """Return the index of the group of layers of a KVCacheConfig that attend to all earlier tokens. Raises ValueError
+    if there is none."""
+    from vllm.v1.kv_cache_interface import is_full_attention_spec  # not in 0.26
+
+    for index, group in enumerate(cache.kv_cache_groups):
+        if is_full_attention_spec(group.kv_cache_spec):
+            return index
+    raise ValueError("router_replay.enabled: got true, expected false, because no layer attends to all earlier tokens")
+
+
+def bound_recorder(runner: Any) -> torch.Tensor:
+    """Make the routers of a model runner's model write the experts that they choose in each step into the tensor that
+    is returned, int32 `[most tokens of a step, layers, k]`. For vLLM from 0.31 on."""
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (  # loads kernels, which workers have
+        RoutedExpertsCapturer,
+        bind_routed_experts_capturer,
+    )
+
+    config = runner.vllm_config
+    capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+    with set_current_vllm_config(config):
+        bind_routed_experts_capturer(runner.get_model(), capturer)
+    return capturer.device_buffer
+
+
 @contextmanager
 def engine_process(standby: EngineStandby | None) -> Iterator[None]:
     """Context manager in which vLLM starts its engine process in `standby`. With None, or if the standby cannot take it
     (see `EngineStandby.run`), vLLM starts a new process.
 
-    vLLM 0.30 does not let its user choose the process. Delete this function when vLLM does, or when it imports
+    vLLM 0.26 to 0.32 do not let their user choose the process. Delete this function when vLLM does, or when it imports
     itself in less time.
     """
     if standby is None:
@@ -170,7 +229,7 @@ def take_what_is_free() -> None:
     """Make the workers in this process take less GPU memory than their configuration allows if less is free. Does
     nothing on CPUs.
 
-    vLLM 0.30 refuses to start if less is free than `gpu_memory_utilization` allows, even with a key-value cache
+    vLLM 0.26 to 0.32 refuse to start if less is free than `gpu_memory_utilization` allows, even with a key-value cache
     of fixed size. An engine that is started while a trainer holds memory of the same GPU would then never start. Delete
     this function when vLLM takes the setting as a maximum.
     """
@@ -193,11 +252,11 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _lowering(request_memory: Any) -> Any:
     """Return vLLM's `request_memory`, changed to lower `gpu_memory_utilization` to FREE_SHARE of what is free."""
 
-    def request(snapshot: Any, cache_config: Any) -> int:
+    def request(snapshot: Any, cache_config: Any, *args: Any) -> int:
         free = FREE_SHARE * snapshot.free_memory / snapshot.total_memory
         if snapshot.free_memory < snapshot.total_memory * cache_config.gpu_memory_utilization:
             cache_config.gpu_memory_utilization = free
-        return request_memory(snapshot, cache_config)
+        return request_memory(snapshot, cache_config, *args)
 
     return request
 

@@ -361,7 +361,7 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "weight_transfer_config": library.WeightTransferConfig(backend=BACKEND),
     }
     if settings.routes:
-        given |= {"enable_return_routed_experts": True, "scheduler_cls": SCHEDULER}
+        given |= {**library.route_arguments(), "scheduler_cls": SCHEDULER}
     if settings.max_model_len is not None:
         given["max_model_len"] = settings.max_model_len
     if cpu and settings.tp == 1:

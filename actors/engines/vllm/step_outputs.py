@@ -43,11 +43,19 @@ def joining_scheduler(**settings: Any) -> Any:
     base: Any = library.scheduler_class(settings["vllm_config"])
 
     class JoiningScheduler(base):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            if not hasattr(self, "routed_experts_mgr"):  # vLLM itself keeps no routes here
+                from .cpu_routes import SlotRoutes
+
+                self.routed_experts_mgr = SlotRoutes(settings["vllm_config"], settings["kv_cache_config"])
+                self._re_block_ids = dict[str, list[int]]()
+
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            found = model_runner_output.routed_experts
-            model_runner_output.routed_experts = None  # vLLM then cuts no routes
+            found = getattr(model_runner_output, "routed_experts", None)
             if found is None:
                 return super().update_from_output(scheduler_output, model_runner_output)
+            model_runner_output.routed_experts = None  # vLLM then cuts no routes
             manager, tokens = self.routed_experts_mgr, scheduler_output.num_scheduled_tokens
             array = found.routing_data.astype(manager.routed_experts_by_slot.dtype, copy=False)
             manager.store_batch(array, found.slot_mapping)

@@ -97,7 +97,7 @@ def gpu_lines(placement: Placement, more: Mapping[int, str] | None = None) -> li
 
 
 VLLM_BYTE_EXPERTS = 256
-"""Largest number of experts whose ids vLLM (0.30) keeps in one byte each."""
+"""Largest number of experts whose ids vLLM keeps in one byte each."""
 
 
 @dataclass(frozen=True, slots=True)

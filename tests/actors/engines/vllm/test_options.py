@@ -63,7 +63,7 @@ def test_each_mistake_is_one_sentence(name: str, value: Any, sentence: str) -> N
 
 
 def test_every_argument_that_headrace_keeps_is_one_of_vllm_s() -> None:
-    """Names of vLLM 0.30; `problems` asks for them before it asks whether vLLM has them."""
+    """Names of vLLM; `problems` asks for them before it asks whether vLLM has them."""
     problems({})  # imports vLLM
     library = importlib.import_module("headrace.actors.engines.vllm.library")
     known = {field.name for field in dataclasses.fields(library.AsyncEngineArgs)}
