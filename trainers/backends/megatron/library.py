@@ -1,10 +1,16 @@
-"""Imports everything that Headrace uses from megatron-core. TransformerEngine and Apex are not needed."""
+"""Imports everything that Headrace uses from megatron-core, so that differences between its releases are handled here.
+
+It works with megatron-core 0.16 (Python 3.11) and 0.19 (Python 3.12 and newer); docs/internals/versions.md says where
+each was run. TransformerEngine and Apex are not needed.
+"""
 
 # pyright: reportMissingImports=false
 # megatron-core need not be installed where types are checked.
 from __future__ import annotations
 
+import inspect
 import warnings
+from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron warns about a dozen missing optional packages
@@ -25,9 +31,9 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.pipeline_parallel.schedules import backward_step, forward_step, get_tensor_shapes
+    from megatron.core.pipeline_parallel.schedules import forward_step, get_tensor_shapes
     from megatron.core.tensor_parallel import (
         RowParallelLinear,
         copy_to_tensor_model_parallel_region,
@@ -37,14 +43,18 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import get_model_config, get_model_type
 
-# megatron-core 0.16.1: without TransformerEngine this name is never set, and every router's forward raises NameError,
-# on GPUs too (moe_utils.py, RouterGatingLinearFunction). Delete when the pin moves to a release that sets it.
+# megatron-core 0.16: without TransformerEngine this name is never set, and every router's forward raises NameError, on
+# GPUs too (moe_utils.py, RouterGatingLinearFunction). Delete with 0.16: later releases set it.
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+_STEP_TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
+"""Whether the schedules' backward step takes the model's type, as in 0.16."""
 
 __all__ = [
     "MEGATRON_VERSION",
@@ -64,15 +74,30 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "forward_step",
+    "layer_mlp",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_model_config",
-    "get_model_type",
     "get_tensor_shapes",
     "moe_utils",
     "parallel_state",
     "tensor_parallel_random",
     "token_dispatcher",
 ]
+
+
+def backward_step(received: Any, sent: Any, gradient: Any, model: Any) -> Any:
+    """Run the backward pass of one microbatch through a pipeline stage, and return the gradient of what it received.
+
+    received, sent: activations of the forward pass. gradient: that of `sent`. model: the stage.
+    """
+    kind = (get_model_type(model),) if _STEP_TAKES_MODEL_TYPE else ()
+    return schedules.backward_step(received, sent, gradient, *kind, get_model_config(model))
+
+
+def layer_mlp(spec: Any) -> Any:
+    """Return the submodules of the MLP or of the experts of a layer's spec, which may be replaced."""
+    mlp = spec.submodules.mlp
+    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # a partial in 0.19

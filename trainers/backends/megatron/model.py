@@ -20,6 +20,7 @@ from .library import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
+    layer_mlp,
 )
 from .mesh import Mesh
 from .modules import GroupedExperts, PackedAttention, RMSNorm, RowLinear
@@ -136,9 +137,9 @@ def _layers(settings: TransformerConfig, model: Any, first: int, stages: int) ->
         inner: Any = spec.submodules
         inner.input_layernorm = inner.pre_mlp_layernorm = RMSNorm
         if experts:
-            inner.mlp.submodules.experts = GroupedExperts
+            layer_mlp(spec).experts = GroupedExperts
         else:
-            inner.mlp.submodules.linear_fc2 = RowLinear
+            layer_mlp(spec).linear_fc2 = RowLinear
         attention = inner.self_attention.submodules
         attention.core_attention, attention.linear_proj = PackedAttention, RowLinear
         if settings.qk_layernorm:

@@ -74,7 +74,7 @@ class OpenPipeline:
             if len(self._waiting) <= stage.depth:
                 stage.neighbours.send_forward(sent, stage.last)
             else:
-                self._backward(stage, stage.neighbours.send_forward_recv_backward(sent, stage.shapes, stage.last))
+                self._backward(stage.neighbours.send_forward_recv_backward(sent, stage.shapes, stage.last))
 
     def drain(self) -> None:
         """Run the backward passes that are still to come. Collective. Does nothing if there is none."""
@@ -83,7 +83,7 @@ class OpenPipeline:
         stage = self._stage()
         self._send(stage)
         while self._waiting:
-            self._backward(stage, stage.neighbours.recv_backward(stage.shapes, stage.last))
+            self._backward(stage.neighbours.recv_backward(stage.shapes, stage.last))
             self._send(stage)
         self._num_forward = 0
 
@@ -114,11 +114,10 @@ class OpenPipeline:
             return stage.neighbours.recv_forward(stage.shapes, stage.first)
         return stage.neighbours.send_backward_recv_forward(unsent, stage.shapes, stage.first)
 
-    def _backward(self, stage: _Stage, gradient: Any) -> None:
+    def _backward(self, gradient: Any) -> None:
         """Run the backward pass of the microbatch that has waited longest. gradient: that of its sent activations."""
         received, sent = self._waiting.popleft()
-        kind = library.get_model_type(self._model)
-        self._unsent = library.backward_step(received, sent, gradient, kind, stage.config)
+        self._unsent = library.backward_step(received, sent, gradient, self._model)
 
     def _send(self, stage: _Stage) -> None:
         unsent, self._unsent = self._unsent, None

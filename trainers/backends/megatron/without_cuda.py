@@ -109,6 +109,7 @@ _KNOWN = (
     r"`torch\.distributed\.\w+` is deprecated",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # DistributedOptimizer, once
     r"Warning: tp_group is None, using default tp group",  # Megatron's own layers do not pass it
+    r"MimoModelConfig is experimental",  # in 0.19 Megatron's optimizers import it
     r"MLP requires ffn_hidden_size",  # Megatron's own layer spec does not pass it
     r"full scope is deprecated",  # TransformerConfig warns about its own default
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # correct where experts are not split
