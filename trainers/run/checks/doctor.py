@@ -32,6 +32,7 @@ from ....actors.process.memory import available_memory, total_memory
 from ....dataplane.config import StoreKind
 from ....dataplane.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...config.config import Config, RolloutConfig, TrainerConfig
+from .version_sets import nearest_set
 
 SHM_ENOUGH_BYTES = 1 << 30
 PROBE_BYTES = 1 << 20
@@ -132,6 +133,7 @@ def examine() -> list[Finding]:
     checks: list[Callable[[], list[Finding]]] = [
         _python,
         _packages,
+        _versions,
         _machine,
         _shared_memory,
         _gpus,
@@ -184,6 +186,17 @@ def _packages() -> list[Finding]:
         return [Finding("software", "packages", State.FIX, "missing: " + ", ".join(missing), _install(""))]
     detail = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [Finding("software", "packages", State.OK, detail)]
+
+
+def _versions() -> list[Finding]:
+    """Compare what is installed with the nearest of the sets of versions that were run."""
+    nearest = nearest_set()
+    if nearest is None:
+        return []
+    where = f"constraints/{nearest.name}.txt"
+    if nearest.different:
+        return [Finding("software", "versions", State.NOTE, f"unlike {where}: {'; '.join(nearest.different)}")]
+    return [Finding("software", "versions", State.OK, f"the {nearest.same} of {where} that are installed")]
 
 
 def _version(name: str) -> str | None:
