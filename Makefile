@@ -2,8 +2,7 @@
 # make pool       trains two small runs that share two GPUs, or on a laptop two numbers in place of GPUs, in runs/pool
 # make check      style, types, import contracts, docs, and the short tests that start no process: under 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 15 minutes (ARGS="tests/codecs" for one folder)
-# make test-all   also the tests marked `slow`, those of trackers and reasoning-gym, those of Megatron with its other
-#                 release, and those of Transformers models with the newest Transformers: about 100 minutes
+# make test-all   also the tests marked `slow`, trackers, reasoning-gym, Megatron's other release, the newest Transformers
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make drill-chaos  two minutes of random faults in real runs; ARGS=--minutes=30 for longer
 # make list-slow  prints what only `make test-all` tests

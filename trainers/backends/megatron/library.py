@@ -93,8 +93,9 @@ def backward_step(received: Any, sent: Any, gradient: Any, model: Any) -> Any:
 
     received, sent: activations of the forward pass. gradient: that of `sent`. model: the stage.
     """
+    step: Any = schedules.backward_step
     kind = (get_model_type(model),) if _STEP_TAKES_MODEL_TYPE else ()
-    return schedules.backward_step(received, sent, gradient, *kind, get_model_config(model))
+    return step(received, sent, gradient, *kind, get_model_config(model))
 
 
 def layer_mlp(spec: Any) -> Any:

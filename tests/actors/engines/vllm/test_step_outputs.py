@@ -352,7 +352,9 @@ class Traffic:
 
     def _computed(self, step: Any) -> Any:
         """Return what a model runner returns for a step, with the requests in the opposite order."""
-        from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        from headrace.actors.engines.vllm.cpu_routes import RecordedRoutes
 
         cached = step.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -365,9 +367,10 @@ class Traffic:
             routes.append(self.tables[name][tokens])
             slots.append(np.array(blocks)[tokens // BLOCK_TOKENS] * BLOCK_TOKENS + tokens % BLOCK_TOKENS)
             sampled.append([] if self.scheduler.requests[name].is_prefill_chunk else [5])
-        recorded = RoutedExpertsLists(np.concatenate(routes).astype(np.int32), np.concatenate(slots))
         index = {name: number for number, name in enumerate(names)}
-        return ModelRunnerOutput(names, index, sampled_token_ids=sampled, routed_experts=recorded)
+        output: Any = ModelRunnerOutput(names, index, sampled_token_ids=sampled)
+        output.routed_experts = RecordedRoutes(np.concatenate(routes).astype(np.int32), np.concatenate(slots))
+        return output
 
     def expect_routes(self, name: str, start: int = 0) -> None:
         """A request has the routes of all its tokens but the last, from `start` on."""
@@ -393,7 +396,7 @@ def traffic(request: pytest.FixtureRequest, moe_folder: str) -> Iterator[Traffic
         library.AsyncEngineArgs(
             model=moe_folder,
             skip_tokenizer_init=True,
-            enable_return_routed_experts=True,
+            **library.route_arguments(),
             max_num_seqs=6,
             max_model_len=128,
             max_num_batched_tokens=32,
