@@ -48,8 +48,10 @@ class SlotRoutes:
         self.routed_experts_by_slot[slot_mapping] = data
 
     def get(self, blocks: Sequence[int], num_tokens: int, token_start: int = 0) -> np.ndarray:
-        """Return the routes of the first `num_tokens` tokens of a request without the first `token_start` of them,
-        `[tokens, layers, k]`. blocks: numbers of the request's blocks."""
+        """Return the routes of a request's tokens from `token_start` up to `num_tokens`, `[tokens, layers, k]`.
+
+        blocks: numbers of the request's blocks.
+        """
         tokens = np.arange(token_start, num_tokens)
         slots = np.asarray(blocks)[tokens // self._block_size] * self._block_size + tokens % self._block_size
         return self.routed_experts_by_slot[slots]

@@ -46,10 +46,8 @@ def joining_scheduler(**settings: Any) -> Any:
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
             if not hasattr(self, "routed_experts_mgr"):  # vLLM itself keeps no routes here
-                from .cpu_routes import SlotRoutes
-
-                self.routed_experts_mgr = SlotRoutes(settings["vllm_config"], settings["kv_cache_config"])
-                self._re_block_ids = dict[str, list[int]]()
+                self.routed_experts_mgr = _slot_routes(settings)
+                self._re_block_ids = {}
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             found = getattr(model_runner_output, "routed_experts", None)
@@ -89,8 +87,7 @@ def joining_scheduler(**settings: Any) -> Any:
         def _unanswered_prompts(self, scheduled: Mapping[str, int]) -> dict[str, Any]:
             """Return the requests of a step that have had no output yet, by id. Forgets the blocks of requests that are
             gone."""
-            gone = [one for one in self._re_block_ids if one not in self.requests]
-            for request_id in gone:
+            for request_id in [one for one in self._re_block_ids if one not in self.requests]:
                 del self._re_block_ids[request_id]
             return {one: self.requests[one] for one in self._re_block_ids if one in scheduled}
 
@@ -100,6 +97,12 @@ def joining_scheduler(**settings: Any) -> Any:
             return self.routed_experts_mgr.get(blocks, request.num_prompt_tokens, token_start=start)
 
     return JoiningScheduler(**settings)
+
+
+def _slot_routes(settings: Mapping[str, Any]) -> Any:
+    from .cpu_routes import SlotRoutes  # imports vLLM's worker, which only the engine process on a CPU needs
+
+    return SlotRoutes(settings["vllm_config"], settings["kv_cache_config"])
 
 
 @dataclass(frozen=True, slots=True)

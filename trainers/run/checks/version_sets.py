@@ -31,8 +31,10 @@ class Comparison:
 
 
 def read_set(path: Path, python: tuple[int, int]) -> dict[str, str]:
-    """Return the versions of a set by package, as a Python of this version installs them. Raises ValueError for a line
-    that pins no version."""
+    """Return the versions of a set by package, as a Python of this version installs them.
+
+    Raises ValueError for a line that pins no version.
+    """
     versions = {}
     for line in path.read_text().splitlines():
         line = line.partition("#")[0].strip()
@@ -47,8 +49,11 @@ def read_set(path: Path, python: tuple[int, int]) -> dict[str, str]:
 
 
 def compare(name: str, versions: Mapping[str, str]) -> Comparison:
-    """Compare a set with the installed packages. Those that are not installed do not count, nor does the part of an
-    installed version that names a build, such as `+cpu`."""
+    """Compare a set with the installed packages.
+
+    Those that are not installed do not count, nor does the part of an installed version that names a build, such as
+    `+cpu`.
+    """
     same, different = 0, []
     for package, version in versions.items():
         try:
@@ -63,8 +68,10 @@ def compare(name: str, versions: Mapping[str, str]) -> Comparison:
 
 
 def nearest_set(folder: Path = FOLDER) -> Comparison | None:
-    """Return the set that has the fewest differences to what is installed, and of these the one with the most packages
-    in common; None if there are no sets."""
+    """Return the set that has the fewest differences to what is installed; None if there are no sets.
+
+    Of several such sets, it is the one with the most packages in common.
+    """
     python = sys.version_info[:2]
     found = [compare(path.stem, read_set(path, python)) for path in sorted(folder.glob("*.txt"))]
     return min(found, key=lambda one: (len(one.different), -one.same), default=None)
