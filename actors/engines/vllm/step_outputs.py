@@ -59,11 +59,7 @@ def joining_scheduler(**settings: Any) -> Any:
             manager.store_batch(array, found.slot_mapping)
             prompts = self._unanswered_prompts(tokens)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            starts = model_runner_output.req_id_to_index  # correct if each request has one token, as in most steps
-            if len(array) > len(starts):
-                ids = model_runner_output.req_ids
-                before = itertools.accumulate([tokens[one] for one in ids], initial=0)
-                starts = dict(zip(ids, before, strict=False))  # the last sum is the number of all tokens
+            starts = _first_rows(model_runner_output, tokens, len(array))
             routes = StepRoutes(array, starts, tokens, scheduler_output.scheduled_spec_decode_tokens)
             for one in outputs.values():
                 hand_out(one.outputs, routes, prompts, self._prompt_routes)
@@ -97,6 +93,14 @@ def joining_scheduler(**settings: Any) -> Any:
             return self.routed_experts_mgr.get(blocks, request.num_prompt_tokens, token_start=start)
 
     return JoiningScheduler(**settings)
+
+
+def _first_rows(output: Any, tokens: Mapping[str, int], num_rows: int) -> Mapping[str, int]:
+    """Return the first row of each request in a step's array of `num_rows` routes. tokens: number of its rows."""
+    if num_rows <= len(output.req_id_to_index):
+        return output.req_id_to_index  # each request has one token, as in most steps
+    before = itertools.accumulate([tokens[one] for one in output.req_ids], initial=0)
+    return dict(zip(output.req_ids, before, strict=False))  # the last sum is the number of all tokens
 
 
 def _slot_routes(settings: Mapping[str, Any]) -> Any:
