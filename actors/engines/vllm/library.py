@@ -154,8 +154,10 @@ def full_attention_group(cache: Any) -> int:
 
 
 def bound_recorder(runner: Any) -> torch.Tensor:
-    """Make the routers of a model runner's model write the experts that they choose in each step into the tensor that
-    is returned, int32 `[most tokens of a step, layers, k]`. For vLLM from 0.31 on."""
+    """Make the routers of a model runner's model write the experts that they choose into a tensor.
+
+    Returns the tensor, int32 `[most tokens of a step, layers, k]`, which each step overwrites. For vLLM from 0.31 on.
+    """
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (  # loads kernels, which workers have
         RoutedExpertsCapturer,
         bind_routed_experts_capturer,
