@@ -17,7 +17,14 @@ from headrace.dataplane.security.authenticated_listener import (
     connect_authenticated,
     listen,
 )
-from headrace.dataplane.security.handshake import HELLO_BYTES, ClientHandshake, HandshakeError, new_key
+from headrace.dataplane.security.handshake import (
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    ClientHandshake,
+    HandshakeError,
+    new_key,
+)
 from headrace.tests.waiting import wait_until
 
 KEY = new_key()
@@ -64,6 +71,11 @@ def test_who_does_not_know_the_key_is_told_apart_by_both_ends(
         with contextlib.suppress(ConnectionResetError):  # what it sent was not read to its end
             assert stranger.recv(100) == b""
     wait_until(lambda: "connections to the tests refused: 1; the last because its first bytes" in caplog.text)
+    with socket.create_connection(admitted.address, 30) as forger:
+        forger.sendall(ClientHandshake(KEY, SERVICE).hello)
+        assert len(forger.recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES
+        forger.sendall(bytes(PROOF_BYTES))
+        assert forger.recv(1) == b""
     assert admitted.connections.empty()
     with pytest.raises(ValueError, match="tests: got no key, expected the key of the run's data plane"):
         AuthenticatedListener(listen("127.0.0.1"), b"", SERVICE, admitted.connections.put)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from headrace.dataplane.security.handshake import (
     ServerHandshake,
     new_key,
     prove_to_server,
+    prove_to_server_async,
 )
 from headrace.tests.dataplane.security.far_end import prove_to_client
 
@@ -143,3 +145,30 @@ def test_a_truncated_handshake_is_an_end_of_the_connection() -> None:
             far.sendall(challenge[:-1])
         thread.join(10)
         assert isinstance(failed[0], ConnectionError)
+
+
+def prove_by_asyncio(connection: socket.socket) -> None:
+    async def prove() -> None:
+        connection.setblocking(False)
+        await prove_to_server_async(asyncio.get_running_loop(), connection, KEY, "unit")
+
+    asyncio.run(prove())
+
+
+@pytest.mark.parametrize(
+    "prove", [lambda near: prove_to_server(near, KEY, "unit", time.monotonic() + 10), prove_by_asyncio]
+)
+def test_a_challenge_in_pieces_is_read_alone_and_what_follows_stays(prove: Callable[[socket.socket], None]) -> None:
+    near, far = connected_pair()
+    with near, far:
+        far.settimeout(10)
+        thread, failed = in_thread(lambda: prove(near))
+        server = ServerHandshake(KEY, "unit")
+        challenge = server.challenge(far.recv(HELLO_BYTES))
+        far.sendall(challenge[:5])
+        time.sleep(0.1)  # so that the client reads these bytes alone
+        far.sendall(challenge[5:] + b"what follows")
+        server.check(far.recv(PROOF_BYTES))
+        thread.join(10)
+        near.settimeout(10)
+        assert not failed and near.recv(100) == b"what follows"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import EnginePool
 from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.errors import UserError
-from headrace.trainers.run import restarts
+from headrace.trainers.run import launch, restarts
 from headrace.trainers.run.restarts import lost_process, root_cause
 
 ALIVE = {"directory": os.getpid()}
@@ -104,3 +105,19 @@ def test_an_error_beside_a_dead_process_of_this_host_is_of_its_death(actors: Cal
     error = ActorFailed("train worker 0 failed: connection closed by peer", RESET)
     cause = root_cause(error, actors(None, None), {**ALIVE, "train worker 1": dead.pid})
     assert lost_process(cause) == f"train worker 1 (pid {dead.pid}) died: {error}"
+
+
+@pytest.mark.parametrize(
+    ("journal", "stuck", "may"), [(True, None, True), (False, None, False), (True, "stuck", False)]
+)
+def test_train_workers_alone_are_restarted_only_with_a_journal_and_unless_the_watchdog_stopped_the_run(
+    journal: bool, stuck: str | None, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "needed_processes", lambda path: {})
+    monkeypatch.setattr(launch, "lost_only_workers", lambda *_: True)
+    config = SimpleNamespace(run=SimpleNamespace(keeps_journal=journal))
+    training: Any = SimpleNamespace(
+        _config=config, _watch=SimpleNamespace(reason=lambda: stuck), _folder=SimpleNamespace(path="")
+    )
+    run: Any = SimpleNamespace(actors=SimpleNamespace(may_replace=True), client=None)
+    assert launch._Training._may_restart_workers(training, run, ActorFailed("worker 0 died", died=True)) is may

@@ -294,6 +294,9 @@ def test_the_memory_that_is_needed_is_that_of_all_processes(place: Path, monkeyp
     }
     [problem] = problems(place, {**run, "trainer": {"dp": 2}, "rollout": {"num_engines": 2, "max_new_tokens": 8}})
     assert "for 2 train worker(s) of" in problem and "2 engine(s) of" in problem
+    assert "2 engine(s) of 0.0 GiB" not in problem
+    [problem] = problems(place, {**run, "rollout": {"engine": "scripted", "max_new_tokens": 8}})
+    assert "1 engine(s) of 0.0 GiB" in problem
     monkeypatch.setattr(preflight, "total_memory", lambda: 1 << 50)
     assert checked(place, run) == []
 
