@@ -386,7 +386,7 @@ class RemoteEngine:
             except TimeoutError:
                 self._die(f"no sign of life for {self._health_timeout_s:g} s")
             except EngineDied:
-                return  # `_answer` has recorded the death
+                return  # `_answer` has already recorded the death
 
     def _die(self, reason: str) -> None:
         if not self._dead.done():

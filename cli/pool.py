@@ -110,7 +110,7 @@ def _asked(served: ServedPool) -> PoolStatus:
     from ..trainers.pool.server.folder import AUTH_MODE
 
     os.environ.setdefault(AUTH_MODE, served.auth_mode)
-    from ..trainers.pool.server.server import joined  # imports Ray, which reads the environment then
+    from ..trainers.pool.server.server import joined  # this imports Ray, which reads the environment then
 
     with joined(served) as client:
         return client.status()

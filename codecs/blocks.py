@@ -135,7 +135,7 @@ class EncodedBlock:
 
     def complete(self) -> BlockPieces:
         """Enter the checksums into the header, and return `pieces`."""
-        for _ in self.stream()[1]:  # computes the checksums
+        for _ in self.stream()[1]:  # this call computes the checksums
             pass
         return self.pieces
 

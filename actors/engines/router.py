@@ -91,7 +91,7 @@ class Router:
         self._suspended: set[str] = set()
         """Names of the engines that will take requests again; some may have died meanwhile."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._changed = asyncio.Event()  # replaced each time it is set
+        self._changed = asyncio.Event()  # the event is replaced each time it is set
         self._closed = False
         self._past = EngineStats()  # counters of removed engines
 

@@ -18,7 +18,7 @@ _SUFFIXES = (".model", ".tiktoken")
 def load_tokenizer(path: str) -> Any:
     """Load the Hugging Face tokenizer of a local folder or hub id. Raises ValueError with a one-sentence message when
     it cannot be loaded."""
-    from transformers import AutoTokenizer  # takes seconds to import, and scripted or dry runs may not need it
+    from transformers import AutoTokenizer  # it takes seconds to import, and scripted or dry runs may not need it
 
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):

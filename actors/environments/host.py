@@ -247,7 +247,7 @@ class EpisodeHost:
             self._hung.add(task)
             task.add_done_callback(self._ended_late)
         elif not task.cancelled():
-            task.exception()  # read, so that asyncio does not report it
+            task.exception()  # the error is read so that asyncio does not report it
 
     def _ended_late(self, task: asyncio.Task[Any]) -> None:
         self._hung.discard(task)

@@ -200,7 +200,7 @@ class ToolUse:
                 except TimeoutError:
                     if limit.expired():
                         return f"error: tool {name!r} did not return within {self._timeout_s:g} s"
-                    raise  # the tool's own error
+                    raise  # the tool raised this error itself
             return str(result)
         except TooManyHang:
             raise

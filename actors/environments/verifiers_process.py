@@ -62,7 +62,7 @@ class VerifiersEnvironment:
         number = episode.prompt.fields.get(TASK)
         if not isinstance(number, int):
             raise ValueError(f"prompt {episode.prompt.uid!r} has no number of a task, expected data.train=environment")
-        with episode.clock.stopped():  # the start has a bound of its own, and must not count against the episode
+        with episode.clock.stopped():  # the start has its own time limit and must not count against the episode
             child = await self._started()
         address = episode.endpoint
         said = await child.play({TASK: number, "url": address.url, "secret": address.secret, "model": address.model})

@@ -212,6 +212,6 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def _cuda_runtime() -> Any:
-    import torch  # imported here, because the driver measures memory without torch
+    import torch  # torch is imported here, because the driver measures memory without torch
 
     return torch.cuda.cudart()

@@ -116,7 +116,7 @@ class RendezvousServer:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no more threads
+        except RuntimeError as error:  # the system cannot start another thread
             _logger.warning("rendezvous: a member was refused: %s", error)
             self._leave(connection)
 

@@ -222,7 +222,7 @@ class _Call(Generic[T]):
         settle: Callable[[], None]
         try:
             settle = partial(self._result.set_result, self._function())
-        except BaseException as raised:  # the caller raises it
+        except BaseException as raised:  # the caller raises this error
             error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
             settle = partial(self._result.set_exception, error)
         with self._lock:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...dataplane.imports import MissingExtra
 from ..process.user_function_timeouts import UserProcesses
 
-if TYPE_CHECKING:  # the processes of math_verify import this module, and have no use for torch
+if TYPE_CHECKING:  # the processes of math_verify import this module, and do not need torch
     from ..protocols import Prompt, Sample
 
 
@@ -205,7 +205,7 @@ class MathVerifier:
                 return float(any(isinstance(part, str) and "".join(part.split()) == plain for part in given))
             try:
                 return float(self._library.verify(expected, given, timeout_seconds=self._timeout_s))
-            except self._library.errors.TimeoutException:  # derives from BaseException
+            except self._library.errors.TimeoutException:  # the exception derives from BaseException
                 return 0.0
 
     def answer_of(self, response: str) -> str | None:

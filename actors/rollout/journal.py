@@ -346,7 +346,7 @@ class GroupJournal:
     def _read_on(self, path: Path, segment: _Segment) -> None:
         try:
             heads, segment.end = read_heads(path, segment.end)
-        except FileNotFoundError:  # trimmed by another writer meanwhile; the next refresh forgets it
+        except FileNotFoundError:  # another writer has trimmed it meanwhile; the next refresh forgets it
             return
         for offset, head in heads:
             segment.positions.add(head.position)
@@ -396,7 +396,7 @@ def _sizes(folder: Path) -> dict[Path, int]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(_SUFFIX):
-                with suppress(FileNotFoundError):  # trimmed by another writer meanwhile
+                with suppress(FileNotFoundError):  # another writer has trimmed it meanwhile
                     sizes[Path(entry.path)] = entry.stat().st_size
     return sizes
 

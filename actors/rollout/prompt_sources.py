@@ -164,7 +164,7 @@ def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) ->
 def _load_dataset(config: DataConfig, source: str, path: Path, validation: bool) -> tuple[Any, Any]:
     """Load the dataset `source`, and return it together with the imported module `datasets`."""
     try:
-        import datasets  # takes seconds to import, and most runs do not need it
+        import datasets  # it takes seconds to import, and most runs do not need it
     except ModuleNotFoundError:
         raise MissingExtra("datasets", f"data: the dataset {source!r}", "datasets") from None
     subset = subset_of(config, validation=validation)
@@ -251,7 +251,7 @@ class TaskSource:
         self._held_out = held_out
         self._seed = seed
         self._options = _checked_options(task, dict(options or {}))
-        self.row(0)  # fails now if the options leave this part without prompts
+        self.row(0)  # this fails now if the options leave this part without prompts
 
     def row(self, index: int) -> PromptRow:
         """Return the prompt at `index` of the training or held-out part, whichever this source reads."""

@@ -232,7 +232,7 @@ class RolloutWorker:
             for rubric in (self._rubric, *(one.rubric for one in self._held_out.values())):
                 if rubric.apart is not None:
                     await rubric.apart.close()
-        finally:  # even if a user's environment raises
+        finally:  # this runs even if a user's environment raises
             if self._journal is not None:
                 self._journal.close()
             await self._client.close()

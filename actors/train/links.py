@@ -181,7 +181,7 @@ class ReplicaLinks:
     def _begin(self, part: Part, tensor: torch.Tensor, what: str, started: float) -> dist.Work:
         try:
             work = dist.broadcast(tensor, self.leader, group=self._groups[part], async_op=True)
-        except RuntimeError as error:  # a connection that is known to be broken
+        except RuntimeError as error:  # this connection is known to be broken
             raise self._lost(what, started, error) from error
         assert work is not None
         return work

@@ -163,7 +163,7 @@ class TrainWorker:
         """True between `offload` and `onload`."""
         self._setup = setup
         self._name = setup.name
-        self._parts = ExitStack()  # closed last in, first out
+        self._parts = ExitStack()  # they are closed last in, first out
         self._client = connect(setup.data_plane, name=self._name)
         self._parts.callback(self._client.close)
         links = build_links(

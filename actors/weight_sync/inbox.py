@@ -330,7 +330,7 @@ class WeightInbox:
     def _memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
         spare, self._spare = self._spare, None
         if spare is None or len(spare) != nbytes or spare.device != device:
-            spare = None  # freed before more is taken
+            spare = None  # the old memory is freed before more is allocated
             self._views.clear()
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return spare

@@ -134,7 +134,7 @@ class PlainContender:
         return token
 
     def close(self) -> None:
-        """End what was started, which is nothing here. Idempotent."""
+        """End whatever was started; by default, nothing was. Idempotent."""
 
 
 class ServedContender(PlainContender):
@@ -178,7 +178,7 @@ class TcpServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # the listener is closed
+                return  # accepting failed because the listener is closed
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

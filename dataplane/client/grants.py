@@ -116,7 +116,7 @@ class LeaseRenewal:
     def add(self, lease_id: int, keys: Iterable[str]) -> None:
         """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""
         with self._lock:
-            if self._pid != os.getpid():  # forked: the thread and the leases are the parent's
+            if self._pid != os.getpid():  # after a fork, the thread and the leases are the parent's
                 self._pid, self._held, self._thread = os.getpid(), {}, None
             self._held.setdefault(lease_id, set()).update(keys)
             if self._thread is None and not self._ended.is_set():

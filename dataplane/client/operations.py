@@ -102,7 +102,7 @@ class Operations:
         self.handle = handle
         self.store = store
         self._leases = leases
-        weakref.finalize(self, leases.end)  # for a client that was not closed
+        weakref.finalize(self, leases.end)  # this serves a client that was not closed
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self._plane_id = handle.store.plane_id
@@ -248,7 +248,7 @@ class Operations:
                     deadline,
                 )
             except RowsCleared as error:
-                if credit:  # revoked while it was being written
+                if credit:  # it was revoked while it was being written
                     return None
                 raise DataPlaneTimeout(
                     f"the put took longer than reserve_s={self.handle.config.reserve_s:g}s: its bytes were reclaimed",

@@ -182,7 +182,7 @@ class PutSpace:
             return None
         try:
             return self._directory.reservation(reservation.reservation_id)
-        except DataPlaneTimeout:  # expired while the store was asked
+        except DataPlaneTimeout:  # it expired while the store was asked
             self._store.take_back([reservation])
             raise
 

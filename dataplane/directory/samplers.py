@@ -324,7 +324,7 @@ class RankShares:
             raise ValueError(f"rank: got {rank!r}, expected 0 to {self.num_ranks - 1}")
         # An item's note is 1 + round * num_ranks + rank, or 0 if it belongs to no rank.
         notes = candidates.notes
-        # A partition that was loaded has rounds that were dealt before it was saved: the next ones come after them.
+        # A loaded partition already has rounds from before it was saved, and new rounds follow those.
         self._num_rounds = max(self._num_rounds, -(-int(notes.max(initial=0)) // self.num_ranks))
         while True:
             places = notes - 1

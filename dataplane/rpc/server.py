@@ -68,7 +68,7 @@ class DirectoryServer:
         waiting = [task for session in self._sessions for task in session.tasks.values()]
         if waiting:
             await asyncio.wait(waiting, timeout=END_TIMEOUT_S)
-        await asyncio.sleep(SETTLE_S)  # lets connections that were just accepted become sessions
+        await asyncio.sleep(SETTLE_S)  # this lets connections that were just accepted become sessions
         for session in list(self._sessions):
             session.end()
         deadline = asyncio.get_running_loop().time() + END_TIMEOUT_S

@@ -50,7 +50,7 @@ class SocketLink:
         self._closed = False
         self._idle: list[socket.socket] = []
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that was not closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # this serves a client that was not closed
         if connect_s is not None:
             self._idle.append(self._connect("connect", time.monotonic() + connect_s))
 
@@ -80,12 +80,12 @@ class SocketLink:
                     return await self._channel(op).ask(request)
                 except _Ended:  # before the request was sent
                     return await self._channel(op).ask(request)
-        except OSError as error:  # includes TimeoutError and ConnectionError
+        except OSError as error:  # this includes TimeoutError and ConnectionError
             raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else request.lasting) from None
 
     async def detach_async(self) -> None:
         self.detach()
-        await asyncio.sleep(0.001)  # lets transports close their sockets
+        await asyncio.sleep(0.001)  # this lets transports close their sockets
 
     def detach(self) -> None:
         """Disconnect. Calls of event loops that are in flight, and all later calls, raise DirectoryLost; blocking calls
@@ -150,7 +150,7 @@ class SocketLink:
         """Return an idle connection from the pool that is still open; None when there is none."""
         while True:
             with self._lock:
-                if self._pid != os.getpid():  # forked: the connections are the parent's
+                if self._pid != os.getpid():  # after a fork, the connections are the parent's
                     self._pid = os.getpid()
                     _close_all(self._idle)
                 if not self._idle or self._closed:

@@ -135,6 +135,6 @@ def keep_freed_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # a C library without mallopt
+    except (AttributeError, OSError):  # this C library has no mallopt
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _TRIM_FROM_BYTES))

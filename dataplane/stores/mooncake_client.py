@@ -119,12 +119,12 @@ _FORCED = {
     "MC_LOG_LEVEL": "ERROR",  # errors reach the caller as exceptions; INFO is 14 lines per client
 }
 _CLEARED = (
-    "MC_FORCE_TCP",  # would turn rdma into tcp silently
+    "MC_FORCE_TCP",  # this would turn rdma into tcp silently
     "MC_MS_AUTO_DISC",
     "MC_RPC_PROTOCOL",
     "MC_USE_TENT",
     "MC_USE_TEV1",
-    "MC_STORE_LOCAL_HOT_CACHE_SIZE",  # would serve blocks that were freed
+    "MC_STORE_LOCAL_HOT_CACHE_SIZE",  # this would serve blocks that were freed
     "MC_STORE_CLUSTER_ID",
     "MC_METADATA_CLUSTER_ID",
 )
@@ -200,7 +200,7 @@ class MooncakeClient:
         """
 
         def call() -> list[int]:
-            assert memory.size >= sum(sizes)  # lives as long as the library reads it
+            assert memory.size >= sum(sizes)  # it lives as long as the library reads it
             return self._store.batch_put_from(list(keys), list(addresses), list(sizes), self._config)
 
         started = time.monotonic()
@@ -374,7 +374,7 @@ def _open_files() -> list[str]:
         try:
             links.append(os.readlink(entry))
         except FileNotFoundError:
-            continue  # closed meanwhile
+            continue  # the file descriptor was closed meanwhile
     return links
 
 

@@ -221,7 +221,7 @@ def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, de
             os._exit(1)
         answers.write("ready\n")
     client.ended.wait()
-    os._exit(0)  # skips the library's own shutdown
+    os._exit(0)  # this skips the library's own shutdown
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class UnitLink:
         self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
         self._closed = False
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that was not closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # this serves a client that was not closed
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
         """Send all requests to their storage units, then wait for all answers. Raises StoreLost if a unit does not

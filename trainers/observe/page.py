@@ -115,7 +115,7 @@ def page(title: str, body: str, *, state: str = "", good: bool = False, scripts:
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page to `path`, whose readers find the old or the new one whole, and return it. Raises OSError."""
+    """Replace the page at `path` atomically and return the path. Raises OSError."""
     new = path.with_name(f"{path.name}.new")
     try:
         new.write_text(text, encoding="utf-8")

@@ -236,7 +236,7 @@ class Progress:
         where = f"step {self._step}/{self._num_steps}" + (f"  {stage}" if stage else "")
         where = where if self._phase == "training" else self._phase
         head.add_row(Text(where, style="bold"), Text(clock, style="dim"))
-        bar = Table.grid(expand=True)  # in a table, as a bare ProgressBar does not end its line
+        bar = Table.grid(expand=True)  # a table holds the bar, because a bare ProgressBar does not end its line
         bar.add_row(
             ProgressBar(total=1.0, completed=share, complete_style="bright_green", finished_style="bright_green")
         )

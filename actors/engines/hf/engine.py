@@ -73,15 +73,15 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._context: int | None = getattr(text_config, "max_position_embeddings", None)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._stop_ids = model_stop_ids(self._model)
-        self._tokenizer: Any = None  # loaded for the first stop text
+        self._tokenizer: Any = None  # it is loaded at the first stop text
         self._in_flight: dict[str, Pending] = {}
         self._held: deque[Pending] = deque()  # requests that arrived while paused
         self._queue: deque[Pending] = deque()
         self._batch: Batch | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
-        self._exclusive = asyncio.Lock()  # held while a batch decodes or weights change
+        self._exclusive = asyncio.Lock()  # this lock is held while a batch decodes or weights change
         self._swapping = asyncio.Lock()  # one commit at a time changes weights
-        self._interrupt = threading.Event()  # makes the thread return at the next step
+        self._interrupt = threading.Event()  # this makes the thread return at the next step
         self._serving: asyncio.Task[None] | None = None
         self._paused = False  # new requests are held
         self._frozen = False  # no batch is decoded either

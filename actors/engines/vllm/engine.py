@@ -120,7 +120,7 @@ class VllmEngine:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._control = asyncio.Lock()  # pause, resume, commit, sleep and wake run one at a time
-        self._frozen = False  # whether vLLM runs no step
+        self._frozen = False  # this says whether vLLM runs no step
         self._held = False  # whether a caller has paused the engine
         self._asleep = 0
         self._closed = False

@@ -120,7 +120,7 @@ def scheduler_class(config: Any) -> type:
 def route_arguments() -> dict[str, Any]:
     """Return the arguments with which vLLM records the experts that routers choose, and `joining_scheduler` finds them.
     Raises ValueError if it has no way that is known here."""
-    if "routed_experts" in ModelRunnerOutput.__dataclass_fields__:  # up to 0.30
+    if "routed_experts" in ModelRunnerOutput.__dataclass_fields__:  # vLLM has this name up to 0.30
         return {"enable_return_routed_experts": True}
     if on_cpu():
         return {"worker_cls": f"{__package__}.cpu_routes.RecordingWorker"}
@@ -145,7 +145,7 @@ def routes_shape(config: Any) -> tuple[int, int]:
 def full_attention_group(cache: Any) -> int:
     """Return the index of the group of layers of a KVCacheConfig that attend to all earlier tokens. Raises ValueError
     if there is none."""
-    from vllm.v1.kv_cache_interface import is_full_attention_spec  # not in 0.26
+    from vllm.v1.kv_cache_interface import is_full_attention_spec  # vLLM 0.26 does not have it
 
     for index, group in enumerate(cache.kv_cache_groups):
         if is_full_attention_spec(group.kv_cache_spec):
@@ -163,7 +163,7 @@ def bound_recorder(runner: Any) -> torch.Tensor:
         bind_routed_experts_capturer,
     )
 
-    config, make = runner.vllm_config, cast(Any, RoutedExpertsCapturer)  # 0.30 wants another argument
+    config, make = runner.vllm_config, cast(Any, RoutedExpertsCapturer)  # vLLM 0.30 requires another argument
     capturer = make(config.scheduler_config.max_num_batched_tokens, config)
     with set_current_vllm_config(config):
         bind_routed_experts_capturer(runner.get_model(), capturer)
@@ -323,7 +323,7 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
     nothing is quantised, repacked or derived.
     """
     for name, module in model.named_modules():
-        if isinstance(module, QuantizeMethodBase):  # checked as the `quant_method` of its layer
+        if isinstance(module, QuantizeMethodBase):  # it is checked as the `quant_method` of its layer
             continue
         method = getattr(module, "quant_method", None)
         if method is not None and not _is_plain(method) and not isinstance(module, Attention):

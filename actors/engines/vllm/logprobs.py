@@ -155,7 +155,7 @@ def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
         batch = runner.input_batch
         if metadata is not batch.sampling_metadata:  # vLLM tries out its sampler with made-up requests
             return tokens, every
-        scores = sampler.compute_logprobs(logits) if every is None else every  # None if all requests are greedy
+        scores = sampler.compute_logprobs(logits) if every is None else every  # it is None if all requests are greedy
         count = batch.num_reqs
         before, prompts = (
             counts[:count].astype(np.int64) for counts in (batch.num_tokens_no_spec, batch.num_prompt_tokens)

@@ -38,7 +38,7 @@ PATIENCE_S = 60.0
 def joining_scheduler(**settings: Any) -> Any:
     """Return vLLM's own scheduler, extended to join the routes in its outputs and to list blocks of prompts alone. It
     runs in the engine process."""
-    from . import library  # imports vLLM, which code that only reads outputs does not need
+    from . import library  # this imports vLLM, which code that only reads outputs does not need
 
     base: Any = library.scheduler_class(settings["vllm_config"])
 
@@ -100,11 +100,11 @@ def _first_rows(output: Any, tokens: Mapping[str, int], num_rows: int) -> Mappin
     if num_rows <= len(output.req_id_to_index):
         return output.req_id_to_index  # each request has one token, as in most steps
     before = itertools.accumulate([tokens[one] for one in output.req_ids], initial=0)
-    return dict(zip(output.req_ids, before, strict=False))  # the last sum is the number of all tokens
+    return dict(zip(output.req_ids, before, strict=False))  # the last of the running sums is the total number of tokens
 
 
 def _slot_routes(settings: Mapping[str, Any]) -> Any:
-    from .cpu_routes import SlotRoutes  # imports vLLM's worker, which only the engine process on a CPU needs
+    from .cpu_routes import SlotRoutes  # this imports vLLM's worker, which only the engine process on a CPU needs
 
     return SlotRoutes(settings["vllm_config"], settings["kv_cache_config"])
 

@@ -84,7 +84,7 @@ class ModelLoader:
         with torch.no_grad():
             if self._plan is not None and self._plan.load(weights):
                 if weights:
-                    self._confirm()  # done here, while the GPU copies and the next weights are on their way
+                    self._confirm()  # this is done here, while the GPU copies and the next weights are on their way
                 return
         if check is not None:
             for name, tensor in weights:

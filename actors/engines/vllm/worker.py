@@ -140,7 +140,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Carry out an order from the engine, to prepare, load or verify a version. Runs in the link's thread."""
         link = self._link
         assert link is not None
-        with torch.cuda.stream(self._stream):  # no effect if the stream is None
+        with torch.cuda.stream(self._stream):  # this has no effect if the stream is None
             if order.prepare is not None:
                 state = self._prepare(order.prepare)
                 link.answer(order, state=state)
@@ -198,7 +198,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
             inbox, _ = self._opened()
             inbox.committed(version)
             self._update = None
-        except Exception as failure:  # the engine raises it, for all workers at once
+        except Exception as failure:  # the engine raises the error, for all workers at once
             error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
             try:
                 self.loader.abandon()

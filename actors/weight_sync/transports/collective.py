@@ -356,7 +356,7 @@ class CollectiveStream(Stream):
         try:
             while not self._ended and len(self._under_way) < _RING:
                 self._begin_next(_RING, wait=True)
-        except Exception as error:  # raised by the iteration
+        except Exception as error:  # the iteration raises it
             self._failure = error
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:

@@ -71,7 +71,7 @@ class EventCallbacks:
             try:
                 event.synchronize()
                 call()
-            except Exception as error:  # `check` raises it
+            except Exception as error:  # `check` raises this error
                 self._failure = error
 
 

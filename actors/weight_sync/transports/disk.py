@@ -223,5 +223,5 @@ def _sync_folder(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    (path / "manifest").unlink(missing_ok=True)  # removed first, so that a reader's last check finds it gone
+    (path / "manifest").unlink(missing_ok=True)  # it is removed first, so that a reader's last check finds it gone
     shutil.rmtree(path, ignore_errors=True)

@@ -49,7 +49,7 @@ class Group:
         group's own, which the group closes when it is left, or when joining fails. host: this process's own address.
         Raises what torch raises."""
         self.name = name
-        self._store = store  # must outlive the group
+        self._store = store  # the store must outlive the group
         self.device = device
         deadline = timedelta(seconds=timeout_s + _GRACE_S)
         prefixed = PrefixStore(name, store)

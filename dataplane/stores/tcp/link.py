@@ -133,7 +133,7 @@ class UnitLink:
     def _take(self) -> Connection | None:
         while True:
             with self._lock:
-                if self._pid != os.getpid():  # forked: the connections are the parent's
+                if self._pid != os.getpid():  # after a fork, the connections are the parent's
                     self._pid = os.getpid()
                     while self._idle:
                         self._idle.pop().socket.close()  # this process's copy only

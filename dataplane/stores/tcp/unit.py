@@ -119,7 +119,7 @@ class StorageUnit:
         before = threading.stack_size(THREAD_STACK_BYTES)
         try:
             threading.Thread(target=self._host, args=(connection,), name="storage-unit", daemon=True).start()
-        except RuntimeError as error:  # the system has no more threads
+        except RuntimeError as error:  # the system cannot start another thread
             _logger.warning("a connection is refused: %s", error)
             connection.close()
         finally:
