@@ -65,7 +65,7 @@ class Suspension:
     moved: int
     """Number of samples whose requests were cut off. They continue elsewhere from the tokens that they have."""
     kept_tokens: int
-    """Number of tokens with which the cut-off samples came back."""
+    """Number of tokens that the cut-off samples kept."""
     lost_tokens: int
     """Largest number of tokens that can be lost, because the engine died before it returned them: as many as its
     requests may have."""

@@ -108,7 +108,7 @@ class Session:
         return None if failed else call
 
     def begin(self, request: CallRequest, key: str, digest: str) -> Call:
-        """Begin a new call, whose task answers it."""
+        """Begin a new call and start the task that answers it."""
         call = Call(digest, request)
         call.task = asyncio.create_task(self._answer(call))
         self._open.add(call)

@@ -52,7 +52,7 @@ class EvaluationSetup:
     num_prompts: int | None
     """Largest number of prompts of an evaluation. None: all prompts of the source, which must then be finite."""
     reward: RewardConfig
-    """Reward functions with which samples are scored."""
+    """Reward functions that score the samples."""
     correct: str | None
     """Rule by which a sample counts as correct; see `FigureScheme`."""
 

@@ -83,7 +83,7 @@ class TrainShard:
             self,
             meta=None if meta is None else meta.select(self.samples).to_bytes(),
             sizes=(np.arange(self.sample_passes) < len(self.samples)).astype(np.int64),
-            digest=self.digest[::-1],  # the reversed digest names another plan, which all ranks derive
+            digest=self.digest[::-1],  # all ranks derive the same second plan by reversing the digest
         )
 
     def ranges(self) -> list[np.ndarray]:

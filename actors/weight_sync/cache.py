@@ -98,7 +98,7 @@ class BucketCache:
 
     @contextmanager
     def writing(self, version: int, plan: BucketPlan) -> Iterator[CachedVersion]:
-        """Context manager that yields an empty slot for `version`, whose buckets the block fills. Memory is reserved
+        """Context manager that yields an empty slot for `version`; the block fills its buckets. Memory is reserved
         first; raises what `reserve` raises.
 
         When the block ends, `version` becomes the newest version, and only one earlier version is kept. If the block

@@ -261,7 +261,7 @@ class LogprobTaker:
             self._task = asyncio.create_task(self._take_all())
 
     async def _take_all(self) -> None:
-        """Take what is wanted until nothing is. Errors reach the calls that wait; `forget` needs no answer."""
+        """Take all requested log-probs. Errors reach the calls that wait; `forget` needs no answer."""
         while self._wanted:
             wanted, self._wanted = self._wanted, {}
             lengths = [length for length, _ in wanted.values()]

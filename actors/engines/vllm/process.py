@@ -79,7 +79,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Settings with which vLLM runs a model."""
+    """Settings that vLLM runs a model with."""
 
     model: str
     dtype: torch.dtype

@@ -41,7 +41,7 @@ TELL_EVERY_S = 0.25
 
 @dataclass
 class InboxInfo(library.WeightTransferInitInfo):
-    """Settings with which a worker receives weights."""
+    """Settings that a worker uses to receive weights."""
 
     receiver: bytes = field(repr=False)
     """Pickled ReceiverConfig, with the run's key in it. Unpickling it is safe, because it only ever comes from the

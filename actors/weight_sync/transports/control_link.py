@@ -37,7 +37,7 @@ _NOTES_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a receiver, with which it joins an update."""
+    """First message of a receiver, which joins it to an update."""
 
     update: int
     """Number that the sender gave the update."""
@@ -71,7 +71,7 @@ class Link:
     methods must all be called from one thread."""
 
     def __init__(self, connection: socket.socket, timeout_s: float, max_bytes: int) -> None:
-        """Take ownership of a connected socket, whose handshake is over. timeout_s: seconds after which `send` fails if
+        """Take ownership of a connected socket after its handshake. timeout_s: seconds after which `send` fails if
         the other end does not read. max_bytes: largest number of bytes of a message from the other end."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(timeout_s)
@@ -205,7 +205,7 @@ class ReceiverTracker:
         self._names = {rank: worker_name(*member) for rank, member in enumerate(members, 1)}
         self._links: dict[int, Link] = {}
         self._arrivals: list[Link] = []
-        """Links to receivers that have not said yet which receiver they are."""
+        """Links to receivers that have not identified themselves yet."""
         self._lock = threading.RLock()
         self._closed = False
         self.num_heard = 0
@@ -239,7 +239,7 @@ class ReceiverTracker:
         return len(self.done | self.gave_up | set(self.failed)) == len(self._names)
 
     def poll(self) -> None:
-        """Accept new connections and read all messages that have come, without waiting."""
+        """Accept new connections and read all messages received so far, without waiting."""
         with self._lock:
             self._poll()
 
