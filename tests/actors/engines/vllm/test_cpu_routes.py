@@ -1,5 +1,7 @@
 """Routes that Headrace's own worker records on CPUs: each token's in its slot, copied before anything else runs."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM need not be installed where types are checked.
 from __future__ import annotations
 
 from types import SimpleNamespace
