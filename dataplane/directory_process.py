@@ -65,14 +65,16 @@ class HostedDirectory:
         "" when all clients are on this host, and then it listens only on a Unix socket. Raises the errors of the store.
         """
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each thread of a client takes a descriptor
-        # In a thread, as a store may wait for other processes.
+        # Each thread of a client takes a file descriptor, so the soft limit is raised to the hard limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        # The store starts in a thread, because it may wait for other processes.
         self._host = await asyncio.to_thread(self._build_host, host)
         self._service = DirectoryService(self._config, self._host)
         self._server = DirectoryServer(self._service, self._host.spec.key)
         address = await self._server.start(name, host)
-        np.unique(np.empty(0))  # the first call imports numpy.ma, 20 ms that no put should wait for
-        gc.freeze()  # imported objects stay, so the collector need not look at them
+        # The first call imports numpy.ma, which takes 20 ms and would otherwise delay a put.
+        np.unique(np.empty(0))
+        gc.freeze()  # Imported objects stay, so the garbage collector need not look at them.
         return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)
 
     async def close(self) -> None:
@@ -161,7 +163,7 @@ def stop_actor(actor: Any) -> None:
     try:
         ray.get(actor.close.remote(), timeout=END_TIMEOUT_S)
     except (RayActorError, GetTimeoutError):
-        pass  # dead or stuck: the kill below is all that is left to do
+        pass  # The actor is dead or stuck, and the kill below ends it.
     ray.kill(actor)
 
 

@@ -136,7 +136,7 @@ def _open_in_process(config: DataPlaneConfig, run_id: str) -> DataPlane:
         store_entry(handle.store.kind).remove_leftovers()
 
     processes = {"directory": os.getpid(), **link.host.processes()}
-    # When the program ends, the directory's event loop may have ended already.
+    # At the end of the program, the directory's event loop may have ended already, so only the store's host is closed.
     return DataPlane(handle, processes, platform.node(), end, at_exit=link.host.close)
 
 
@@ -170,7 +170,7 @@ def _open_actor(config: DataPlaneConfig, run_id: str, one_host: bool, timeout_s:
     name = directory_name(run_id)
     peer = f"{name} pid={started.pid} host={started.node}"
     handle = DataPlaneHandle(run_id, config, started.store, name, started.address, peer)
-    held = [actor]  # the actor ends with its last handle
+    held = [actor]  # The actor ends when its last handle is deleted.
 
     def end() -> None:
         stop_actor(held.pop())

@@ -31,7 +31,7 @@ def import_object(path: str, what: str) -> Any:
         raise ValueError(f"{what}: got {path!r}, expected an import path like 'package.module:function'")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module can raise anything at import
+    except Exception as error:  # A user's module can raise any error at import.
         raise ValueError(
             f"{what}: module {module_name!r} of {path!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error

@@ -256,7 +256,7 @@ class KVBatchMeta:
             raise ValueError(f"not a receipt, or a damaged one: the checksum of its {len(data)} bytes does not fit")
         try:
             return _from_body(body)
-        except Exception as error:  # bytes of another version or program can raise anything
+        except Exception as error:  # Bytes of another version or program can raise any error.
             raise ValueError(f"not a receipt of format {_FORMAT} ({len(data)} bytes): {error}") from error
 
 

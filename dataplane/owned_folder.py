@@ -43,9 +43,9 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
             try:
                 os.rename(draft, folder)
                 return owner
-            except OSError:  # the folder exists already
+            except OSError:  # The folder exists already.
                 if not _remove_stale(folder) and attempt:
-                    time.sleep(_PAUSE_S)  # another process that checks the owner holds the lock for a moment
+                    time.sleep(_PAUSE_S)  # Another process holds the lock for a moment while it checks the owner.
         raise ValueError(f"run_id {run_id!r}: a living run has the folder {folder}; choose another")
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -57,7 +57,7 @@ def owner_lives(folder: Path) -> bool:
     """Return whether the process that created `folder` is alive and has not given it up. Also returns True when this
     cannot be determined, as for another user's folder."""
     try:
-        if not _is_own(folder):  # another user's folder cannot be examined
+        if not _is_own(folder):  # Another user's folder cannot be examined.
             return True
         descriptor = os.open(folder / _OWNER, os.O_RDONLY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
@@ -100,7 +100,7 @@ def try_lock(path: Path) -> int | None:
     Returns the file descriptor that holds the lock, or None when another process holds it. Raises FileNotFoundError
     when there is no such file.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks only files that are open for writing
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks only files that are open for writing.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -154,7 +154,7 @@ class PartitionRows:
         """Decode what `to_bytes` encoded. Raises ValueError for other bytes."""
         try:
             return _from_bytes(data)
-        except Exception as error:  # bytes of another version or program can raise anything
+        except Exception as error:  # Bytes of another version or program can raise any error.
             raise ValueError(f"not a list of rows ({len(data)} bytes): {error}") from error
 
 

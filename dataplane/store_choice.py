@@ -59,7 +59,8 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
     if kind == "simple":
         address = node_address()
         if one_host and ipaddress.ip_address(address).is_loopback:
-            return  # the host has no other address; Ray replaces a loopback address that it is given
+            # The host has no other address, because Ray replaces a loopback address that it is given.
+            return
         raise ValueError(
             f"dataplane.trusted_network: got false with dataplane.store.kind='simple', expected true, because "
             f"TransferQueue's units listen on Ray's address of their host, such as {address}, also in a run on one "
@@ -75,6 +76,6 @@ def check_trust(config: DataPlaneConfig, kind: str, *, one_host: bool) -> None:
 
 def node_address() -> str:
     """Return the IP address of this host in Ray, or the one that a Ray started here would choose."""
-    import ray  # only the store `simple` needs it here
+    import ray  # Only the store `simple` needs Ray here.
 
     return ray.util.get_node_ip_address().strip("[]")

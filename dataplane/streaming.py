@@ -140,7 +140,7 @@ class StreamingDataset(IterableDataset):
             else:
                 yield (batch, meta) if self._with_receipts else batch
                 num_done = len(meta)
-        except BaseException:  # GeneratorExit when the iteration is abandoned
+        except BaseException:  # This is GeneratorExit when the iteration is abandoned.
             self._give_back(client, meta, num_done)
             raise
         self._finish(client, meta)

@@ -243,7 +243,7 @@ def _unpacked(packed: _Packed) -> OpTraffic:
     return traffic
 
 
-# ---------------- What one client has done and moved so far. About a microsecond a call; see docs/reference/metrics.md.
+# ---------------- These counters record what a client has done. A call costs about 1 us; see docs/reference/metrics.md.
 
 
 class ClientStats:

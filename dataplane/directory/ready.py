@@ -269,7 +269,7 @@ class ReadyView:
         if len(items):
             items = items[np.argsort(self._arrivals(items), kind="stable")]
             self._leave_aside(items)
-            self._enter(items)  # entries still outside the bounds are set aside again
+            self._enter(items)  # Items that are still outside the bounds are set aside again.
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
         """Update the view for rows that were written, leased or released, or that are about to be cleared. They come

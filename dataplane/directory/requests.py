@@ -273,7 +273,7 @@ class Plane:
     plane_id: int
 
 
-# ------------------------------------------------------------------ replies: one byte, then the body
+# ---------------- A reply is one byte followed by the body.
 
 _OK, _ERROR = b"\0", b"\1"
 CANCELLED = b"\2"

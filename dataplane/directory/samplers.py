@@ -121,7 +121,8 @@ class Candidates:
     @property
     def notes(self) -> np.ndarray:
         """Number that the sampler has noted for each item, int64 `[N]`; 0 for none. The array is a copy."""
-        return self._notes.of(self._members).min(axis=1)  # a row that was put in the place of a cleared one has none
+        # A row that replaces a cleared row has no note, so its item has none.
+        return self._notes.of(self._members).min(axis=1)
 
     def note(self, positions: np.ndarray, numbers: np.ndarray) -> None:
         """Note a number for each item at `positions` (int `[M]`), so that later claims of the task see it in `notes`. A
@@ -251,7 +252,8 @@ def chosen(sampler: Sampler, candidates: Candidates, request: ClaimRequest) -> n
     """
     try:
         positions = np.asarray(sampler.select(candidates, request))
-    except Exception as error:  # whatever a user's sampler raises, the claim must report it
+    except Exception as error:
+        # A user's sampler can raise any error, and the claim must report it.
         raise SamplerError(f"{_name(sampler)} raised {type(error).__name__}: {error}") from error
     if positions.ndim != 1 or (positions.dtype.kind not in "iu" and len(positions)):
         shape = list(positions.shape)
@@ -324,7 +326,7 @@ class RankShares:
             raise ValueError(f"rank: got {rank!r}, expected 0 to {self.num_ranks - 1}")
         # An item's note is 1 + round * num_ranks + rank, or 0 if it belongs to no rank.
         notes = candidates.notes
-        # A loaded partition already has rounds from before it was saved, and new rounds follow those.
+        # A loaded partition already has rounds from before it was saved; new rounds get higher numbers.
         self._num_rounds = max(self._num_rounds, -(-int(notes.max(initial=0)) // self.num_ranks))
         while True:
             places = notes - 1
@@ -347,7 +349,7 @@ class RankShares:
         int64 `[N]`."""
         if not self._balanced:
             return np.arange(len(tokens)) % self.num_ranks
-        # The longest first, each to the rank with the fewest tokens so far among those whose share is not full.
+        # The longest items are dealt first, each to the rank with the fewest tokens so far whose share is not full.
         ranks = np.empty(len(tokens), dtype=np.int64)
         sums = [(0, rank) for rank in range(self.num_ranks)]
         left = [len(tokens) // self.num_ranks] * self.num_ranks

@@ -160,7 +160,7 @@ class DirectoryService:
             pulse.fire()
         await self._store.close()
 
-    # -------------------------------------------------------------- put
+    # ---------------- These methods answer the requests of puts.
 
     def _reserve(self, request: requests.Reserve) -> Coroutine[Any, Any, bytes]:
         put = request.put
@@ -203,7 +203,7 @@ class DirectoryService:
 
     async def _withdraw(self, request: requests.Withdraw) -> bytes:
         reservation = self._directory.abort(request.space_id)
-        if reservation is not None:  # the reservation was not committed
+        if reservation is not None:  # The reservation was not committed.
             await self._space.take_back([reservation])
             return b""
         keys = unpack_keys(request.keys)
@@ -214,10 +214,10 @@ class DirectoryService:
 
     def _tag(self, request: requests.Tag) -> bytes:
         self._directory.tag(request.partition, unpack_keys(request.keys), request.tags)
-        self._ready_pulse(request.partition).fire()  # samplers may look at tags
+        self._ready_pulse(request.partition).fire()  # Waiting claims try again, because samplers may look at tags.
         return b""
 
-    # -------------------------------------------------------------- read and consume
+    # ---------------- These methods answer the requests of readers and consumers.
 
     def _lookup(self, request: requests.Lookup) -> bytes | Coroutine[Any, Any, bytes]:
         keys = unpack_keys(request.keys)
@@ -240,7 +240,7 @@ class DirectoryService:
                     pulse = self._ready_pulse(partition)
                     await self._wait(pulse, pulse.count)
                     try:
-                        # One missing row is looked up first, and all of them only once that one exists.
+                        # One missing row is looked up first. All rows are looked up only once it exists.
                         self._directory.lookup(partition, lacking.keys[:1], fields)
                         return self._directory.lookup(partition, keys, fields).to_bytes()
                     except (KeysNotFound, FieldsNotReady) as error:
@@ -276,7 +276,7 @@ class DirectoryService:
         with self._in_queue(name, claim.wanted) as (queue, place):
             try:
                 async with asyncio.timeout(timeout_s), place.turn:
-                    # No await between a lease and its reply: a claim that is cut off holds no rows.
+                    # Nothing is awaited between a lease and its reply, so that a claim that is cut off holds no rows.
                     while (receipt := self._directory.claim(claim, self._now())) is None:
                         pulse = self._ready_pulse(claim.partition)
                         await self._wait(pulse, pulse.count)
@@ -337,7 +337,7 @@ class DirectoryService:
         task = self._store.free(freed)
         return body if task is None else _after(task, body)
 
-    # -------------------------------------------------------------- partitions and the rest
+    # ---------------- These methods answer requests about partitions and about the whole data plane.
 
     def _register(self, request: requests.Register) -> bytes | Coroutine[Any, Any, bytes]:
         freed = self._directory.register(
@@ -356,7 +356,8 @@ class DirectoryService:
 
     def _dropped(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
         """Free the blocks of a partition that was unregistered or replaced, and return `body` once they are gone."""
-        reply = self._cleared(partition, body, freed)  # waiting claims notice that the partition is gone
+        # This wakes waiting claims, which then notice that the partition is gone.
+        reply = self._cleared(partition, body, freed)
         self._ready.pop(partition)
         return reply
 
@@ -401,7 +402,7 @@ class DirectoryService:
             raise ValueError(f"store {self._store.spec.kind!r} does not serve bytes through the directory")
         return self._host.serve(payload)
 
-    # -------------------------------------------------------------- inside
+    # ---------------- These private methods wait, free blocks and keep the timer.
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -410,7 +411,7 @@ class DirectoryService:
         return self._ready.setdefault(partition, Pulse())
 
     async def _wait(self, pulse: Pulse, seen: int) -> None:
-        if not self._closed:  # a closed service sends no more pulses
+        if not self._closed:  # A closed service sends no more pulses.
             await pulse.wait(seen)
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")
@@ -450,7 +451,7 @@ class DirectoryService:
     def _expire(self, deadline: float) -> None:
         self._timer = None
         now = self._now()
-        if now > deadline + LATE_S:  # renewals and commits that came in the meantime have not been read yet
+        if now > deadline + LATE_S:  # Renewals and commits that arrived in the meantime have not been read yet.
             self._listen_until = now + HEAR_FIRST_S
             self._arm()
             return

@@ -188,7 +188,7 @@ class TaskCursor:
         """Return the task's progress, counting rows as ready if all of `fields` are written."""
         ready = self.column[: self._rows.capacity] == 0
         for name in fields:
-            ready &= self._rows.slots[name] != UNWRITTEN  # row numbers without a row are unwritten, too
+            ready &= self._rows.slots[name] != UNWRITTEN  # Row numbers without a row are marked as unwritten, too.
         num_rows, num_ready = len(self._rows), int(ready.sum())
         not_ready = num_rows - num_ready - self.num_leased - self.num_done
         first, ahead = (None, 0) if self.progress is None else (self.progress.first, len(self.progress.ahead))
@@ -207,7 +207,7 @@ class TaskCursor:
             self.progress.settle(distinct(self._rows.positions(rows)).tolist())
 
 
-# ---------------- Leases: who holds which rows of a task, and until when.
+# ---------------- Leases record which rows of a task are held, and until when.
 
 
 @dataclass(slots=True)
@@ -278,7 +278,7 @@ class LeaseBook:
             lease = self._leases.get(lease_id)
             if lease is None:
                 heapq.heappop(self._deadlines)
-            elif lease.deadline > deadline:  # the lease was renewed after this entry was made
+            elif lease.deadline > deadline:  # The lease was renewed after this entry was made.
                 heapq.heapreplace(self._deadlines, (lease.deadline, lease_id))
             else:
                 return deadline

@@ -41,14 +41,14 @@ class ChildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # It finds what this process finds, such as samplers in modules next to the user's script.
+            # The child finds the modules that this process finds, such as samplers next to the user's script.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
         _children.add(self)
         try:
             self.pid = self._process.pid
             assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the child has died, which its missing answer will show
+            with contextlib.suppress(BrokenPipeError):  # If the child has died, its missing answer shows that.
                 self._process.stdin.write(json.dumps(setup).encode() + b"\n")
                 self._process.stdin.flush()
             self.answer: Any = self._answered(started, timeout_s)
@@ -128,7 +128,7 @@ def serve_parent(start: Callable[[dict[str, Any]], tuple[Any, Callable[[], None]
     """
     setup = json.loads(sys.stdin.buffer.readline() or b"{}")
     said = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # later prints must not be read as an answer
+    os.dup2(2, 1)  # Later prints go to stderr, because they must not be read as an answer.
     try:
         answer, close = start(setup)
     except (ValueError, DataPlaneError) as error:
@@ -136,7 +136,7 @@ def serve_parent(start: Callable[[dict[str, Any]], tuple[Any, Callable[[], None]
         said.close()
         sys.exit(1)
     try:
-        with contextlib.suppress(BrokenPipeError):  # the parent has ended, which also ends the input
+        with contextlib.suppress(BrokenPipeError):  # The parent has ended, which also ends the child's input.
             said.write(json.dumps({"answer": answer}).encode() + b"\n")
             said.close()
         while sys.stdin.buffer.read(1 << 16):

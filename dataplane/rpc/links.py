@@ -98,7 +98,7 @@ async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
         try:
             await asyncio.wait([future], timeout=left)
         except asyncio.CancelledError:
-            continue  # the cancellation is already under way; the deadline bounds this wait
+            continue  # The cancellation is already under way, and the deadline bounds this wait.
 
 
 _directories: dict[str, InProcessLink] = {}
@@ -131,7 +131,7 @@ class InProcessLink:
             raise RuntimeError("a blocking call from the directory's own thread would never return")
         started = time.monotonic()
         call = self._prepare(op, payload, undo)
-        try:  # an interrupt from here on takes the call back
+        try:  # From here on, an interrupt takes the call back.
             call.start()
             reply = call.reply.result(call_s(timeout_s))
         except BaseException as error:
@@ -212,7 +212,8 @@ class _Call:
         """Future that completes once an abandoned call has been cancelled or undone, or is known to have taken effect.
         Its result is the text that `lasting_effect` returns."""
         for future in (self.reply, self.taken_back):
-            future.set_running_or_notify_cancel()  # a waiter that is cancelled must not cancel it
+            # A future that is marked as running cannot be cancelled by a waiter that is cancelled.
+            future.set_running_or_notify_cancel()
         self._service = service
         self._loop = loop
         self._op = op
@@ -230,7 +231,7 @@ class _Call:
         completes when this is done."""
         try:
             self._loop.call_soon_threadsafe(self._abandon)
-        except RuntimeError:  # the directory is closed, so nothing is left to undo
+        except RuntimeError:  # The directory is closed, so nothing is left to undo.
             self.taken_back.set_result("")
 
     def outcome(self) -> str:
@@ -256,7 +257,7 @@ class _Call:
         self._taking_back = self._loop.create_task(self._take_back())
 
     async def _take_back(self) -> None:
-        if self._task is None:  # interrupted before `start` queued the call, so it never began
+        if self._task is None:  # The call was interrupted before `start` queued it, so it never began.
             self.taken_back.set_result("")
             return
         if self._op in WAITING_OPS:

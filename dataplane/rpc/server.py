@@ -68,14 +68,14 @@ class DirectoryServer:
         waiting = [task for session in self._sessions for task in session.tasks.values()]
         if waiting:
             await asyncio.wait(waiting, timeout=END_TIMEOUT_S)
-        await asyncio.sleep(SETTLE_S)  # this lets connections that were just accepted become sessions
+        await asyncio.sleep(SETTLE_S)  # Connections that were just accepted become sessions during this pause.
         for session in list(self._sessions):
             session.end()
         deadline = asyncio.get_running_loop().time() + END_TIMEOUT_S
         while self._sessions and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(SETTLE_S)
         for session in list(self._sessions):
-            session.abort()  # the client does not read
+            session.abort()  # The client does not read its answers.
         await asyncio.sleep(SETTLE_S)
 
     def _session(self) -> _Session:
@@ -100,7 +100,8 @@ class _Session(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # Ray uses uvloop, if installed, which has its own class
+        # Ray uses uvloop if it is installed, and uvloop's transports have a class outside asyncio.
+        self._transport = cast(asyncio.Transport, transport)
         connection = self._transport.get_extra_info("socket")
         self._poll.register(connection.fileno(), select.POLLRDHUP)
         if connection.family != socket.AF_UNIX:
@@ -117,7 +118,7 @@ class _Session(asyncio.Protocol):
                 return
         try:
             frames = self._reader.feed(data)
-        except ValueError as error:  # the frame is not ours, or has a size that is never sent
+        except ValueError as error:  # The frame is not from Headrace, or has a size that is never sent.
             _logger.warning("a connection is closed: %s", error)
             self._transport.abort()
             return
@@ -125,7 +126,7 @@ class _Session(asyncio.Protocol):
             self._answer_all(frames)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._poll = select.poll()  # its file descriptor's number may be reused from now on
+        self._poll = select.poll()  # The number of the file descriptor may be reused from now on.
         self._sessions.discard(self)
         if self._stranger is not None:
             self._strangers.remove(self._stranger)
@@ -172,7 +173,7 @@ class _Session(asyncio.Protocol):
         cancelled = _cancelled_at_once(frames) if len(frames) > 1 else frozenset()
         for position, (number, op, payload) in enumerate(frames):
             if has_gone and op not in TAKE_BACK:
-                continue  # its caller already has the error that there was no answer
+                continue  # The caller already has the error that reports the missing answer.
             if op == CANCEL:
                 self._cancel(number)
             elif position in cancelled:

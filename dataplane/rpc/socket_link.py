@@ -50,7 +50,8 @@ class SocketLink:
         self._closed = False
         self._idle: list[socket.socket] = []
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # this serves a client that was not closed
+        # The idle connections are closed even if `detach` is never called.
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)
         if connect_s is not None:
             self._idle.append(self._connect("connect", time.monotonic() + connect_s))
 
@@ -78,14 +79,14 @@ class SocketLink:
             async with asyncio.timeout(call_s(timeout_s)):
                 try:
                     return await self._channel(op).ask(request)
-                except _Ended:  # before the request was sent
+                except _Ended:  # The connection ended before the request was sent.
                     return await self._channel(op).ask(request)
-        except OSError as error:  # this includes TimeoutError and ConnectionError
+        except OSError as error:  # TimeoutError and ConnectionError are OSErrors, too.
             raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else request.lasting) from None
 
     async def detach_async(self) -> None:
         self.detach()
-        await asyncio.sleep(0.001)  # this lets transports close their sockets
+        await asyncio.sleep(0.001)  # Transports close their sockets during this pause.
 
     def detach(self) -> None:
         """Disconnect. Calls of event loops that are in flight, and all later calls, raise DirectoryLost; blocking calls
@@ -98,7 +99,7 @@ class SocketLink:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(channel.abort)
 
-    # -------------------------------------------------------------- connections
+    # ---------------- These methods pool and open the connections.
 
     def _send(self, op: str, payload: bytes, started: float, deadline: float) -> socket.socket:
         """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
@@ -150,7 +151,7 @@ class SocketLink:
         """Return an idle connection from the pool that is still open; None when there is none."""
         while True:
             with self._lock:
-                if self._pid != os.getpid():  # after a fork, the connections are the parent's
+                if self._pid != os.getpid():  # After a fork, the connections belong to the parent.
                     self._pid = os.getpid()
                     _close_all(self._idle)
                 if not self._idle or self._closed:
@@ -158,7 +159,7 @@ class SocketLink:
                 connection = self._idle.pop()
             if not _is_readable(connection):
                 return connection
-            connection.close()  # all that an idle connection can deliver is its end
+            connection.close()  # An idle connection becomes readable only when it has ended.
 
     def _give(self, connection: socket.socket) -> None:
         with self._lock:
@@ -203,7 +204,7 @@ class SocketLink:
         return DirectoryLost(what + outcome, op=op, peer=self.peer, elapsed_s=time.monotonic() - started)
 
 
-# ---------------- Connecting: the Unix socket is tried first; on other hosts its name is unknown.
+# ---------------- The Unix socket is tried first; a client on another host does not find it and uses TCP.
 
 
 def _connected(address: DirectoryAddress, key: bytes, deadline: float) -> socket.socket:
@@ -236,7 +237,8 @@ def _opened(address: DirectoryAddress, deadline: float) -> socket.socket:
     does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(CONNECT_TIMEOUT_S)  # without a timeout, connect would wait for room in the queue
+        # Without a timeout, connect would wait for room in the queue of new connections.
+        connection.settimeout(CONNECT_TIMEOUT_S)
         try:
             while not _connects_locally(connection, address):
                 if time.monotonic() > deadline:
@@ -310,7 +312,7 @@ def _connects_locally(connection: socket.socket, address: DirectoryAddress) -> b
     return True
 
 
-# ---------------- Requests and replies of blocking calls, one after another on a connection.
+# ---------------- Blocking calls send one request after another over a connection.
 
 
 def _is_readable(connection: socket.socket) -> bool:
@@ -379,7 +381,7 @@ def _close_all(connections: list[socket.socket]) -> None:
         connections.pop().close()
 
 
-# ---------------- The connection of an event loop.
+# ---------------- All calls of an event loop share one connection.
 
 
 class _Ended(ConnectionError):
@@ -426,7 +428,7 @@ class _Channel(asyncio.Protocol):
             self._ready = self._loop.create_task(self._open())
             self._ready.add_done_callback(_seen)
         await asyncio.shield(self._ready)
-        if self._poll.poll(0):  # the loop has not noticed its end yet
+        if self._poll.poll(0):  # The event loop has not noticed the end of the connection yet.
             self.abort()
         if self.ended or self._transport is None:
             raise _Ended
@@ -470,7 +472,7 @@ class _Channel(asyncio.Protocol):
                 await self.ask(_Request(*undo, None))
             request.is_open = False
         except ConnectionError:
-            pass  # a granted lease is not renewed, and reserved room expires
+            pass  # A granted lease expires because it is not renewed, and reserved space expires, too.
         finally:
             self._waiting.pop(number, None)
 
@@ -494,8 +496,9 @@ class _Channel(asyncio.Protocol):
             self._ready.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # Ray uses uvloop, if installed, which has its own class
-        if self.ended:  # the client was closed meanwhile
+        # Ray uses uvloop if it is installed, and uvloop's transports have a class outside asyncio.
+        self._transport = cast(asyncio.Transport, transport)
+        if self.ended:  # The client was closed in the meantime.
             self._transport.abort()
         else:
             self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
@@ -508,7 +511,7 @@ class _Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
-        self._poll = select.poll()  # its file descriptor's number may be reused from now on
+        self._poll = select.poll()  # The number of the file descriptor may be reused from now on.
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ConnectionResetError())

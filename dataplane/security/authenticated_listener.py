@@ -165,7 +165,7 @@ def connect_authenticated(host: str, port: int, key: bytes, service: str, timeou
     while True:
         connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 1e-3))
         try:
-            # The bytes after the proof are sent at once.
+            # TCP_NODELAY sends the bytes after the proof at once.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             prove_to_server(connection, key, service, deadline)
             return connection
@@ -226,12 +226,12 @@ class AuthenticatedListener:
         Idempotent; a no-op in a process that was forked from the listener's."""
         if os.getpid() != self._pid:
             return
-        with contextlib.suppress(OSError):  # the connection is closed already
+        with contextlib.suppress(OSError):  # The socket may be closed already.
             self._stop.send(b"x")
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._stop.close()
 
-    # -------------------------------------------------------------- the thread
+    # ---------------- The listener's thread runs these methods.
 
     def _run(self) -> None:
         try:
@@ -244,7 +244,8 @@ class AuthenticatedListener:
                         connects = True
                     else:
                         self._hear(cast(socket.socket, key.fileobj), key.data)
-                if connects:  # last, so that a client whose bytes are here already does not count as slow
+                # Connections are accepted last, so that a client with bytes here already does not count as slow.
+                if connects:
                     self._accept()
                 self._end_late()
         finally:
@@ -266,12 +267,12 @@ class AuthenticatedListener:
                 return
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
-                    continue  # the client has disconnected
+                    continue  # The client has disconnected.
                 _logger.warning("no connection can be accepted: %s", error)
                 if (oldest := self._strangers.oldest) is not None:
                     self._strangers.end(oldest)
                 else:
-                    time.sleep(_PAUSE_S)  # the listening socket stays readable
+                    time.sleep(_PAUSE_S)  # The listening socket stays readable, so the loop would spin without a pause.
                 return
             connection.setblocking(False)
             stranger = Stranger(connection, self._key, self._service, functools.partial(self._end, connection))
@@ -291,13 +292,13 @@ class AuthenticatedListener:
                 raise ConnectionResetError
             answer = stranger.hear(received)
             if answer:
-                connection.send(answer)  # few bytes: the kernel takes them all
+                connection.send(answer)  # The answer is so short that the kernel takes all of it.
         except BlockingIOError:
             return
         except HandshakeError as error:
             self._strangers.end(stranger)
             self._log_refusal(error)
-        except OSError:  # the client has disconnected
+        except OSError:  # The client has disconnected.
             self._strangers.end(stranger)
         else:
             if stranger.has_proved:

@@ -102,7 +102,7 @@ def _proof(key: bytes, role: bytes, service: str, client_nonce: bytes, server_no
     return hmac.digest(key, text + client_nonce + server_nonce, "sha256")
 
 
-# ---------------- The handshake over a blocking socket, and over a socket of an event loop.
+# ---------------- These functions carry out the handshake over a blocking socket, or on an event loop.
 
 
 def prove_to_server(connection: socket.socket, key: bytes, service: str, deadline: float) -> None:

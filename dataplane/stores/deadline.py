@@ -80,7 +80,7 @@ class DeadlineThreads:
                     self._settle(future, call(), None)
                 except BaseException as error:
                     self._settle(future, None, error)
-            del task, future, call  # otherwise an idle thread would keep a request's buffers
+            del task, future, call  # An idle thread would otherwise keep a request's buffers in memory.
 
     def _begin(self, future: Future[Any]) -> bool:
         with self._lock:
@@ -102,7 +102,7 @@ class DeadlineThreads:
                 future.set_result(result)
 
 
-# ---------------- The check of every part that reached this process over a wire.
+# ---------------- Every part that reached this process over a network is checked here.
 
 
 def received_part(view: Any, want: Want, part: int, peer: str) -> np.ndarray:
@@ -117,7 +117,7 @@ def received_part(view: Any, want: Want, part: int, peer: str) -> np.ndarray:
     return view
 
 
-# ---------------- A process setting for stores that receive through the C library's heap, which keeps freed memory.
+# ---------------- Stores that receive into memory of the C library's heap are faster when it keeps freed memory.
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
@@ -135,6 +135,6 @@ def keep_freed_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # this C library has no mallopt
+    except (AttributeError, OSError):  # This C library has no mallopt.
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _TRIM_FROM_BYTES))

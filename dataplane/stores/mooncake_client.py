@@ -108,23 +108,24 @@ _NO_ROOM = -200
 _INVALID = -600
 _WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "RPC failed", -901: "RPC timed out"}
 
-# Forced in every process that joins, so that a shell's value cannot make a run read by another path than it reports.
+# Every process that joins sets these variables. Otherwise a value from its shell could make a run read by another path
+# than it reports.
 _FORCED = {
-    "MC_STORE_MEMCPY": "0",  # otherwise memcpy moves this process's bytes, whatever the protocol
+    "MC_STORE_MEMCPY": "0",  # Otherwise memcpy moves this process's bytes, whatever the protocol.
     "MC_STORE_CLIENT_METRIC": "0",
-    # `setup` holds Python's lock: with 30 s and 20 attempts (the defaults) a master that is stopped just then would
-    # freeze the process for ten minutes. Attempts are for ports that are taken.
+    # `setup` holds Python's global interpreter lock. With the defaults (30 s and 20 attempts), a master that is stopped
+    # at that moment would freeze the process for ten minutes. Attempts are needed only when ports are taken.
     "MC_RPC_TIMEOUT_MS": "5000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "3",
-    "MC_LOG_LEVEL": "ERROR",  # errors reach the caller as exceptions; INFO is 14 lines per client
+    "MC_LOG_LEVEL": "ERROR",  # Errors reach the caller as exceptions; INFO logs 14 lines per client.
 }
 _CLEARED = (
-    "MC_FORCE_TCP",  # this would turn rdma into tcp silently
+    "MC_FORCE_TCP",  # This variable would turn rdma into tcp silently.
     "MC_MS_AUTO_DISC",
     "MC_RPC_PROTOCOL",
     "MC_USE_TENT",
     "MC_USE_TEV1",
-    "MC_STORE_LOCAL_HOT_CACHE_SIZE",  # this would serve blocks that were freed
+    "MC_STORE_LOCAL_HOT_CACHE_SIZE",  # This cache would serve blocks that were freed.
     "MC_STORE_CLUSTER_ID",
     "MC_METADATA_CLUSTER_ID",
 )
@@ -184,7 +185,8 @@ class MooncakeClient:
             raise
         self._config = library.ReplicateConfig()
         self._config.replica_num = 1
-        self._config.with_hard_pin = True  # otherwise the master evicts objects that it considers cold
+        # Without the hard pin, the master evicts objects that it considers cold.
+        self._config.with_hard_pin = True
         self.staging = StagingPool(self._register, self._unregister)
         name = self._store.get_hostname()
         _logger.info("mooncake client %s: %s, %d bytes lent to %s", name, protocol, segment_bytes, master.peer)
@@ -200,7 +202,7 @@ class MooncakeClient:
         """
 
         def call() -> list[int]:
-            assert memory.size >= sum(sizes)  # it lives as long as the library reads it
+            assert memory.size >= sum(sizes)  # This closure keeps `memory` alive as long as the library reads it.
             return self._store.batch_put_from(list(keys), list(addresses), list(sizes), self._config)
 
         started = time.monotonic()
@@ -268,7 +270,7 @@ class MooncakeClient:
         """
         self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
 
-    # -------------------------------------------------------------- inside
+    # ---------------- The methods below are private.
 
     def _run(self, op: str, call: Any, timeout_s: float) -> Any:
         started = time.monotonic()
@@ -299,7 +301,7 @@ class MooncakeClient:
         try:
             self._watch.recv(1)
         except OSError:
-            pass  # a reset also means that the connection has ended
+            pass  # A reset also means that the connection has ended.
         self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer), lost=True)
 
     def _leave(self, error: StoreLost, *, lost: bool) -> None:
@@ -308,8 +310,9 @@ class MooncakeClient:
         with self._lock:
             if self._leaving is None:
                 self._threads.end(error)
-                # A thread that returned from the library after Python's shutdown would abort the process. So this
-                # thread is a daemon only if a call is stuck in the library, whose client must then not be removed.
+                # A thread that returns from the library after Python's shutdown would abort the process. This thread is
+                # therefore a daemon only if a call is stuck in the library. The library's client must not be removed
+                # then.
                 stuck = not self._threads.wait_idle(0.0)
                 self._leaving = threading.Thread(
                     target=self._end_library, args=(lost,), name="mooncake-leave", daemon=stuck
@@ -320,13 +323,13 @@ class MooncakeClient:
     def _end_library(self, lost: bool) -> None:
         self._threads.wait_idle(None)
         if not (lost and self._lends):
-            # Closing would otherwise spend 20 s, under Python's lock, on telling the dead master that the segment is
-            # withdrawn. The segment's process ends at once (`mooncake_processes.py`).
+            # Closing would otherwise spend 20 s, under the global interpreter lock, on reporting to the dead master
+            # that the memory is withdrawn. The process that lends the memory ends at once (`mooncake_processes.py`).
             self._store.close()
         try:
             self._watch.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the master has closed it
+            pass  # The master has closed the connection.
         self._watch.close()
 
     def _register(self, address: int, nbytes: int) -> None:
@@ -374,7 +377,7 @@ def _open_files() -> list[str]:
         try:
             links.append(os.readlink(entry))
         except FileNotFoundError:
-            continue  # the file descriptor was closed meanwhile
+            continue  # The file descriptor was closed in the meantime.
     return links
 
 

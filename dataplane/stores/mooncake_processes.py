@@ -29,8 +29,8 @@ PORT_ATTEMPTS = 5
 """Maximum number of attempts to start the Mooncake master. Each takes a free port, which another process may take
 first."""
 
-# Blocks are pinned and their room is accounted for, so nothing needs to be evicted. A segment's owner is in the process
-# that owns the master, so a late heartbeat (10 s by default) means a busy machine, not a death.
+# Blocks are pinned and their space is accounted for, so nothing needs to be evicted. The process that lends the memory
+# ends with the master, so a late heartbeat (10 s by default) means a busy machine instead of a death.
 OPTIONS = (
     "--eviction_high_watermark_ratio=1.0",
     "--client_ttl=31536000",
@@ -40,9 +40,9 @@ OPTIONS = (
     "--minloglevel=2",
 )
 
-# Becomes the master: same pid. The kernel kills it with the thread that started it, even when that one is SIGKILLed.
-# The binary's path is in the environment and the command line has another name, because TransferQueue's mooncake
-# bootstrap runs `pkill -f mooncake_master` on the whole host.
+# This program becomes the master and keeps its pid. The kernel kills the master when the thread that started it ends,
+# even by SIGKILL. The binary's path is in the environment and the command line has another name, because
+# TransferQueue's mooncake bootstrap runs `pkill -f mooncake_master` on the whole host.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -215,13 +215,13 @@ def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, de
     with os.fdopen(tell, "w") as answers:
         try:
             client = MooncakeClient(MasterAddress(name, pid, host, port), protocol, device, nbytes)
-        except Exception as error:  # any error is reported to the process that waits
+        except Exception as error:  # Any error is reported to the process that waits for an answer.
             answers.write(f"{type(error).__name__}: {error}\n")
             answers.flush()
             os._exit(1)
         answers.write("ready\n")
     client.ended.wait()
-    os._exit(0)  # this skips the library's own shutdown
+    os._exit(0)  # This skips the library's own shutdown.
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ class MooncakeHost:
         master = self._master.address
         try:
             self._client = MooncakeClient(master, protocol, device)
-            # Without the segment the rows are gone: all clients notice the master's end at once.
+            # When the process that lends the memory ends, the rows are lost. The master is closed then, so that all
+            # clients notice at once.
             self._segment = MooncakeSegment(master, protocol, device, self._limit_bytes, self._master.close)
         except BaseException:
             self._master.close()
@@ -149,7 +150,7 @@ class MooncakeHost:
             timeout_s = RETRY_TIMEOUT_S if self._silent else FREE_TIMEOUT_S
             codes = self._client.remove([_key(self._run_id, block_id) for block_id in asked], timeout_s)
         except StoreLost as error:
-            if self._client.ended.is_set():  # the connection broke, so the blocks are lost with the master
+            if self._client.ended.is_set():  # The connection broke, so the blocks are lost with the master.
                 self._lost = True
                 self._unfinished.clear()
                 _logger.warning("%s", error)
@@ -169,7 +170,7 @@ class MooncakeHost:
                 continue
             self._unfinished.pop(block_id, None)
             if code == NOT_FOUND and block_id not in late:
-                self._late.append(block_id)  # never written, or not yet
+                self._late.append(block_id)  # The block was never written, or is still being written.
 
 
 class MooncakeStore(PutsAll):

@@ -54,7 +54,8 @@ class Keeper:
         for block_id, parts in enumerate(blocks, first_block_id):
             if block_id not in self._dropped_early:
                 self._blocks[block_id] = ray.put(parts)
-            if block_id in self._dropped_early:  # dropped earlier, or by another thread just now
+            # The block was dropped earlier, or by another thread while the object was put.
+            if block_id in self._dropped_early:
                 self._blocks.pop(block_id, None)
                 return False
         return True
@@ -124,7 +125,7 @@ class RayObjectsHost(CountingHost):
             nbytes = self._bytes.pop(block_id, None)
             if nbytes is None:
                 continue
-            # A block that was reserved and not committed may be with any keeper, or still on its way to one.
+            # A reserved block that was not committed may be with any keeper, or still on its way to one.
             for keeper in [int.from_bytes(location)] if location else range(len(self._keepers)):
                 self._unfreed.add(keeper, block_id, nbytes)
         self._deliver()
@@ -231,7 +232,7 @@ class RayObjectsStore(PutsAll):
         self._keepers = []
 
     def _wait(self, op: str, number: int, reference: Any, started: float, timeout_s: float) -> Any:
-        # A future and not ray.get, which logs a warning in any process that is an async actor, whatever the thread.
+        # In a process that is an async actor, ray.get would log a warning, whatever the thread.
         return self._result(op, number, reference.future(), started, timeout_s)
 
     def _result(self, op: str, number: int, future: Any, started: float, timeout_s: float) -> Any:

@@ -57,7 +57,7 @@ up for holes between ranges."""
 SPARE_BYTES = 16 << 20
 """Number of bytes by which the pool may exceed the capacity, in addition to the share that SPARE_PART gives."""
 
-_LOCATION = struct.Struct("<QQ")  # slot, offset
+_LOCATION = struct.Struct("<QQ")  # A location is a slot and an offset.
 
 
 def pool_bytes(capacity_bytes: int) -> int:
@@ -85,7 +85,7 @@ class SharedMemoryHost:
         self._growing = threading.Lock()
         """Lock that is held while the pool grows, which may take milliseconds. `_lock` is not held meanwhile."""
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[int, int, int]] = {}  # block -> slot, offset, bytes
+        self._held: dict[int, tuple[int, int, int]] = {}  # The values are slot, offset and bytes of each block.
         self._quarantined: list[tuple[int, int, int]] = []
         self._free_slots: list[int] = []
         self._next_slot = 1
@@ -336,14 +336,14 @@ class SharedMemoryStore:
         pool = self._mapped("put", started)
         entry = self._slots[slot]
         pid = os.getpid()
-        if self._writer[0] != pid:  # the first put, or a fork
+        if self._writer[0] != pid:  # This is the first put, or the process was forked.
             start = process_start(pid)
             assert start is not None
             self._writer = (pid, start)
         entry[WRITER_START] = self._writer[1]
         entry[WRITER_PID] = pid
         try:
-            # Freed before the mark was seen: the range may belong to another block by now.
+            # If the block was freed before the mark was seen, the range may belong to another block by now.
             self._check("put", block_id, slot, started)
             yield lambda offset, nbytes: pool.range(base + offset, nbytes)
         finally:

@@ -55,8 +55,8 @@ def create_folder(run_id: str, pool_bytes: int, root: Path = SHARED_MEMORY) -> t
 
 
 def _make_files(pool_bytes: int, folder: Path) -> None:
-    # A block takes ALIGN bytes of the pool at least, so the pool is full before the table is. Two more slots: slot 0,
-    # and the one of a block that finds no room.
+    # A block takes at least ALIGN bytes of the pool, so the pool is full before the table is. Two more slots are
+    # needed: slot 0, and the slot of a block that finds no room.
     num_slots = round_up(pool_bytes // ALIGN + 2, SLOTS_CHUNK)
     with open(folder / "slots", "wb") as file:
         file.truncate(num_slots * SLOT_BYTES)
@@ -70,7 +70,7 @@ def map_slots(folder: Path) -> np.ndarray:
     mapping exists as long as the array. Raises FileNotFoundError if there is no table."""
     descriptor = os.open(folder / "slots", os.O_RDWR)
     try:
-        mapping = mmap.mmap(descriptor, 0)  # the whole file
+        mapping = mmap.mmap(descriptor, 0)  # Length 0 maps the whole file.
     finally:
         os.close(descriptor)
     return np.frombuffer(mapping, np.uint64).reshape(-1, SLOT_BYTES // 8)
@@ -107,7 +107,7 @@ class PoolMapping:
         """Map all pages of a piece of the pool at once, which takes 0.5 ms per MiB. The first copies then cause no page
         fault for every 4 KiB."""
         start = piece * PIECE_BYTES
-        with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
+        with contextlib.suppress(OSError):  # An older kernel maps the pages as they are touched.
             self._mapping.madvise(_MADV_POPULATE_WRITE, start, min(PIECE_BYTES, len(self._bytes) - start))
         self._mapped[piece] = 1
 

@@ -48,10 +48,11 @@ from .registry import StoreEntry
 
 NAMESPACE = "headrace"
 START_TIMEOUT_S = 60.0
-_IDENTITY = "TQ_STORAGE_headrace"  # a unit drops requests of peers whose identity does not begin with TQ_STORAGE_
+# A unit drops the requests of a peer if its identity does not begin with TQ_STORAGE_.
+_IDENTITY = "TQ_STORAGE_headrace"
 
-# Ray ships the unit's class by value, this constant in it. Above 1, TransferQueue switches torch's thread count around
-# every request and the idle OpenMP threads spin: 12 MB then take 100 ms and not 13.
+# Ray ships the unit's class by value, together with this constant. With a value above 1, TransferQueue switches torch's
+# thread count around every request and the idle OpenMP threads spin: 12 MB then take 100 ms instead of 13 ms.
 tq_storage.TQ_NUM_THREADS = 1
 
 
@@ -85,12 +86,14 @@ class UnitLink:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
-        # This is the process's context: one of our own, collected with sockets open, would wait for them forever.
+        # This is the context that the process shares. A separate context that is garbage-collected with open sockets
+        # would wait for them forever.
         self._context = zmq.Context.instance()
         self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
         self._closed = False
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # this serves a client that was not closed
+        # The idle sockets are closed even if `close` is never called.
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
         """Send all requests to their storage units, then wait for all answers. Raises StoreLost if a unit does not
@@ -158,13 +161,14 @@ class UnitLink:
                 return self._connect(self.units[unit])
             if pair[1].poll(0) == 0:
                 return pair
-            _close_all([[pair]])  # the connection broke while idle
+            _close_all([[pair]])  # The connection broke while it was idle.
 
     def _connect(self, unit: Unit) -> tuple[zmq.Socket, zmq.Socket]:
         identity = f"{_IDENTITY}_{os.getpid()}_{uuid.uuid4().hex[:12]}".encode()
         channel = create_zmq_socket(self._context, zmq.DEALER, unit.ip, identity)
         channel.setsockopt(zmq.LINGER, 0)
-        # CLOSED: connection refused. The unit was listening when its address was handed out, so it has ended.
+        # The event CLOSED means that the connection was refused. The unit was listening when its address was handed
+        # out, so it has ended.
         monitor = channel.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         channel.connect(format_zmq_address(unit.ip, unit.port))
         return channel, monitor
@@ -189,7 +193,8 @@ def _prepare_unit(unit: Any) -> int:
     """Prepare this process to be a storage unit: keep freed memory for reuse, and shorten garbage collections. Returns
     the pid of the process."""
     keep_freed_memory()
-    gc.freeze()  # imported objects stay: collecting them all would delay a put by tens of ms
+    # Imported objects stay in memory. Collecting them all would delay a put by tens of milliseconds.
+    gc.freeze()
     return os.getpid()
 
 

@@ -74,7 +74,7 @@ class TcpHost(CountingHost):
             nbytes = self._bytes.pop(block_id, None)
             if nbytes is None:
                 continue
-            # A block that was reserved and not committed may be in any unit, or still on its way to one.
+            # A reserved block that was not committed may be in any unit, or still on its way to one.
             for unit in [int.from_bytes(location[:UNIT_BYTES])] if location else range(len(self._units)):
                 self._unfreed.add(unit, block_id, nbytes)
         self._deliver()
@@ -137,7 +137,7 @@ def _open_host(config: StoreConfig, run_id: str, host: str) -> TcpHost:
 
 
 def _in_ray_cluster() -> bool:
-    ray = sys.modules.get("ray")  # a process that has not imported Ray is in no cluster
+    ray = sys.modules.get("ray")  # A process that has not imported Ray is not in a cluster.
     return ray is not None and ray.is_initialized()
 
 

@@ -36,7 +36,8 @@ class UnitLink:
         self._watch: list[Connection] = []
         """At most one connection, which carries nothing and whose end shows that the unit has died."""
         self._watch_pid = 0
-        self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)  # if the client is not closed
+        # The idle connections are closed even if `close` is never called.
+        self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)
 
     def ask(self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> bytes:
         """Send a request that has no raw bytes in its reply, and return the head of the reply. op: the client's
@@ -72,7 +73,7 @@ class UnitLink:
             if answer in (DONE, FREED, FULL):
                 self._give(connection)
             else:
-                connection.close()  # the unit closes its end, too
+                connection.close()  # The unit closes its end, too.
         except (OSError, ValueError) as error:
             if isinstance(error, DataPlaneError):
                 raise
@@ -133,10 +134,10 @@ class UnitLink:
     def _take(self) -> Connection | None:
         while True:
             with self._lock:
-                if self._pid != os.getpid():  # after a fork, the connections are the parent's
+                if self._pid != os.getpid():  # After a fork, the connections belong to the parent.
                     self._pid = os.getpid()
                     while self._idle:
-                        self._idle.pop().socket.close()  # this process's copy only
+                        self._idle.pop().socket.close()  # Only this process's copy of the socket is closed.
                 if not self._idle or self._closed:
                     return None
                 connection = self._idle.pop()

@@ -63,7 +63,7 @@ class RayUnit:
         try:
             actor.close.remote().future().result(END_TIMEOUT_S)
         except (RayError, FutureTimeout):
-            pass  # dead or stuck; its pool is removed with the next data plane of that host
+            pass  # The actor is dead or stuck. Its pool is removed with the next data plane of that host.
         end_actors([actor], [])
 
 

@@ -53,7 +53,7 @@ class TcpStore(PutsAll):
         units: Any = spec.address["units"]
         self._add([UnitAddress(*unit) for unit in units])
 
-    # -------------------------------------------------------------- put
+    # ---------------- These methods write blocks.
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
         """Write the blocks to one unit. The first choice is a unit on this host; the others follow when it has no room
@@ -68,7 +68,7 @@ class TcpStore(PutsAll):
         order = self._order(first_block_id, deadline)
         full: CapacityExceeded | None = None
         died: StoreLost | None = None
-        for attempt in range(2):  # first, no unit waits for room
+        for attempt in range(2):  # In the first attempt, no unit waits for room.
             for number in order:
                 wait_s = max(0.0, (deadline - time.monotonic()) * attempt / 2)
                 try:
@@ -119,14 +119,14 @@ class TcpStore(PutsAll):
             self._ask_directory(deadline)
         alive = [number for number in range(len(self._units)) if number not in self._dead]
         if not alive:
-            self._ask_directory(deadline)  # a unit may have joined
+            self._ask_directory(deadline)  # A unit may have joined.
             alive = [number for number in range(len(self._units)) if number not in self._dead]
         near = [number for number in alive if number in self._near]
         far = [number for number in alive if number not in self._near]
         turn = first_block_id % max(1, len(far))
         return near + far[turn:] + far[:turn]
 
-    # -------------------------------------------------------------- get
+    # ---------------- These methods read blocks.
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
         """Return views of the wanted parts. They are of the pool itself for blocks of this host's units, else of memory
@@ -253,7 +253,7 @@ class TcpStore(PutsAll):
             for unit in self._units:
                 unit.close()
 
-    # -------------------------------------------------------------- units
+    # ---------------- These methods find the units.
 
     def _number(self, block: BlockRef, deadline: float) -> int:
         """Return the number of the unit that holds a block. Raises StoreLost if no such unit exists."""
@@ -282,7 +282,7 @@ class TcpStore(PutsAll):
                         spec = StoreSpec("shm", "", {"folder": address.folder})
                         self._near[len(self._units)] = SharedMemoryStore(spec)
                     except StoreLost:
-                        pass  # the unit has died; a request for one of its blocks reports that
+                        pass  # The unit has died; a request for one of its blocks reports that.
                 self._units.append(UnitLink(address, self._key))
 
 

@@ -113,13 +113,13 @@ class StorageUnit:
         self._memory.close()
         self._pool.close()
 
-    # -------------------------------------------------------------- connections
+    # ---------------- These methods serve connections.
 
     def _admit(self, connection: socket.socket) -> None:
         before = threading.stack_size(THREAD_STACK_BYTES)
         try:
             threading.Thread(target=self._host, args=(connection,), name="storage-unit", daemon=True).start()
-        except RuntimeError as error:  # the system cannot start another thread
+        except RuntimeError as error:  # The system cannot start another thread.
             _logger.warning("a connection is refused: %s", error)
             connection.close()
         finally:
@@ -150,18 +150,18 @@ class StorageUnit:
                 if handler is None:
                     raise ValueError(f"op {op!r}")
                 handler(connection, head, raw_bytes)
-            except ValueError as error:  # the message is not ours, so the rest cannot be read, either
+            except ValueError as error:  # The message is malformed, so the bytes after it cannot be read, either.
                 _logger.warning("a connection is closed: %s", error)
                 _try_reply(connection, REFUSED, str(error))
                 return
             except OSError:
-                return  # the client disconnected, or stopped within a message
+                return  # The client disconnected, or stopped within a message.
             except StoreLost:
                 if not self._closed:
                     raise
-                return  # the unit was closed in the middle of a request
+                return  # The unit was closed in the middle of a request.
 
-    # -------------------------------------------------------------- requests
+    # ---------------- These methods carry out requests.
 
     def _put(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         request = decode(head, Put)
@@ -180,7 +180,7 @@ class StorageUnit:
                 connection.receive_into([room(0, raw_bytes).data], deadline)
                 received = True
             found = self._blocks(request.first_block_id, request.sizes)
-        except RowsCleared as error:  # the reservation has ended meanwhile
+        except RowsCleared as error:  # The reservation has ended in the meantime.
             connection.skip(0 if received else raw_bytes, deadline)
             _reply(connection, FREED, error.message.encode())
             return
@@ -240,7 +240,7 @@ class StorageUnit:
             self._room.notify_all()
         _reply(connection, DONE, b"")
 
-    # -------------------------------------------------------------- the pool
+    # ---------------- These methods use the pool.
 
     def _room_for(self, first_block_id: int, nbytes: int, wait_s: float) -> bytes | str:
         """Allocate room for a put, waiting for it at most `wait_s` seconds. Returns its location, or why there is
@@ -310,7 +310,7 @@ def _reply(connection: Connection, op: str, head: bytes) -> None:
 
 
 def _try_reply(connection: Connection, op: str, text: str) -> None:
-    with contextlib.suppress(OSError):  # the client may have disconnected
+    with contextlib.suppress(OSError):  # The client may have disconnected.
         _reply(connection, op, text.encode())
 
 
@@ -343,7 +343,7 @@ def _start(setup: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         )
     except OSError as error:
         raise ValueError(f"storage unit {setup['name']}: cannot listen on {setup['host']}: {error.strerror}") from None
-    gc.freeze()  # imported objects stay, so the collector need not look at them
+    gc.freeze()  # Imported objects stay, so the garbage collector need not look at them.
     return dataclasses.asdict(unit.address), unit.close
 
 

@@ -42,8 +42,8 @@ class Connection:
     def __init__(self, connection: socket.socket) -> None:
         """Take ownership of a connected TCP socket."""
         set_up_tcp(connection)
-        # Blocking, with the kernel's own time limits: one call then moves all bytes of a request, without the
-        # interpreter in between, which a socket with Python's timeout does not.
+        # The socket blocks, and the kernel limits the time. One system call can then move all bytes of a request. With
+        # a timeout of Python's, the interpreter would run in between.
         connection.settimeout(None)
         self.socket = connection
         self._limits_s: dict[int, float] = {}
@@ -144,7 +144,7 @@ class Connection:
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # closed, or ended by the other side
+            pass  # The connection is closed already, or the other end has ended it.
         self.socket.close()
 
     def _fill(self, nbytes: int, deadline: float | None, *, at_end: bool = False) -> bool:
