@@ -3,8 +3,8 @@
     begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
 The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` adds them
-up over the ranks in one all-reduce, and finds the largest mismatch of all ranks in another. Gradients are
-scaled by what the denominator and clipping ask for, and AdamW steps at the learning rate of the schedule.
+up over the ranks in one all-reduce, and finds the largest mismatch and token gradient of all ranks in another.
+Gradients are scaled by what the denominator and clipping ask for, and AdamW steps at the learning rate of the schedule.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class StepTotals:
     metrics: dict[str, float]
     """Metrics of the step: `train/loss` (the summed loss divided by the denominator), `train/tokens`,
     `train/sequences`, the mean over tokens of each loss metric, and `logprob/mismatch_mean`, `logprob/mismatch_kl` and
-    `logprob/mismatch_max` (see `losses.mismatch`)."""
+    `logprob/mismatch_max` (see `losses.mismatch`). `train/token_gradient_share` is the largest share of one token in
+    the sum over all tokens of the loss's absolute gradient with respect to the log-prob."""
 
     @property
     def applies(self) -> bool:
@@ -110,7 +111,8 @@ class TrainStep:
         self._temperature = 1.0
         self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         self._mismatch = torch.zeros(len(MISMATCH_SUMS), dtype=torch.float64, device=self._device)
-        self._mismatch_max = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._largest = torch.zeros(2, dtype=torch.float64, device=self._device)  # mismatch, gradient of one token
+        self._gradients = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = self._sequences = 0
         self._group_ids: set[int] = set()
 
@@ -158,7 +160,9 @@ class TrainStep:
         self._sums += torch.stack([sums.loss.detach(), *sums.metrics.values(), *extra]).double()
         distance, largest = mismatch(inputs, recomputed=self._recomputed)
         self._mismatch += distance
-        self._mismatch_max = torch.maximum(self._mismatch_max, largest)
+        self._largest[0] = torch.maximum(self._largest[0], largest)
+        if inputs.logprobs.requires_grad:
+            inputs.logprobs.register_hook(self._weigh_tokens)
         self._tokens += len(inputs.logprobs)
         if not self._counts_rows:
             return sums.loss
@@ -166,6 +170,16 @@ class TrainStep:
         if self._loss.denominator == "groups":
             self._group_ids.update(group_ids[row_tokens > 0].tolist())
         return sums.loss
+
+    def _weigh_tokens(self, gradient: torch.Tensor) -> None:
+        """Add a microbatch's gradient to the sum and the maximum over tokens of its absolute value.
+
+        gradient: that of the loss with respect to the log-probs, float32 `[T]`.
+        """
+        if len(gradient):
+            sizes = gradient.detach().abs().double()
+            self._gradients += sizes.sum()
+            self._largest[1] = torch.maximum(self._largest[1], sizes.max())
 
     def finish(self, square_norm: torch.Tensor) -> StepTotals:
         """Close the step and return its totals over all ranks of the group. Collective over the group.
@@ -175,11 +189,12 @@ class TrainStep:
         """
         self._require_open("finish_step")
         counts = torch.tensor([self._tokens, self._sequences], dtype=torch.float64, device=self._device)
-        totals = torch.cat([counts, square_norm.reshape(1), self._mismatch, self._sums])
+        totals = torch.cat([counts, square_norm.reshape(1), self._gradients.reshape(1), self._mismatch, self._sums])
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
-            dist.all_reduce(self._mismatch_max, op=dist.ReduceOp.MAX, group=self._group)
-        tokens, sequences, square, *sums = totals.tolist()
+            dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._group)
+        tokens, sequences, square, gradients, *sums = totals.tolist()
+        largest_mismatch, largest_gradient = self._largest.tolist()
         means = [value / max(tokens, 1.0) for value in sums]
         denominator = {"tokens": tokens, "sequences": sequences}.get(self._loss.denominator)
         if denominator is None:
@@ -188,7 +203,8 @@ class TrainStep:
         names = (*(f"logprob/{name}" for name in MISMATCH_SUMS), *(f"train/{name}" for name in self._names))
         metrics = {
             **dict(zip(names, means, strict=True)),
-            f"logprob/{MISMATCH_MAX}": float(self._mismatch_max),
+            f"logprob/{MISMATCH_MAX}": largest_mismatch,
+            "train/token_gradient_share": largest_gradient / gradients if gradients else 0.0,
             "train/loss": sums[len(MISMATCH_SUMS)] / max(denominator, 1.0),
             "train/tokens": tokens,
             "train/sequences": sequences,

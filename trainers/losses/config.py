@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...dataplane.config import Count, NonNegative, Positive, Section
 
+KlKind = Literal["k1", "k2", "k3", "k3_is"]
 LOSS_KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
 CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "tis": (None, 2.0),
@@ -62,9 +63,14 @@ class LossConfig(Section):
     kl_coef: NonNegative = 0.0
     """Weight of the KL divergence from the reference model, which has the run's initial weights. With 0 no reference
     model is kept."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_kind: KlKind = "k3"
     """Estimator of the KL divergence from d = log p_ref - log p at each token (joschu.net/blog/kl-approx.html). `k1` is
-    -d, `k2` is d^2 / 2, and `k3` is exp(d) - 1 - d."""
+    -d, `k2` is d^2 / 2, and `k3` is exp(d) - 1 - d. `k3_is` is k3 times the objective's probability ratio, with the
+    gradient of both (DeepSeek-V3.2, arXiv:2512.02556; TRL's default). The ratio corrects k3 for tokens that the
+    previous policy sampled. It also bounds the gradient of tokens that training has made unlikely."""
+    kl_max_log_ratio: Positive | None = 20.0
+    """Bound of |d| in nats. Beyond it the estimate is constant and has no gradient, so that one token whose probability
+    collapsed cannot own the update. Unset: there is no bound."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place where the KL divergence enters the objective. `loss` adds it to the loss; `reward` subtracts it from each
     token's advantage."""
@@ -81,6 +87,15 @@ class LossConfig(Section):
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"got {kind!r}, expected one of {', '.join(LOSS_KINDS)}{hint} or package.module:function")
         return kind
+
+    @model_validator(mode="after")
+    def _ratio_in_loss(self) -> LossConfig:
+        if self.kl_kind == "k3_is" and self.kl_in == "reward" and self.kl_coef > 0:
+            raise ValueError(
+                "loss.kl_kind=k3_is with loss.kl_in=reward: expected loss.kl_kind=k3, because a reward is computed "
+                "with the previous policy, whose probability ratio is 1"
+            )
+        return self
 
     def with_length_norm(self, max_new_tokens: int) -> LossConfig:
         """Return the section with the `length_norm` that an unset one means. It is the largest number of tokens of a

@@ -6,13 +6,12 @@ The estimators are those of John Schulman, "Approximating KL Divergence" (2020, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
+from .config import KlKind
+from .policy_objectives import row_ratio, token_ratio
 from .terms import Aggregation, Denominator, LossInputs, TermSums
-
-KlKind = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +22,19 @@ class ReferenceKl:
     on on-policy samples, the three have different gradients. That of k2 is the gradient of the KL divergence itself.
     That of k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300, equation 4) agrees with it near the reference policy.
     That of k1 is zero on average.
+
+    k3_is is `r (exp(d) - 1 - d)`, where r is the probability ratio of the objective and has a gradient, too
+    (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Its expectation under the previous policy is the KL divergence of
+    the current policy, also after several updates on the same rows. Its gradient at a token is `-d r`, which stays
+    small where training has made the token unlikely; that of k3, `1 - exp(d)`, explodes there.
     """
 
     kind: KlKind = "k3"
     aggregation: Aggregation = Aggregation()
+    max_log_ratio: float | None = None
+    """Bound of |d| in nats; None means no bound."""
+    by_row: bool = False
+    """True when the r of k3_is is the ratio of the token's row, as in GSPO, and not that of the token."""
 
     name = "reference_kl"
     metrics = ("reference_kl",)
@@ -38,7 +46,9 @@ class ReferenceKl:
     def __call__(self, inputs: LossInputs) -> TermSums:
         """Return the KL estimates of a microbatch, summed once as a loss and once as a metric. Raises ValueError when
         `inputs` has no `ref_logprobs`."""
-        values = _estimate(self.kind, _reference(inputs) - inputs.logprobs)
+        values = _estimate(self.kind, _reference(inputs) - inputs.logprobs, self.max_log_ratio)
+        if self.kind == "k3_is":
+            values = values * (row_ratio if self.by_row else token_ratio)(inputs)
         return TermSums(self.aggregation(values, inputs), {"reference_kl": values.detach().sum()})
 
 
@@ -54,6 +64,8 @@ class RewardKl:
 
     kind: KlKind
     coefficient: float
+    max_log_ratio: float | None = None
+    """Bound of |d| in nats; None means no bound."""
 
     metrics = ("reference_kl",)
 
@@ -63,7 +75,7 @@ class RewardKl:
 
         Raises ValueError when `inputs` has no `ref_logprobs`.
         """
-        values = _estimate(self.kind, _reference(inputs) - inputs.prev_logprobs)
+        values = _estimate(self.kind, _reference(inputs) - inputs.prev_logprobs, self.max_log_ratio)
         lowered = replace(inputs, advantages=inputs.advantages - self.coefficient * values)
         return lowered, {"reference_kl": values.sum()}
 
@@ -74,7 +86,9 @@ def _reference(inputs: LossInputs) -> torch.Tensor:
     return inputs.ref_logprobs
 
 
-def _estimate(kind: KlKind, delta: torch.Tensor) -> torch.Tensor:
+def _estimate(kind: KlKind, delta: torch.Tensor, bound: float | None) -> torch.Tensor:
+    if bound is not None:
+        delta = delta.clamp(-bound, bound)
     if kind == "k1":
         return -delta
     if kind == "k2":

@@ -63,6 +63,17 @@ def drift(inputs: LossInputs) -> dict[str, torch.Tensor]:
     }
 
 
+def token_ratio(inputs: LossInputs) -> torch.Tensor:
+    """Return each token's probability over its probability under the previous policy: float32 `[T]`, with grad."""
+    return (inputs.logprobs - inputs.prev_logprobs).exp()
+
+
+def row_ratio(inputs: LossInputs) -> torch.Tensor:
+    """Return the geometric mean of `token_ratio` over the row of each token: float32 `[T]`, with grad."""
+    log_ratios = inputs.row_sum(inputs.logprobs - inputs.prev_logprobs)
+    return (log_ratios / inputs.row_tokens.clamp(min=1)).exp()[inputs.row_ids]
+
+
 def count(marks: torch.Tensor) -> torch.Tensor:
     """Return the number of true values in `marks`, bool `[T]`, as a float32 scalar."""
     return marks.sum(dtype=torch.float32)
@@ -95,7 +106,7 @@ class PpoClip:
     of a bound."""
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
-        ratio = (inputs.logprobs - inputs.prev_logprobs).exp()
+        ratio = token_ratio(inputs)
         gain = ratio * inputs.advantages
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * inputs.advantages
         values = torch.minimum(gain, bounded)
@@ -131,8 +142,7 @@ class Gspo:
     because of a bound."""
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
-        log_ratios = inputs.row_sum(inputs.logprobs - inputs.prev_logprobs)
-        ratio = (log_ratios / inputs.row_tokens.clamp(min=1)).exp()[inputs.row_ids]
+        ratio = row_ratio(inputs)
         gain = ratio * inputs.advantages
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * inputs.advantages
         metrics = {"ratio_mean": ratio.detach().sum(), "clip_fraction": count(bounded < gain)}
@@ -160,7 +170,7 @@ class Cispo:
     """Names of the metrics. ratio_mean averages r before the clip; clip_fraction is the share of clipped tokens."""
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
-        ratio = (inputs.logprobs - inputs.prev_logprobs).detach().exp()
+        ratio = token_ratio(inputs).detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         metrics = {"ratio_mean": ratio.sum(), "clip_fraction": count(weight != ratio)}
         return TokenLosses(-weight * inputs.advantages * inputs.logprobs, {**metrics, **drift(inputs)})

@@ -91,12 +91,13 @@ def build_loss(config: LossConfig, columns: Sequence[ColumnConfig] = ()) -> Poli
     """
     aggregation = Aggregation(config.aggregation, config.length_norm)
     in_reward = config.kl_coef > 0 and config.kl_in == "reward"
-    reward_kl = RewardKl(config.kl_kind, config.kl_coef) if in_reward else None
+    reward_kl = RewardKl(config.kl_kind, config.kl_coef, config.kl_max_log_ratio) if in_reward else None
     terms: list[tuple[float, LossTerm]] = [
         (1.0, PolicyTerm(_objective(config), aggregation, _correction(config), reward_kl))
     ]
     if config.kl_coef > 0 and not in_reward:
-        terms.append((config.kl_coef, ReferenceKl(config.kl_kind, aggregation)))
+        by_row = config.kind == "gspo"
+        terms.append((config.kl_coef, ReferenceKl(config.kl_kind, aggregation, config.kl_max_log_ratio, by_row)))
     if config.entropy_coef > 0:
         terms.append((config.entropy_coef, EntropyBonus(aggregation)))
     return PolicyLoss(terms, columns)

@@ -55,9 +55,27 @@ def test_one_division_by_what_the_loss_declares(denominator: Denominator, count:
     assert totals.grad_norm == 10.0 / count
     own = {name: value for name, value in totals.metrics.items() if name.startswith("train/")}
     assert own == pytest.approx(
-        {"train/loss": 2 * 8 / count, "train/square": 1.0, "train/tokens": 8.0, "train/sequences": 4.0}
-    )
+        {
+            "train/loss": 2 * 8 / count, "train/square": 1.0, "train/tokens": 8.0, "train/sequences": 4.0,
+            "train/token_gradient_share": 1 / 8,
+        }
+    )  # fmt: skip
     assert totals.applies
+
+
+def test_the_share_of_the_token_with_the_largest_gradient() -> None:
+    step = new_step()
+    step.begin(1.0)
+    for factors in ([1.0, -2.0], [], [0.0, 5.0]):
+        tokens = torch.tensor([len(factors)])
+        ones = torch.ones(len(factors))
+        logprobs = ones.clone().requires_grad_()
+        rows = torch.zeros(len(factors), dtype=torch.int64)
+        inputs = LossInputs(logprobs * torch.tensor(factors), ones, ones, None, ones, rows, tokens)
+        with step.accumulating():
+            loss = step.add(inputs, tokens.numpy(), np.array([0]), None)
+        loss.backward()
+    assert step.finish(square(1.0)).metrics["train/token_gradient_share"] == pytest.approx(1 / 4)
 
 
 def test_a_step_starts_from_nothing() -> None:

@@ -73,7 +73,7 @@ def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
         ({"loss": {"clip_high": 0}}, "loss.clip_high: got 0, expected a number > 0"),
         ({"loss": {"length_norm": 0, "aggregation": "sequence_sum"}}, "length_norm: got 0, expected a number >= 1"),
         ({"loss": {"kl_coef": -1}}, "loss.kl_coef: got -1, expected a number >= 0"),
-        ({"loss": {"kl_kind": "k4"}}, "loss.kl_kind: got 'k4', expected one of k1, k2, k3"),
+        ({"loss": {"kl_kind": "k4"}}, "loss.kl_kind: got 'k4', expected one of k1, k2, k3, k3_is"),
         ({"loss": {"kl_in": "rewards"}}, "loss.kl_in: got 'rewards', expected one of loss, reward"),
         ({"loss": {"entropy_coef": -0.1}}, "loss.entropy_coef: got -0.1, expected a number >= 0"),
         ({"loss": {"aggregation": "tokens"}}, "expected one of token, sequence, sequence_sum, prompt"),

@@ -80,9 +80,18 @@ def loss_inputs(rows: Sequence[Row], groups: dict[int, int], dtype: torch.dtype 
 # ---------------------------------------------------------------- formulas
 
 
-def kl(kind: str, own: float, ref: float) -> float:
-    ratio = math.exp(ref - own)
-    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[kind]
+def kl(kind: str, own: float, ref: float, bound: float | None = None) -> float:
+    bound = math.inf if bound is None else bound
+    ratio = math.exp(min(max(ref - own, -bound), bound))
+    k3 = ratio - 1 - math.log(ratio)
+    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": k3, "k3_is": k3}[kind]
+
+
+def kl_in_loss(config: LossConfig, row: Row, now: np.ndarray, t: int) -> float:
+    """Return the estimate at token t. `k3_is` multiplies it by the ratio of the token or, in GSPO, of the row."""
+    moved = sum(now - row.prev) / len(now) if config.kind == "gspo" else now[t] - row.prev[t]
+    weight = math.exp(moved) if config.kl_kind == "k3_is" else 1.0
+    return weight * kl(config.kl_kind, now[t], row.ref[t], config.kl_max_log_ratio)
 
 
 def clip(ratio: float, config: LossConfig) -> float:
@@ -133,10 +142,10 @@ def reference_loss(
         for t in range(len(own)):
             advantage = row.advantage
             if config.kl_in == "reward":
-                advantage -= config.kl_coef * kl(config.kl_kind, row.prev[t], row.ref[t])
+                advantage -= config.kl_coef * kl(config.kl_kind, row.prev[t], row.ref[t], config.kl_max_log_ratio)
             value = -token_gain(config, row, own, t, advantage)[0] * correction_weight(config, row, t)[0]
             if config.kl_in == "loss":
-                value += config.kl_coef * kl(config.kl_kind, own[t], row.ref[t])
+                value += config.kl_coef * kl_in_loss(config, row, own, t)
             total += (value - config.entropy_coef * spread[t]) / divisor(config, row, groups)
     return total
 
@@ -149,15 +158,15 @@ def reference_metrics(config: LossConfig, rows: Sequence[Row]) -> dict[str, floa
         for t in range(len(row.now)):
             advantage = row.advantage
             if config.kl_in == "reward":
-                advantage -= config.kl_coef * kl(config.kl_kind, row.prev[t], row.ref[t])
+                advantage -= config.kl_coef * kl(config.kl_kind, row.prev[t], row.ref[t], config.kl_max_log_ratio)
             moved = sum(row.now - row.prev) / len(row.now) if config.kind == "gspo" else row.now[t] - row.prev[t]
             weight, cut = correction_weight(config, row, t)
             sums["ratio_mean"] += math.exp(moved)
             sums["clip_fraction"] += token_gain(config, row, row.now, t, advantage)[1]
             sums["approx_kl"] += kl("k3", row.prev[t], row.now[t])
             sums["rollout_kl"] += kl("k3", row.rollout[t], row.now[t])
-            own = row.prev[t] if config.kl_in == "reward" else row.now[t]
-            sums["reference_kl"] += kl(config.kl_kind, own, row.ref[t])
+            in_reward = kl(config.kl_kind, row.prev[t], row.ref[t], config.kl_max_log_ratio)
+            sums["reference_kl"] += in_reward if config.kl_in == "reward" else kl_in_loss(config, row, row.now, t)
             sums["correction_weight"] += weight
             sums["correction_fraction"] += cut
     return sums

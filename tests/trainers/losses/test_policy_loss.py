@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import zlib
 from collections.abc import Sequence
@@ -63,11 +64,33 @@ def test_every_combination_is_its_formula(kind: str, aggregation: str, correctio
         check(config_of(kind, aggregation, correction, **extra), seed)
 
 
-@pytest.mark.parametrize("where", ["loss", "reward"])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_every_kl(estimator: str, where: str) -> None:
+@pytest.mark.parametrize("bound", [None, 0.2])
+@pytest.mark.parametrize(
+    ("estimator", "where"), [*itertools.product(["k1", "k2", "k3"], ["loss", "reward"]), ("k3_is", "loss")]
+)
+def test_every_kl(estimator: str, where: str, bound: float | None) -> None:
     for kind in KINDS:
-        check(config_of(kind, "sequence", kl_coef=0.4, kl_kind=estimator, kl_in=where), seed=11)
+        keys = {"kl_coef": 0.4, "kl_kind": estimator, "kl_in": where, "kl_max_log_ratio": bound}
+        check(config_of(kind, "sequence", **keys), seed=11)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "expected"),
+    [("k3", None, 1 - math.exp(11)), ("k3", 5.0, 0.0), ("k3_is", None, -11 * math.exp(-11))],
+)
+def test_a_token_that_training_made_unlikely(kind: str, bound: float | None, expected: float) -> None:
+    """An update lowered the token's log-prob by 11 nats. The gradient of k3 explodes there; the bound or the ratio
+    keeps it small."""
+    rows = [Row(np.array([-12.0]), *(np.array([-1.0]) for _ in range(4)), 0.0, 0)]
+    inputs = loss_inputs(rows, group_tokens(rows))
+    config = config_of("ppo_clip", kl_coef=1.0, kl_kind=kind, kl_max_log_ratio=bound)
+    (slope,) = torch.autograd.grad(build_loss(config)(inputs).loss, [inputs.logprobs])
+    assert slope.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_ratio_has_no_meaning_in_a_reward() -> None:
+    with pytest.raises(ValueError, match="k3_is with loss.kl_in=reward: expected loss.kl_kind=k3"):
+        config_of("ppo_clip", kl_coef=0.1, kl_kind="k3_is", kl_in="reward")
 
 
 def test_no_second_clip_and_no_lower_bound() -> None:
