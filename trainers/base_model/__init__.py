@@ -1,1 +1,1 @@
-"""Prepares the base model of a run: a folder, a hub id, or a built-in tiny model that is made and warmed up."""
+"""Prepares the base model of a run: a folder, a hub id, or the built-in tiny model."""

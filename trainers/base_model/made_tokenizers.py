@@ -1,4 +1,4 @@
-"""Makes the tokenizers of models that are made on the spot: one token per character, or bytes and pairs of letters."""
+"""Makes tokenizers for models with random weights: one token per character, or byte-pair tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""The last tokens of every tokenizer: which pad a row, begin it and end it."""
+"""The last three tokens of every byte-level tokenizer: the padding token, the begin token and the end token."""
 _LETTERS = (*string.ascii_lowercase, *string.ascii_uppercase, *string.digits, "\u0120")
-"""Characters of which the longer tokens are made; the last one stands for a space in a byte-level tokenizer."""
+"""Characters that the longer tokens consist of. The last one stands for a space in a byte-level tokenizer."""
 DIGITS = "0123456789"
 SYMBOLS = DIGITS + "=" + "abcdefghijklmnopqrstuvwxyz"
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a character-level tokenizer with one id per symbol, which adds no special tokens and pads on the left."""
+    """Make a character-level tokenizer with one id per symbol. It adds no special tokens and pads on the left."""
     vocab = {token: index for index, token in enumerate((*SPECIALS, *SYMBOLS))}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -36,8 +36,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_level_tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
-    """Return a byte-pair tokenizer with `num_tokens` tokens. They are 256 bytes, then pairs and triples of letters,
-    then the three of SPECIAL. It encodes every text, and a text of letters takes about a token for three of them."""
+    """Return a byte-pair tokenizer with `num_tokens` tokens. They are the 256 bytes, then pairs and triples of letters,
+    then the three tokens of SPECIAL. The tokenizer encodes every text, and needs about one token for three letters."""
     vocabulary = {piece: number for number, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = list(islice(_merges(), num_tokens - len(vocabulary) - len(SPECIAL)))
     for first, second in merges:

@@ -1,4 +1,4 @@
-"""Prepares the model that a run starts from, the user's own or the built-in one, which it makes and warms up."""
+"""Prepares the model that a run starts from: the user's own, or the built-in one, made and warmed up here."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ TINY_QWEN3_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-"""Qwen3MoeConfig of `builtin:tiny-qwen3-moe`, in which the two experts of a token are as wide together as the MLP of
+"""Qwen3MoeConfig of `builtin:tiny-qwen3-moe`. The two experts of a token are together as wide as the MLP of
 `builtin:tiny-qwen3`."""
 
 
 def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder: RunFolder, progress: Progress) -> str:
-    """Return the path or hub id of the model to start from, which must have passed `check_model`.
+    """Return the path or hub id of the model to start from. The model must have passed `check_model`.
 
     The built-in model is made in the run folder (`base_model/`) from `seed` alone and warmed up as `training` says; a
     resumed run finds it there. Warm-up is a separate phase that no training metric includes.
@@ -61,7 +61,8 @@ def prepare_model(wanted: ModelConfig, training: WarmupConfig, seed: int, folder
     path = folder.path / "base_model"
     if path.exists():
         return str(path)
-    from . import made_tokenizers, warmup  # imports torch and transformers, seconds that a dry run must not take
+    # Importing torch and transformers takes seconds, which a dry run must not spend.
+    from . import made_tokenizers, warmup
 
     start = time.perf_counter()
     progress.phase("making the base model")
@@ -100,15 +101,16 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def model_modules(model: ModelConfig) -> tuple[str, ...]:
-    """Return the name of transformers' module with the model's code, which takes seconds to import. Returns () if the
-    model's type is not known."""
+    """Return the name of the transformers module that contains the model's code. Its import takes seconds. Returns ()
+    if the model's type is not known."""
     kind = model_config(model).get("model_type", "qwen3" if model.builtin else None)
     return (f"transformers.models.{kind}.modeling_{kind}",) if kind else ()
 
 
 def route_spec(replay: RouterReplayConfig, model: ModelConfig) -> RouteSpec | None:
-    """Return the shape of the model's routes; None without router replay. With it, rows carry the experts that the
-    engine chose. Raises UserError if router replay is on and the model has no experts, or is not on this machine."""
+    """Return the shape of the model's routes; None without router replay. Routes are the experts that the engine chose
+    for each token; with router replay, rows carry them. Raises UserError if router replay is on and the model has no
+    experts, or is not on this machine."""
     if not replay.enabled:
         return None
     content = model_config(model)
@@ -120,15 +122,15 @@ def route_spec(replay: RouterReplayConfig, model: ModelConfig) -> RouteSpec | No
 
 
 def model_has_experts(model: ModelConfig) -> bool:
-    """Return whether the model has experts, as far as its config is on this machine."""
+    """Return whether the model has experts; False if its config is not on this machine."""
     return RouteSpec.of(SimpleNamespace(**model_config(model))) is not None
 
 
 def check_model(config: Config) -> None:
-    """Raise UserError when the model does not fit the rows or the run. The longest row exceeds the model's context, the
-    train mesh or an engine's processes cannot split the model, or router replay is on for a model without experts.
-
-    A model whose config is not on this machine is not checked here; its backend checks it when it starts.
+    """Raise UserError when the model does not fit the rows or the run. That is the case if the longest row exceeds the
+    model's context, if the train mesh or an engine's processes cannot split the model, or if router replay is on for a
+    model without experts. If the model's config is not on this machine, the train backend checks the model at its start
+    instead.
     """
     model = model_config(config.model)
     try:

@@ -1,6 +1,6 @@
 """Makes the built-in base model, a tiny Qwen3 with a character tokenizer, and trains it on skills with digit strings.
 
-Every text is `<letter><digits>=<answer>`. Digit strings whose prompt in the task `reverse` is held out never occur.
+Every text is `<letter><digits>=<answer>`. Digit strings of held-out prompts of the task `reverse` never occur.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..config.config import WarmupConfig
 from .made_tokenizers import DIGITS
 
 SKILLS: dict[str, Callable[[str], str]] = {
-    "c": lambda s: s,  # copy
-    "l": lambda s: s[1:] + s[:1],  # rotate left
-    "q": lambda s: s[-1:] + s[:-1],  # rotate right
-    "z": lambda s: s[::-1],  # backwards
+    "c": lambda s: s,  # The skill copies the digits.
+    "l": lambda s: s[1:] + s[:1],  # The skill rotates the digits to the left.
+    "q": lambda s: s[-1:] + s[:-1],  # The skill rotates the digits to the right.
+    "z": lambda s: s[::-1],  # The skill reverses the digits.
 }
-"""Skills of the base model by the letter that asks for them; each maps a string to its answer."""
+"""Skills of the base model: letter that a prompt starts with -> function from the digits to the answer."""
 
 UNKNOWN = "r"
 """Letter of the task `reverse`. The corpus answers its prompts with any of the skills, so the model cannot learn what
@@ -46,8 +46,8 @@ class Share:
     letter: str
     """Letter that the prompt starts with."""
     skill: str
-    """Skill with which the answers are computed. It may differ from the skill that the letter stands for, as in noisy
-    real-world text."""
+    """Skill that computes the answers. It can differ from the skill that the letter stands for, as in noisy real-world
+    text."""
 
 
 DIGIT_SKILLS = (
@@ -59,7 +59,7 @@ answered with a random skill, which is the reversal in 18 % of the cases."""
 
 SHORTEST, LONGEST = 1, 8
 FALL_STEPS = 80
-"""Number of steps at the end of the training in which the learning rate falls to 0."""
+"""Number of steps at the end of the training during which the learning rate falls to 0."""
 RECENT_STEPS = 20
 """Number of steps over which the loss is averaged."""
 
@@ -94,10 +94,9 @@ def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS)
 
 
 def draw_digits(rng: random.Random) -> str:
-    """Draw a string of digits from a random alphabet of 2 to 10 digits. Strings whose prompt in the task `reverse` is
-    held out for validation are never drawn.
-
-    Repeated digits make look-up by content ambiguous, so that the model learns skills by position.
+    """Draw a string of digits from a random alphabet of 2 to 10 digits. It is never the string of a prompt that the
+    task `reverse` holds out for validation. Repeated digits make look-up by content ambiguous, so the model learns
+    skills by position.
     """
     while True:
         alphabet = rng.sample(DIGITS, rng.randint(2, 10))
@@ -113,14 +112,14 @@ def warm_up(
     seed: int,
     show: Callable[[int, float], None],
 ) -> float:
-    """Train the model on the answers until it knows the skills that have a letter of their own. Returns the mean loss
-    of these skills' answers over the last steps.
+    """Train the model on the answers until it knows the skills in SKILLS. Returns the mean loss of answers to prompts
+    with their letters, over the last steps.
 
-    Training ends FALL_STEPS after this loss, averaged over RECENT_STEPS, falls below `config.target_loss`, and at
-    `config.steps` at the latest. The number of steps depends on the seed, not on the clock. `show` is called with the
-    number and loss of each step.
+    Training ends FALL_STEPS steps after this loss, averaged over RECENT_STEPS steps, falls below `config.target_loss`,
+    and at the latest after `config.steps` steps. The number of steps depends on the seed, not on the clock. `show` is
+    called with the number and loss of each step.
     """
-    torch.set_num_threads(1)  # such small matrices gain nothing from more threads and lose much on busy cores
+    torch.set_num_threads(1)  # More threads do not speed up such small matrices, and slow them down on busy cores.
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     batches = corpus(seed, config.batch_size)
     recent: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -165,8 +164,8 @@ def collate(
 def answer_loss(
     model: Model, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, float]:
-    """Return the mean cross-entropy of all answer tokens, and that of prompts with one of the known letters. The first
-    is a tensor to train on, the second a number."""
+    """Return the mean cross-entropy of all answer tokens, and that of answers to prompts with a letter of SKILLS. The
+    first is a tensor to train on, the second a number."""
     ids, attention, target = collate(batch, tokenizer)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

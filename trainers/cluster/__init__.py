@@ -1,1 +1,1 @@
-"""The processes of a run: where they are placed, and how they are started, called and replaced."""
+"""Places, starts, calls and replaces the processes of a run."""

@@ -1,14 +1,14 @@
-"""Sends the driver's calls to its actors, and waits for the answers: briefly, or for as long as actors make progress.
+"""Sends the driver's calls to its actors, and waits for the answers up to a time limit or while actors make progress.
 
     handle.begin(shard) -> Call ---+
     handle.begin(shard) -> Call ---+--> gather(calls, "plan", timeout_s) -> results, or the first ActorFailed
 
-Messages are small, and their bytes are counted. Errors name actor and stage. The handles with the methods of each kind
-of actor are in handles.py.
+Messages are small, and their bytes are counted. Errors name the actor and the stage. The handles with the methods of
+each kind of actor are in handles.py.
 
-Questions about their progress tell slow actors from stuck ones. `gather_moving` waits for calls that may fail
-independently of each other, and returns each one's outcome. `gather_slow` waits for calls of train workers that are
-useful only together, and raises the first failure.
+Progress queries distinguish slow actors from stuck ones. `gather_moving` waits for calls that can fail independently of
+each other, and returns each one's outcome. `gather_slow` waits for calls of train workers, all of which must succeed,
+and raises the first failure.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class Call(Generic[T_co]):
 
     actor: ActorHandle
     method: Callable[..., Any]
-    """Unbound method that is called, of the class that the actor hosts, such as `TrainWorker.begin`."""
+    """Unbound method that is called, such as `TrainWorker.begin`. It belongs to the class that the actor hosts."""
     message: bytes
     """The encoded arguments."""
     actors: Sequence[Any]
-    """Ray handles of other actors that are passed after the encoded arguments."""
+    """Ray handles of other actors, passed after the encoded arguments."""
     reference: ray.ObjectRef
     """Ray's reference to the encoded result."""
     started: float
     """`time.monotonic` time at which the call was sent."""
     pid: int
-    """Id of the process that was called; another process may have replaced that one since."""
+    """Id of the process that was called. Another process can have replaced it since."""
 
     def again(self, actor: ActorHandle) -> Call[T_co]:
         """Send the same call once more, to the present process of `actor`. `actor` is this call's actor or one of the
@@ -86,17 +86,18 @@ class Call(Generic[T_co]):
 
 
 class Cluster:
-    """The Ray cluster, asked about calls in flight. `headrace.testing.FakeCluster` is one without processes."""
+    """The Ray cluster, as far as calls in flight need it. `headrace.testing.FakeCluster` is a stand-in without
+    processes."""
 
     def ready(self, references: list[Any], timeout_s: float) -> list[Any]:
-        """Return those of the references whose calls have ended. Waits up to `timeout_s` for the first one."""
+        """Return the references of calls that have ended. Waits up to `timeout_s` for the first one."""
         done, _ = ray.wait(references, num_returns=1, timeout=timeout_s)
         if done:
             done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         return done
 
     def result(self, reference: Any) -> bytes:
-        """Return the encoded result of a call that has ended. Raises the RayError of one that failed."""
+        """Return the encoded result of a call that has ended. Raises the call's RayError if it failed."""
         return cast(bytes, ray.get(reference, timeout=RESULT_TIMEOUT_S))
 
     def kill(self, ray_actor: Any) -> None:
@@ -131,7 +132,7 @@ class ActorHandle:
         self.ray_actor = self._start()
 
     def kill(self) -> None:
-        """Kill the actor's process, whatever it is doing; does not wait until it is gone."""
+        """Kill the actor's process, even during a call. Does not wait until the process is gone."""
         self.cluster.kill(self.ray_actor)
 
     def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -140,15 +141,15 @@ class ActorHandle:
         self.ray_actor.__ray_call__.remote(function, *args, **kwargs)
 
     def send(self, method: Callable[..., Any], message: bytes, actors: Sequence[Any] = ()) -> Call[Any]:
-        """Send a call of `method`, whose encoded arguments are `message`. actors: Ray handles to pass after these
+        """Send a call of `method` with the encoded arguments `message`. actors: Ray handles to pass after these
         arguments, see `remote_methods.submit`."""
         self._meter.num_bytes += len(message)
         reference = submit(self.ray_actor, method, message, actors)
         return Call(self, method, message, actors, reference, time.monotonic(), self.info.pid)
 
     def receive(self, call: Call[T], stage: str) -> T:
-        """Return the result of a call that has ended. Raises ActorFailed if the actor died, raised an exception, or its
-        answer was lost."""
+        """Return the result of a call that has ended. Raises ActorFailed if the actor died or raised an exception, or
+        if its answer was lost."""
         elapsed = time.monotonic() - call.started
         try:
             reply = self.cluster.result(call.reference)
@@ -177,8 +178,8 @@ def calling(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Ac
 def calling(method: Callable[..., Any]) -> Callable[..., Call[Any]]:
     """Return the method of a handle that calls `method` of the actor's host class without waiting for the result.
 
-    All arguments are passed by position. The returned method raises TypeError for an argument that may not pass through
-    the driver, such as a tensor.
+    All arguments are passed by position. The returned method raises TypeError for an argument that must not pass
+    through the driver, such as a tensor.
     """
 
     @functools.wraps(method)
@@ -263,12 +264,11 @@ _DEATHS = (
     ("SIGKILL", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
     ("connection error", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
 )
-"""Explanations of an actor's death: (text to look for in Ray's message, what it means). The first text that is found
-counts."""
+"""Explanations of an actor's death: (text to look for in Ray's message, its meaning). The first text found counts."""
 
 
 def death_in_words(account: str) -> str:
-    """Summarize Ray's message about an actor's death, which is a paragraph, in one sentence."""
+    """Summarize Ray's paragraph about an actor's death in one sentence."""
     for words, meaning in _DEATHS:
         if words in account:
             return meaning
@@ -282,8 +282,8 @@ ASK_EVERY_S = 1.0
 
 
 class ProgressWatch:
-    """Queries actors about their progress, and tracks how long each has made none. Each actor has at most one
-    unanswered query."""
+    """Queries actors about their progress, and tracks how long each has been without progress. Each actor has at most
+    one unanswered query."""
 
     def __init__(
         self,
@@ -350,8 +350,9 @@ def gather_moving(
 ) -> list[T | ActorFailed]:
     """Wait for all calls; returns, in order, each call's result or its ActorFailed.
 
-    The wait has no time limit while any actor that has not answered makes progress; it ends when none has made any for
-    `timeout_s` seconds. ask: function that queries an actor for a number that changes whenever it makes progress.
+    The wait has no time limit while any of the actors that have not answered makes progress. It ends after `timeout_s`
+    seconds without progress of any of them. ask: function that queries an actor for a number that changes whenever it
+    makes progress.
     """
     results: dict[Call[T], T | ActorFailed] = {}
     look_s, moved_s = min(ASK_EVERY_S, timeout_s / 4), time.monotonic()
@@ -361,7 +362,8 @@ def gather_moving(
         if left_s <= 0.0:
             break
         results.update(ended(pending, stage, min(look_s, left_s)))
-        moved, _ = watch.look([call.actor for call in pending if call not in results])  # their calls report the failure
+        # A failed query is ignored here, because the actor's pending call reports the failure.
+        moved, _ = watch.look([call.actor for call in pending if call not in results])
         if moved:
             moved_s = time.monotonic()
     late = f"{stage}: no answer and no progress within {timeout_s:g} s from"
@@ -381,9 +383,9 @@ def gather_slow(
     """Wait for calls of train workers that may take hours, and return their results in order. The wait has no time
     limit while the workers make progress; the first failure of any call ends it at once.
 
-    silence_s: seconds for which a worker may leave a progress query unanswered. stall_s: seconds within which the
-    progress number of some worker must change, or the number of bytes written so far, which `num_bytes` returns.
-    on_look: callback after each check, about once per second, that found no worker stuck.
+    silence_s: seconds for which a worker may leave a progress query unanswered. stall_s: seconds within which either
+    the progress number of some worker or the result of `num_bytes`, the number of bytes written so far, must change.
+    on_look: callback after each check without a stuck worker, about once per second.
 
     Raises ActorFailed if a worker died, raised an exception (see its `cause`), or makes no progress.
     """

@@ -1,4 +1,4 @@
-"""Tracks the engines of a run: which version of the weights each serves, and which get no requests and why."""
+"""Tracks the engines of a run: the version of the weights that each serves, and the reason if it gets no requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _log = logging.getLogger(__name__)
 
 
 class NoEngineLeft(RuntimeError):
-    """No engine of the run can get requests any more. The message gives the reason for each engine."""
+    """All engines of the run are excluded from requests. The message gives the reason for each engine."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """One engine and what the driver knows about it."""
+    """One engine, as the driver sees it."""
 
     handle: EngineHandle
     """Handle of the actor that hosts the engine: an EngineActor, or the RolloutActor that embeds it."""
@@ -32,23 +32,24 @@ class Engine:
     left_out: str = ""
     """Reason why the engine gets no requests; "" while it gets requests."""
     dead: bool = False
-    """True if the actor's process died, or the process of the engine within it."""
+    """True if the actor's process died, or the engine's own process inside the actor."""
     broken: bool = False
-    """True if the engine holds no complete version, because a weight update failed, whose requests then wait for the
-    next one, or because it has dropped its weights to sleep."""
+    """True if the engine does not hold a complete version of the weights. Either a weight update failed, and requests
+    wait for the next update, or the engine has dropped its weights to sleep."""
     asleep: bool = False
-    """True while the engine gets no requests because a pool of GPUs has lent its GPUs to others; it is also `broken`
-    then. Its requests wait, and it takes part in no weight sync."""
+    """True while the engine's GPUs are lent to other runs of a GPU pool. The engine is then also `broken`: its requests
+    wait, and weight syncs leave it out."""
     joins: bool | None = None
-    """True if the engine received its last update straight into its parameters, without staging it first; None before
-    the first update."""
+    """True if the engine received its last update directly into its parameters, without staging; None before the first
+    update."""
     renewed_s: float = 0.0
     """Time (`time.monotonic()`) at which a new process last replaced the engine's; 0.0 for the first process."""
     ping: Call[ActorInfo] | None = None
-    """Call of `ping` that the engine has not answered yet; None if there is no such call."""
+    """Call of `ping` that the engine has not answered yet; None if none is outstanding."""
 
     def renew(self) -> None:
-        """Record that a new process with the run's first weights (version 0) has replaced the engine's process."""
+        """Record that a new process, which serves the run's first weights (version 0), has replaced the engine's
+        process."""
         self.version, self.dead, self.broken, self.joins, self.ping = 0, False, False, None, None
         self.renewed_s = time.monotonic()
 
@@ -73,15 +74,15 @@ class EnginePool:
 
     engines: list[Engine]
     embedded: bool
-    """True if each engine is embedded in a rollout actor of its own. An engine that gets no requests then leaves its
-    rollout actor idle, too."""
+    """True if each engine is embedded in a rollout actor. An engine without requests then leaves its rollout actor
+    idle, too."""
     on_change: list[Callable[[Engine], None]] = field(default_factory=list)
-    """Callbacks that receive an engine after it stopped getting requests or gets them again."""
+    """Callbacks that receive an engine after it was excluded from requests or readmitted."""
 
     @property
     def active(self) -> list[Engine]:
-        """The engines that get requests, or will get them again when they are woken. Raises NoEngineLeft when there is
-        none."""
+        """The engines that get requests, including sleeping ones, which get requests after they wake. Raises
+        NoEngineLeft when there is none."""
         found = [engine for engine in self.engines if not engine.left_out]
         if not found:
             reasons = "; ".join(f"{engine.name}: {engine.left_out}" for engine in self.engines)
@@ -90,13 +91,13 @@ class EnginePool:
 
     @property
     def all_asleep(self) -> bool:
-        """True if no engine gets requests now, because a pool of GPUs has lent the GPUs of all to others."""
+        """True if all usable engines sleep, because the GPU pool has lent their GPUs to other runs."""
         asleep = [engine.asleep for engine in self.engines if not engine.left_out]
         return bool(asleep) and all(asleep)
 
     def ahead_of(self, version: int) -> bool:
-        """Return whether an engine serves a later version than `version`. That happens after the train workers went
-        back to a checkpoint."""
+        """Return whether an engine serves a later version than `version`. This happens after the train workers have
+        returned to a checkpoint."""
         return any(engine.version > version for engine in self.engines)
 
     def named(self, name: str) -> Engine:
@@ -104,8 +105,8 @@ class EnginePool:
         return {engine.name: engine for engine in self.engines}[name]
 
     def exclude(self, engine: Engine, reason: str) -> None:
-        """Send no more requests to `engine` until `readmit`. reason: stored in `engine.left_out`. A no-op if the
-        engine is left out already; the first reason then stays."""
+        """Exclude `engine` from requests until `readmit`. reason: stored in `engine.left_out`. If the engine is already
+        excluded, this is a no-op and the first reason stays."""
         if engine.left_out:
             return
         engine.left_out = reason

@@ -1,4 +1,4 @@
-"""Derives the settings from which an engine builds itself, in an actor of its own or within a rollout actor."""
+"""Derives the settings of an engine, which runs in its own actor or inside a rollout actor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from ..config.config import Config, PoolConfig
 from .transport_choice import bucket_mib
 
 GPU_WORKER_THREADS = 4
-"""Largest number of compute threads that a worker with a GPU gets by default. What it computes on the host are many
-small operations, such as laying out a microbatch, and waking the threads of a large host for each takes longer than
-they do: on a host of 32 cores, 0.1 s for a microbatch of 16k tokens."""
+"""Largest number of compute threads that a worker with a GPU gets by default. Its work on the host consists of many
+small operations, such as laying out a microbatch. Waking many threads takes longer than such an operation: on a host
+with 32 cores, it costs 0.1 s for a microbatch of 16k tokens."""
 
 
 def threads(asked: int | None, processes: int, device: str | None) -> int:
-    """Return the number of compute threads of each worker that computes on `device`; None for none of its own.
+    """Return the number of compute threads of each worker on `device`. device: None for a worker that computes on no
+    device.
 
-    asked: number that the configuration sets, if it does (`resources.threads`). processes: number of engine processes
-    or of train workers, whichever is larger: both sides take turns, so each may use all cores.
+    asked: value of `resources.threads`, None if unset. processes: number of engine processes or of train workers,
+    whichever is larger. The two sides take turns, so each can use all cores.
     """
     most = max(1, (os.cpu_count() or 1) // processes)
     return asked or (min(most, GPU_WORKER_THREADS) if (device or "").startswith("cuda") else most)
@@ -38,14 +39,14 @@ def engine_config(
     whether train workers use the engine's GPUs at the same time."""
     changes: dict[str, Any] = {}
     if config.run.replay:
-        changes["engine"] = "scripted"  # it gets no requests
+        changes["engine"] = "scripted"  # A replay sends no requests to engines.
     if config.run.deterministic:
-        # A batch's other rows change the rounding of log-probs: alone, a group is the same whenever it is generated.
+        # The other rows of a batch change the rounding of log-probs. A group that is generated alone is reproducible.
         changes["max_batch"] = config.algorithm.group_size
     sync = config.sync
     in_turns = config.resources.switch_roles == "always" or config.pool.address is not None
     if in_turns and device != "cpu" and sync.staging == "auto":
-        # A sleeping engine finds much memory free, but a second copy of the weights would take the trainer's place.
+        # A sleeping engine sees much free memory, but a second copy of the weights would occupy the trainer's share.
         sync = sync.model_copy(update={"staging": "none"})
     return EngineConfig(
         config.rollout.model_copy(update=changes),
@@ -65,10 +66,10 @@ def engine_config(
 
 
 def neighbour_bytes(pool: PoolConfig, rollout: RolloutConfig, sync: SyncConfig, residual_mib: int) -> int:
-    """Return how much of each GPU's memory an engine leaves free for processes that sleep there. They are those of the
-    run's own trainer, and of an engine and a trainer of each of `pool.other_runs` runs. It is 0 for a run without a
-    pool, or whose engines' memory is set by `rollout.kv_cache`. residual_mib: GPU memory that a process keeps
-    while it sleeps (`resources.residual_mib`)."""
+    """Return the bytes of each GPU's memory that an engine leaves free for sleeping processes. These processes belong
+    to the run's own trainer, and to an engine and a trainer of each of `pool.other_runs` runs. The result is 0 for a
+    run without a pool, and for a run that sets `rollout.kv_cache`. residual_mib: GPU memory that a process keeps while
+    it sleeps (`resources.residual_mib`)."""
     if pool.address is None or rollout.kv_cache != "auto":
         return 0
     trainer = residual_mib + 2 * bucket_mib(sync, "ipc", "cuda", pooled=True)
@@ -76,14 +77,14 @@ def neighbour_bytes(pool: PoolConfig, rollout: RolloutConfig, sync: SyncConfig, 
 
 
 def engine_ahead(kind: str, model: ModelConfig, device: str) -> tuple[tuple[str, ...], bool]:
-    """Return what an actor with an engine can do before it knows its settings. It can import the modules of these
-    names, which takes seconds, and start vLLM's engine process or not. On a CPU it does not, because vLLM then preloads
-    libraries into that process, which it can only do once it knows its settings."""
+    """Return which modules an actor with an engine imports before it has its settings, and whether it starts vLLM's
+    engine process then. The imports take seconds. On a CPU the process starts later, because vLLM preloads libraries
+    into it and needs the settings for that."""
     return (MODULES[kind], *(model_modules(model) if kind == "hf" else ())), kind == "vllm" and device != "cpu"
 
 
 def engine_log(folder: str | None, name: str) -> str:
-    """Return the path of the file in the run folder that receives the output of an engine's processes. The engine is
-    that in actor `name`. Returns "" for a run without a folder. folder: the run folder."""
+    """Return the path of the file that receives the output of the processes of the engine in actor `name`. folder: the
+    run folder, which contains the file; for None the path is ""."""
     index = name.rpartition(" ")[2]
     return os.path.join(folder, "engines", f"engine-{index}.log") if folder else ""

@@ -1,10 +1,10 @@
-"""Reserves the GPUs of a run in Ray, whole ones, and says with which of Ray's options each actor gets its own.
+"""Reserves whole GPUs for a run in Ray, and derives the Ray options that give each actor its GPUs.
 
     read_hosts -> plan_placement -> a placement group with a bundle for each GPU -> which GPU is each bundle? -> seats
 
-Ray never reports which GPU it has given to a bundle, so a short task within each bundle finds out. An actor takes a
-small fraction of one bundle's GPU, so that an engine and a train worker can share it, and is shown all GPUs of its seat
-(`actors/process/own_process.py`).
+Ray never reports which GPU it has assigned to a bundle, so a short task inside each bundle finds out. An actor takes a
+small fraction of one bundle's GPU, so that an engine and a train worker can share the GPU, and sees all GPUs of its
+seat (`actors/process/own_process.py`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .calls import ActorFailed
 from .placement import Host, Placement, PlacementRequest, Seat, plan_placement, used_gpus, with_reserved_gpus
 
 GPU_SHARE = 0.01
-"""Fraction of a bundle's GPU that each actor in the bundle asks Ray for."""
+"""Fraction of a bundle's GPU that each actor in the bundle requests from Ray."""
 SETTLE_S = 15.0
-"""Seconds within which Ray must know that the actors of a run that has ended have given their GPUs back."""
+"""Seconds within which Ray must register that the GPUs of an ended run are free."""
 LOOK_S = 0.25
-"""Seconds between two questions to Ray about what is free."""
+"""Seconds between two queries to Ray for free resources."""
 NODE_LABEL = "ray.io/node-id"
-"""Ray's label by which a bundle is tied to a node."""
+"""Ray's node label that ties a bundle to a node."""
 BY_START_TIMEOUT = "resources.start_timeout_s"
-"""Config key that limits the whole reservation; it is named in the errors about it."""
+"""Config key of the time limit for the whole reservation, as error messages name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,13 @@ class Reservation:
 
     placement: Placement
     group: PlacementGroup | None = None
-    """Ray's placement group with all bundles; None for a run without GPUs, whose actors Ray places freely."""
+    """Ray's placement group with all bundles; None for a run without GPUs, in which Ray places the actors."""
     bundles: Mapping[str, int] = field(default_factory=dict)
-    """Name of each actor -> index of its bundle in `group`. An actor that has no bundle is placed outside the group."""
+    """Name of each actor -> index of its bundle in `group`. An actor without a bundle is placed outside the group."""
 
     def options(self, seat: Seat) -> dict[str, Any]:
-        """Return Ray's options for the actor of `seat`. They stay the same for a process that replaces it."""
+        """Return Ray's options for the actor of `seat`. A process that replaces the actor's process gets the same
+        options."""
         if self.group is None:
             return {"num_cpus": seat.cpus}
         strategy: Any
@@ -62,16 +63,15 @@ class Reservation:
         return {"num_cpus": seat.cpus, "num_gpus": GPU_SHARE if seat.gpus else 0, "scheduling_strategy": strategy}
 
     def devices(self, seat: Seat) -> tuple[str, ...] | None:
-        """Return CUDA's names of the GPUs that the actor of `seat` may see. Without GPUs it is None, which leaves the
-        environment as it is."""
+        """Return CUDA's names of the GPUs that the actor of `seat` can see. The result is None in a run without GPUs,
+        which leaves the environment unchanged."""
         return seat.devices if self.placement.num_gpus else None
 
 
 def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
-    """Place all actors on the GPUs that are free in Ray, and reserve these until this process leaves Ray.
-
-    Ray then gives them back by itself, even after a crash. Nothing does it earlier, because a call to a Ray that is
-    gone would not return. Raises UserError if the run cannot be placed or Ray does not give the GPUs within `timeout_s`
+    """Place all actors on the GPUs that are free in Ray, and reserve these until this process leaves Ray. Ray then
+    frees the GPUs by itself, even after a crash. They are not freed earlier, because a call to a Ray that has ended
+    would not return. Raises UserError if the run cannot be placed or Ray does not give the GPUs within `timeout_s`
     seconds.
     """
     deadline = time.monotonic() + timeout_s
@@ -81,7 +81,7 @@ def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
     reservation = _reserve(placement, deadline, exact=request.mapped)
     if reservation is not None:
         return reservation
-    # Ray gave other GPUs than the map names, so all others are blocked and Ray can only give these.
+    # Ray assigned other GPUs than the user's map names. With all others blocked, Ray can only assign the named ones.
     with ExitStack() as blocked:
         _block_others(placement, deadline, blocked)
         reservation = _reserve(placement, deadline, exact=True)
@@ -94,7 +94,7 @@ def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
 
 
 def check_reports(placement: Placement, infos: Sequence[ActorInfo]) -> None:
-    """Raise ActorFailed if an actor reports another host or other GPUs than those of its seat. A no-op for a run
+    """Raise ActorFailed if an actor reports a host or GPUs that differ from those of its seat. A no-op for a run
     without GPUs."""
     if placement.layout == "cpu":
         return
@@ -111,7 +111,7 @@ def check_reports(placement: Placement, infos: Sequence[ActorInfo]) -> None:
 
 
 def read_hosts() -> tuple[Host, ...]:
-    """Return the living nodes of the Ray cluster with what is free on each, the driver's node first."""
+    """Return the live nodes of the Ray cluster with the free GPUs and CPUs of each, the driver's node first."""
     free = ray_state.available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
     nodes = sorted(
@@ -122,7 +122,7 @@ def read_hosts() -> tuple[Host, ...]:
         Host(
             name=node["NodeManagerHostname"],
             num_gpus=int(node["Resources"].get("GPU", 0)),
-            # Ray reports how many are free, not which ones; the numbers are corrected once the GPUs are reserved.
+            # Ray reports only how many GPUs are free. Their numbers are corrected after the GPUs are reserved.
             free_gpus=tuple(range(int(free.get(node["NodeID"], {}).get("GPU", 0)))),
             free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
             node=node["NodeID"],
@@ -135,8 +135,8 @@ def read_hosts() -> tuple[Host, ...]:
 
 
 def _plan(request: PlacementRequest, deadline: float) -> Placement:
-    """Return a placement on what is free. As long as the run would fit on an idle cluster, it is tried again for some
-    seconds, because Ray learns late that actors have ended. Raises UserError if it does not fit."""
+    """Return a placement on the free GPUs and CPUs. If the run would fit on an idle cluster, retries for SETTLE_S
+    seconds, because Ray notices late that actors have ended. Raises UserError if the run does not fit."""
     deadline = min(deadline, time.monotonic() + SETTLE_S)
     while True:
         hosts = read_hosts()
@@ -149,8 +149,8 @@ def _plan(request: PlacementRequest, deadline: float) -> Placement:
 
 
 def _plan_on(request: PlacementRequest, hosts: Sequence[Host]) -> Placement:
-    """Return a placement on `hosts`. GPUs that a map names count as free if as many are free on their host; which ones
-    these are shows when they are reserved."""
+    """Return a placement on `hosts`. GPUs that the user's map names count as free if their host has at least that many
+    free GPUs. Whether exactly these are free shows when they are reserved."""
     if not request.mapped:
         return plan_placement(request, hosts)
     placement = plan_placement(request, [replace(host, free_gpus=tuple(range(host.num_gpus))) for host in hosts])
@@ -186,14 +186,14 @@ class Bundle:
     host: int
     """Index of the host that the bundle is tied to."""
     resources: dict[str, float]
-    """Resources that it reserves: Ray's name -> amount."""
+    """Resources that the bundle reserves: Ray's name -> amount."""
 
 
 def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservation | None:
     """Reserve the places of all actors in one placement group.
 
-    exact: whether it must be the GPUs that the placement names; if Ray gives others, they are given back, and None is
-    returned. Otherwise, the actors take the GPUs that Ray gives.
+    exact: whether exactly the GPUs of the placement must be reserved. If Ray then assigns other GPUs, they are freed
+    and None is returned. If false, the actors use whichever GPUs Ray assigns.
     """
     used = used_gpus(placement)
     places = [(host, gpu) for host, gpus in used.items() for gpu in gpus]
@@ -217,12 +217,12 @@ def _reserve(placement: Placement, deadline: float, *, exact: bool) -> Reservati
         seats = {seat.name: seat for seat in (*placed.engines, *placed.ranks)}
         found = {name: index_of[seat.host, seat.gpus[0]] for name, seat in seats.items() if seat.host is not None}
         found |= {seat.name: len(places) + index for index, seat in enumerate(placed.rollouts)}
-        kept.pop_all()  # the group stays
+        kept.pop_all()  # The group outlives this block.
         return Reservation(placed, group, found)
 
 
 def _block_others(placement: Placement, deadline: float, stack: ExitStack) -> None:
-    """Take all free GPUs of the placement's hosts that it does not use. stack: gives them back when it is closed.
+    """Take all free GPUs of the placement's hosts that the placement does not use. Closing `stack` frees them.
 
     Raises UserError if another job holds a GPU that the placement uses.
     """
@@ -260,12 +260,11 @@ def create_group(
     key: str = "resources.layout",
     bound: str = BY_START_TIMEOUT,
 ) -> PlacementGroup:
-    """Create a placement group, each bundle on its host, and wait until Ray has reserved it. stack: removes the group
-    when it is closed; Ray also does when this process leaves it.
+    """Create a placement group, each bundle on its host, and wait until Ray has reserved it. Closing `stack` removes
+    the group; Ray also removes it when this process disconnects.
 
-    name: name in this process's Ray namespace, by which other processes find the group; "" for none. key: config key or
-    option that asks for these GPUs, and `bound` what sets the deadline, for the error. Raises UserError at the
-    deadline.
+    name: name of the group in this process's Ray namespace, for other processes; "" for none. key, bound: config keys
+    or options that request the GPUs and set the deadline, for the error message. Raises UserError at the deadline.
     """
     began = time.monotonic()
     group = placement_group(
@@ -275,7 +274,7 @@ def create_group(
         bundle_label_selector=[{NODE_LABEL: hosts[bundle.host].node} for bundle in bundles],
     )
     stack.callback(remove_placement_group, group)
-    while not group.wait(1):  # in pieces, because Ray lets no signal through meanwhile
+    while not group.wait(1):  # The waits are short, because Ray blocks signals during each wait.
         if time.monotonic() > deadline:
             count = sum(bundle.resources.get("GPU", 0) for bundle in bundles)
             raise UserError(
@@ -287,10 +286,11 @@ def create_group(
 
 
 def tell_gpus(bundles: Sequence[tuple[PlacementGroup, int]], deadline: float) -> list[tuple[int, str]]:
-    """Return for each bundle, given as (group, index), its GPU: the number on its host, and CUDA's name. Raises
+    """Return the GPU of each bundle, as (number on its host, CUDA's name). Bundles are given as (group, index). Raises
     ActorFailed if Ray's workers do not answer before the deadline."""
 
-    def tell() -> tuple[int, str]:  # within a function, so that a worker of Ray runs it without importing this package
+    # A nested function is sent by value, so a Ray worker runs it without importing this package.
+    def tell() -> tuple[int, str]:
         import ray
         from ray._private import worker
 

@@ -1,7 +1,7 @@
-"""Estimates what engine and train worker hold in the memory of a GPU, part by part, and decides whether both fit.
+"""Estimates the GPU memory of an engine and a train worker, part by part, and decides whether both fit on a GPU.
 
-The estimates come from the configuration and the model's config.json alone, so that they can be shown before anything
-starts. They err on the high side by about a tenth.
+The estimates use only the configuration and the model's config.json, so they can be shown before anything starts. They
+are about a tenth too high.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .placement import Placement
 from .transport_choice import resolve_kind, send_buffer_bytes
 
 CONTEXT_BYTES = 1 << 30
-"""GPU memory of a process for its CUDA context, libraries and fragmentation."""
+"""Bytes of GPU memory that a process needs for its CUDA context, libraries and fragmentation."""
 ENGINE_WORKSPACE_BYTES = 3 << 30
-"""GPU memory of a vLLM process for activations and CUDA graphs."""
+"""Bytes of GPU memory that a vLLM process needs for activations and CUDA graphs."""
 USABLE = 0.95
 """Share of a GPU's memory that the estimates may fill."""
 CACHED_VERSIONS = 2
@@ -37,7 +37,7 @@ CACHED_VERSIONS = 2
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Estimated bytes of one train worker and of one process of an engine, which share a GPU."""
+    """Estimated GPU memory of one train worker and one engine process that share a GPU, in bytes."""
 
     trainer: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `gradients`, `optimizer`, `reference`, `activations`, `logits`,
@@ -45,12 +45,12 @@ class GpuMemory:
     engine: Mapping[str, int]
     """Name of a part -> its bytes: `weights`, `keys and values`, `workspace`."""
     buckets: int
-    """Bytes of the buffers from which weights are sent, which the trainer keeps at all times."""
+    """Bytes of the trainer's send buffers for weights. The trainer never frees them."""
     contexts: int
-    """Bytes that both processes keep at all times for what is not theirs to free."""
+    """Bytes of both processes that neither can free, such as CUDA contexts."""
     host: Mapping[str, int]
-    """Name of a part of the host memory that a train worker needs in addition when the roles take turns -> its
-    bytes: `offloaded state`, `cached versions`."""
+    """Host memory that a train worker needs in addition when the roles take turns, as name of a part -> its bytes. The
+    parts are `offloaded state` and `cached versions`."""
 
     @property
     def resident(self) -> int:
@@ -59,8 +59,8 @@ class GpuMemory:
 
     @property
     def taking_turns(self) -> int:
-        """Bytes at the peak if the sides take turns. The peak is in training, in generation, or while weights are
-        handed over, when the trainer's state and the engine's weights are on the GPU together."""
+        """Bytes at the peak if the sides take turns. The peak occurs in training, in generation, or during a weight
+        sync, when the trainer's state and the engine's weights are both on the GPU."""
         state = sum(self.trainer.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference"))
         hand_over = state + self.engine.get("weights", 0)
         return max(sum(self.trainer.values()), sum(self.engine.values()), hand_over) + self.buckets + self.contexts
@@ -72,22 +72,22 @@ class RolesDecision:
 
     take_turns: bool
     why: str
-    """Sentence for the user; "" if there was nothing to decide."""
+    """The reason, as a sentence for the user; "" if there was nothing to decide."""
 
     def applied_to(self, resources: ResourcesConfig) -> ResourcesConfig:
-        """Return `resources` with `switch_roles` as it was decided, `always` or `never`."""
+        """Return `resources` with the decided value of `switch_roles`: `always` or `never`."""
         chosen = "always" if self.take_turns else "never"
         return resources.model_copy(update={"switch_roles": chosen})
 
 
 def smallest_gpu() -> int | None:
-    """Return the memory in bytes of this machine's smallest GPU; None if it has none."""
+    """Return the memory of this machine's smallest GPU in bytes; None on a machine without GPUs."""
     return min(gpu_sizes(), default=None)
 
 
 def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) -> RolesDecision:
-    """Decide what `resources.switch_roles` means for this run. gpu_bytes: memory of the smallest GPU; None if it is not
-    known.
+    """Decide whether the roles of this run take turns, as `resources.switch_roles` asks. gpu_bytes: memory of the
+    smallest GPU; None if it is not known.
 
     On a machine without GPUs, only `always` makes the roles take turns, in host memory.
     """
@@ -123,8 +123,8 @@ def decide_roles(config: Config, placement: Placement, gpu_bytes: int | None) ->
 
 def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
     """Return the estimated GPU memory of a run with one engine process and one train worker on a GPU. The GPU has
-    `gpu_bytes` bytes (None: not known). Returns None if the model's size is not known: its config.json is not on this
-    machine, or it is not a dense Llama-like model."""
+    `gpu_bytes` bytes (None: not known). Returns None if the model's size is not known, because its config.json is not
+    on this machine or the model is not a dense Llama-like model."""
     trainer, sync, pooled = config.trainer, config.sync, config.pool.address is not None
     model, params = model_config(config.model), parameters(config.model)
     if params is None:
@@ -146,8 +146,8 @@ def estimate(config: Config, gpu_bytes: int | None = None) -> GpuMemory | None:
 def engine_parts(
     rollout: RolloutConfig, model: ModelConfig, params: int, gpu_bytes: int | None, *, kept_free: int | None
 ) -> dict[str, int]:
-    """Return what one process of an engine holds on a GPU of `gpu_bytes` bytes: name of a part -> bytes. kept_free:
-    bytes that it leaves for processes of a pool that sleep there; None for a run without a pool.
+    """Return the memory of one engine process on a GPU of `gpu_bytes` bytes: name of a part -> bytes. kept_free: bytes
+    that the engine leaves for sleeping processes of a GPU pool; None for a run without a pool.
 
     With `rollout.kv_cache=auto` the keys and values fill the engine's share of the GPU; their part is 0 if the GPU's
     memory is not known.
@@ -169,11 +169,9 @@ def engine_parts(
 
 
 def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -> dict[str, int]:
-    """Return the memory that one microbatch of the largest size adds to a train worker: part -> bytes. It is that of
-    its forward and backward pass.
-
-    A layer keeps, for each token, the inputs and float32 values of its norms, queries, keys and values before and after
-    the rotation, the output of the attention, and four values of the MLP's width.
+    """Return the memory that one microbatch of the largest size adds to a train worker: part -> bytes. The forward and
+    backward pass need it. For each token, a layer keeps the inputs and float32 values of its norms, the queries, keys
+    and values before and after the rotation, the output of the attention, and four values of the MLP's width.
     """
     size = 2 if trainer.mixed_precision else 4
     hidden, heads, layers = model["hidden_size"], model["num_attention_heads"], model["num_hidden_layers"]
@@ -189,7 +187,8 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
     logits = tokens * model["vocab_size"] // trainer.tp
     if trainer.head == "selected":
         logits = min(logits, GPU_LOGIT_ELEMENTS)
-    parts = {"activations": kept, "logits": 4 * 4 * logits}  # float32 logits, log-probs, and a gradient of each
+    # The logits and the log-probs are float32, and each has a gradient.
+    parts = {"activations": kept, "logits": 4 * 4 * logits}
     if trainer.backend == "fsdp" and trainer.topology.world > 1 and not trainer.reshard_after_forward:
         parts["gathered weights"] = params * size // trainer.tp
     return parts
@@ -199,10 +198,8 @@ def _pass_parts(trainer: TrainerConfig, model: Mapping[str, Any], params: int) -
 
 
 def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) -> dict[str, int]:
-    """Return what one train worker holds between two passes: name of a part -> bytes. All is in float32, except for a
-    reference model, which is in bfloat16 with mixed precision.
-
-    The result takes into account how the train backend shards them over ranks.
+    """Return the memory of one train worker between two passes: name of a part -> bytes. All parts are in float32,
+    except that a reference model is in bfloat16 with mixed precision. The result accounts for the sharding over ranks.
     """
     topology = trainer.topology
     sharded = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
@@ -217,23 +214,23 @@ def trained_parts(trainer: TrainerConfig, params: int, *, with_reference: bool) 
 
 
 def trained_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool) -> int:
-    """Return the bytes that one train worker holds. They are weights, gradients, Adam moments and, if the run needs it,
-    a reference model."""
+    """Return the bytes of one train worker's weights, gradients, Adam moments and, if the run needs it, reference
+    model."""
     return sum(trained_parts(trainer, params, with_reference=with_reference).values())
 
 
 def engine_bytes(rollout: RolloutConfig, model: ModelConfig, params: int) -> float:
-    """Return the number of bytes of the weights in one process of an engine."""
+    """Return the number of bytes that the weights take in one engine process."""
     return params * value_bytes(model) / rollout.tp
 
 
 def value_bytes(model: ModelConfig) -> int:
-    """Return the number of bytes of one number in the engines on this machine."""
+    """Return the number of bytes per weight in the engines on this machine."""
     return {"float32": 4, "bfloat16": 2}[engine_dtype(model, gpu=has_gpus())]
 
 
 def has_gpus() -> bool:
-    """Return whether this machine, or the one that plans are made for, has a GPU."""
+    """Return whether this machine, or the machine assumed for a plan, has a GPU."""
     assumed = assumed_machine()
     if assumed is not None:
         return assumed.gpus > 0
@@ -243,14 +240,14 @@ def has_gpus() -> bool:
 def host_bytes(trainer: TrainerConfig, params: int, *, with_reference: bool, gpus: bool) -> int:
     """Return the host memory in bytes of a train worker's weights, gradients, optimizer state and reference model. No
     extra memory is needed at the start, because every rank reads only its own shards of the model's files. The memory
-    that a worker needs to offload its state is not included, see `GpuMemory.host`."""
+    for offloaded state is not included; see `GpuMemory.host`."""
     if trainer.backend == "scripted":
         return 0
     if not gpus or trainer.offload:
         return trained_bytes(trainer, params, with_reference=with_reference)
     if not with_reference or (trainer.backend == "fsdp" and trainer.topology.world == 1):
         return 0
-    # On GPUs the backends keep the reference in host memory between uses; one FSDP rank keeps it on its GPU.
+    # On GPUs the backends keep the reference model in host memory between uses; a single FSDP rank keeps it on its GPU.
     return trained_parts(trainer, params, with_reference=True)["reference"]
 
 

@@ -5,8 +5,8 @@
       EngineHandle       an actor with a generation engine (`EngineHost`, and the `GenerationEngine` in it)
         RolloutHandle    a rollout actor (`RolloutActor` and the `RolloutWorker` that it hosts)
 
-Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. For what a
-call does, see the method of the actor's class that the handle's method names.
+Every method sends its call and returns a `Call` at once; `gather` (calls.py) waits for the result. The method of the
+same name in the actor's class documents what the call does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .calls import ActorHandle, Call, calling
 
 
 class TrainHandle(ActorHandle):
-    """Handle of one train rank. Its calls run one at a time in the order in which they were sent, except those of
-    methods with the decorator `in_thread_of`, which run in threads of their own."""
+    """Handle of one train rank. Its calls run one at a time in the order in which they were sent, except that methods
+    with the decorator `in_thread_of` run in separate threads."""
 
     def configure(self) -> Call[ActorInfo]:
         """Send a new process its settings (`setup`), and ask for the actor's name, process id and host."""
