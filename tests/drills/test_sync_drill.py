@@ -75,7 +75,7 @@ def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
         for engine in (first, second):
             send(engine, signal.SIGKILL)
         state.version += 1
-        with pytest.raises(NoEngineLeft, match=f"no engine is left of 3: {first.name}: .*died"):
+        with pytest.raises(NoEngineLeft, match=f"none of the 3 engines can get requests: {first.name}: .*died"):
             run.weights.sync(state.version)
 
 

@@ -404,7 +404,7 @@ def gather_slow(
         silent = [worker for worker in workers if watch.silent_s(worker) >= silence_s]
         if silent and len(results) < len(calls):
             names = ", ".join(str(worker.info) for worker in silent)
-            raise ActorFailed(f"{stage}: no sign of life within {silence_s:g} s from {names}")
+            raise ActorFailed(f"{stage}: no answer to progress queries within {silence_s:g} s from {names}")
         if now - moved_s >= stall_s:
             late = ", ".join(str(call.actor.info) for call in pending if call not in results)
             raise ActorFailed(f"{stage}: {late} wrote and computed nothing for {stall_s:g} s")

@@ -86,7 +86,7 @@ class EnginePool:
         found = [engine for engine in self.engines if not engine.left_out]
         if not found:
             reasons = "; ".join(f"{engine.name}: {engine.left_out}" for engine in self.engines)
-            raise NoEngineLeft(f"no engine is left of {len(self.engines)}: {reasons}")
+            raise NoEngineLeft(f"none of the {len(self.engines)} engines can get requests: {reasons}")
         return found
 
     @property

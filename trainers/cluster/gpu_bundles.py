@@ -87,8 +87,8 @@ def reserve_places(request: PlacementRequest, timeout_s: float) -> Reservation:
         reservation = _reserve(placement, deadline, exact=True)
     if reservation is None:
         raise UserError(
-            "resources.trainer_gpus: another job took some of these GPUs, or of resources.rollout_gpus, during the "
-            "start, expected free ones"
+            "resources.trainer_gpus: another job took some of these GPUs, or some in resources.rollout_gpus, during "
+            "the start, expected free GPUs"
         )
     return reservation
 
@@ -280,7 +280,7 @@ def create_group(
             raise UserError(
                 f"{key}: Ray did not give {count:g} whole GPU(s) with their logical CPUs within "
                 f"{time.monotonic() - began:.0f} s ({bound}), expected them to be free; "
-                "`ray status` shows who holds them"
+                "`ray status` shows which are in use"
             )
     return group
 
@@ -307,4 +307,4 @@ def tell_gpus(bundles: Sequence[tuple[PlacementGroup, int]], deadline: float) ->
     try:
         return ray.get(references, timeout=max(1.0, deadline - time.monotonic()))
     except RayError as error:
-        raise ActorFailed(f"start: Ray's workers did not tell their GPUs ({BY_START_TIMEOUT}): {error}") from error
+        raise ActorFailed(f"start: Ray's workers did not report their GPUs ({BY_START_TIMEOUT}): {error}") from error

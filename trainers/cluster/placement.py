@@ -1,6 +1,6 @@
-"""Decides on which GPU of which host each engine and each train rank runs, from plain data and without Ray.
+"""Assigns engines and train ranks to the GPUs of hosts, from plain data and without Ray.
 
-    hosts (GPUs and CPUs that are free) + request -> plan_placement -> Placement, or one sentence that says why not
+    hosts (free GPUs and CPUs) + request -> plan_placement -> Placement, or UserError with the reason
 
 Two NCCL ranks cannot be on one GPU, so a GPU holds at most one train rank and at most one engine process. An engine and
 a tensor-parallel group of the trainer are always within one host.
@@ -22,18 +22,18 @@ Layout = Literal["colocated", "separate", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host with what the run could have of it."""
+    """One host, with the GPUs and CPUs that the run can use."""
 
     name: str
     """Name of the host in tables and errors."""
     num_gpus: int
-    """Number of all its GPUs, including those held by other jobs."""
+    """Number of the host's GPUs, including GPUs held by other jobs."""
     free_gpus: tuple[int, ...]
-    """Numbers of the GPUs that the run can have, counted from 0 on this host, ascending."""
+    """Numbers of the GPUs that the run can use, ascending; the host's GPUs are counted from 0."""
     free_cpus: float
-    """Number of logical CPUs that the run can have."""
+    """Number of logical CPUs that the run can use."""
     node: str = ""
-    """Ray's id of the node; "" for a host that is planned for without Ray."""
+    """Ray's id of the host's node; "" in a plan without Ray."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Seat:
     cpus: int
     """Number of logical CPUs that the actor requests from Ray."""
     host: int | None = None
-    """Index of its host in `Placement.hosts`; None if Ray chooses the host."""
+    """Index of the actor's host in `Placement.hosts`; None if Ray chooses the host."""
     gpus: tuple[int, ...] = ()
-    """Numbers of its GPUs on that host, ascending; () for an actor that uses no GPU."""
+    """Numbers of the actor's GPUs on its host, ascending; () for an actor without GPUs."""
     devices: tuple[str, ...] = ()
-    """CUDA's names of these GPUs, as in CUDA_VISIBLE_DEVICES; () before Ray has reserved them."""
+    """CUDA's names of the GPUs in `gpus`, as in CUDA_VISIBLE_DEVICES; () before Ray has reserved the GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,14 @@ class Placement:
     """Places of all actors of a run."""
 
     layout: Layout
-    """`separate` if no GPU holds both roles, `colocated` if one does, `cpu` if the run uses no GPU."""
+    """`colocated` if any GPU holds both an engine and a train worker, `separate` if none does, `cpu` for a run without
+    GPUs."""
     sentence: str
     """The layout and the reason for it, in one sentence for the user."""
     hosts: tuple[Host, ...] = ()
-    """All hosts, the driver's first, or in the order of a pool. Their GPUs are numbered through in this order."""
+    """All hosts, the driver's first, or in the order of a pool. GPU numbers count over all hosts in this order."""
     engines: tuple[Seat, ...] = ()
-    """Seats of the actors that have an engine, in the order of the engines."""
+    """Seats of the actors with an engine, in the order of the engines."""
     ranks: tuple[Seat, ...] = ()
     """Seats of the train workers, in the order of ranks."""
     rollouts: tuple[Seat, ...] = ()
@@ -71,13 +72,13 @@ class Placement:
 
     @property
     def shared_gpus(self) -> tuple[int, ...]:
-        """Numbers, over all hosts, of the GPUs that hold an engine process and a train rank."""
+        """Numbers of the GPUs that hold both an engine process and a train rank, counted over all hosts."""
         engines = {gpu for seat in self.engines for gpu in self.numbers(seat)}
         return tuple(sorted(gpu for seat in self.ranks for gpu in self.numbers(seat) if gpu in engines))
 
     @property
     def shared(self) -> bool:
-        """True when any GPU holds an engine process and a train rank."""
+        """True when any GPU holds both an engine process and a train rank."""
         return bool(self.shared_gpus)
 
     @property
@@ -97,7 +98,8 @@ class Placement:
         return (*self.engines, *self.ranks, *self.rollouts)
 
     def nodes_for(self, name: str, nodes: Set[str]) -> Set[str]:
-        """Return those of Ray's `nodes` on which the actor `name` may be: that of its GPUs, or any."""
+        """Return the members of `nodes` (ids of Ray's nodes) that can host the actor `name`: the node of its GPUs, or
+        all of them."""
         if self.layout == "cpu":
             return nodes
         return nodes & {
@@ -114,29 +116,29 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """A run's demand on the hosts: the number of its processes, and the user's settings for their GPUs."""
+    """What a run requests from the hosts: the number of its processes, and the user's settings for their GPUs."""
 
     num_engines: int
     tp: int
-    """Number of processes of each engine, and of GPUs that it needs, all on one host."""
+    """Number of processes of each engine. Each process needs a GPU, all on one host."""
     num_actors: int | None
     """Number of rollout actors without an engine; None if rollout actors embed the engines."""
     topology: Topology
     """Mesh of the train workers."""
     layout: Literal["auto", "colocated", "separate"]
-    """Distribution of the GPUs over both roles, as `resources.layout` asks."""
+    """Distribution of the GPUs over engines and train workers, as in `resources.layout`."""
     trainer_gpus: tuple[int, ...] | None
     """GPU of each train worker, numbered over all hosts; None if the placement decides."""
     rollout_gpus: tuple[int, ...] | None
     """GPUs of the engines, one engine after the other; None if the placement decides."""
     uses_gpus: bool
-    """Whether engines or train workers compute on GPUs where there are some."""
+    """Whether engines or train workers use GPUs on hosts that have any."""
     pooled: bool
-    """Whether the GPUs are those of a pool, which lends them to one run at a time."""
+    """Whether the GPUs belong to a pool, which lends them to one run at a time."""
 
     @classmethod
     def of(cls, config: Config) -> PlacementRequest:
-        """Return what the run that `config` describes asks for."""
+        """Return the request of the run that `config` describes."""
         rollout, trainer, resources = config.rollout, config.trainer, config.resources
         return cls(
             num_engines=rollout.num_engines,
@@ -152,7 +154,7 @@ class PlacementRequest:
 
     @property
     def mapped(self) -> bool:
-        """True if the user has named the GPU of each process."""
+        """True if the user has set the GPU of each process."""
         return self.trainer_gpus is not None
 
     @property
@@ -162,17 +164,17 @@ class PlacementRequest:
 
     @property
     def num_cpus(self) -> int:
-        """Number of logical CPUs that all actors request from Ray on GPUs of their own: one for each process."""
+        """Number of logical CPUs that all actors request from Ray if no GPU is shared: one for each process."""
         return self.num_engines * self.tp + self.topology.world + (self.num_actors or 0)
 
     def engine_seat(self, index: int, cpus: int, host: int | None, gpus: tuple[int, ...] = ()) -> Seat:
-        """Return the seat of the actor that has engine `index`. cpus: logical CPUs of each of its processes."""
+        """Return the seat of the actor with engine `index`. cpus: logical CPUs of each engine process."""
         kind = "rollout" if self.num_actors is None else "engine"
         return Seat(f"{kind} {index}", cpus * self.tp, host, gpus)
 
 
 ON_CPUS = Placement("cpu", "on CPUs")
-"""Placement of a run of which nothing is known but that it uses no GPU."""
+"""Placement without hosts and seats, for a run on CPUs only."""
 
 
 def plan_placement(request: PlacementRequest, hosts: Sequence[Host]) -> Placement:
@@ -180,7 +182,7 @@ def plan_placement(request: PlacementRequest, hosts: Sequence[Host]) -> Placemen
     placements. Raises UserError with one sentence if the run cannot be placed."""
     hosts = tuple(hosts)
     num_gpus = sum(host.num_gpus for host in hosts)
-    if not num_gpus and request.mapped and not request.pooled:  # a pool's GPUs may be numbers only
+    if not num_gpus and request.mapped and not request.pooled:  # The GPUs of a pool can be plain numbers without hosts.
         raise UserError(
             f"resources.trainer_gpus: got {list(request.trainer_gpus or ())}, expected it unset, because there is "
             f"no GPU on {_names(hosts)}"
@@ -198,8 +200,8 @@ def plan_placement(request: PlacementRequest, hosts: Sequence[Host]) -> Placemen
 
 
 def place_as_mapped(request: PlacementRequest, hosts: tuple[Host, ...]) -> Placement:
-    """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe. The hosts' GPUs are
-    numbered through in this order. Raises UserError if it cannot be."""
+    """Return the placement that `resources.trainer_gpus` and `resources.rollout_gpus` describe. GPU numbers count over
+    all `hosts` in order. Raises UserError if the run cannot be placed so."""
     size, trainer_gpus, rollout_gpus = request.tp, request.trainer_gpus, request.rollout_gpus
     assert trainer_gpus is not None and rollout_gpus is not None, "checks.py demands both"
     trainer = [_find("trainer_gpus", number, hosts) for number in trainer_gpus]
@@ -233,9 +235,9 @@ def place_as_mapped(request: PlacementRequest, hosts: tuple[Host, ...]) -> Place
 
 
 def with_reserved_gpus(placement: Placement, reserved: Mapping[int, Mapping[int, str]]) -> Placement:
-    """Return `placement` on the GPUs that were reserved. They can have other numbers than those that were planned with.
-    reserved: index of the host -> number of the GPU on that host -> CUDA's name of it; it must have as many GPUs of
-    each host as the placement uses."""
+    """Return `placement` on the reserved GPUs, whose numbers can differ from the planned ones.
+    reserved: index of the host -> number of the GPU on that host -> CUDA's name of the GPU. For each host it must have
+    as many GPUs as the placement uses there."""
     numbers = {
         (host, gpu): number
         for host, planned in used_gpus(placement).items()
@@ -261,8 +263,8 @@ def used_gpus(placement: Placement) -> dict[int, list[int]]:
 
 
 def train_groups(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield the ways to cut the train ranks into equal groups that each stay on one host, best first. Whole replicas
-    come first, then the ranks of one pipeline stage, then tensor-parallel groups. In each way the groups are ordered by
+    """Yield the ways to divide the train ranks into equal groups, best first. Each group must be on one host. Whole
+    replicas come first, then the ranks of one pipeline stage, then tensor-parallel groups. Groups are always ordered by
     replica."""
     cuts: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda rank: (topology.place(rank).dp,),
@@ -279,7 +281,7 @@ def train_groups(topology: Topology) -> Iterator[tuple[tuple[int, ...], ...]]:
             yield tuple(tuple(groups[key]) for key in sorted(groups))
 
 
-# ---------------------------------------------------------------- how much each host holds
+# ---------------------------------------------------------------- counts for each host
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,14 +289,14 @@ class _Counts:
     groups: tuple[tuple[int, ...], ...]
     """Groups of train ranks, each on one host."""
     train: tuple[int, ...]
-    """Number of these groups on each host."""
+    """Number of groups of train ranks on each host."""
     engines: tuple[int, ...]
     """Number of engines on each host."""
 
 
 def _place(layout: str, request: PlacementRequest, hosts: Sequence[Host]) -> _Counts | None:
-    """Return the distribution of both roles over the hosts, or None if they do not fit. A single host that holds the
-    whole run is preferred, then groups of train ranks that are as large as possible."""
+    """Return the distribution of engines and train ranks over the hosts, or None if they do not fit. A single host for
+    the whole run is preferred, then the largest possible groups of train ranks."""
     distribute = _separate if layout == "separate" else _colocated
     for groups in train_groups(request.topology):
         for chosen in [*([index] for index in range(len(hosts))), list(range(len(hosts)))]:
@@ -312,7 +314,7 @@ def _separate(
     rooms: tuple[tuple[int, int], ...], group: int, num_groups: int, engine: int, num_engines: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the numbers of train groups and engines on each host if each process has its own GPU and CPU. Returns None
-    if they do not fit. Train groups are packed on the first hosts as far as the engines still fit beside them."""
+    if they do not fit. The first hosts get as many train groups as leave enough room for the engines."""
 
     @cache
     def fill(host: int, groups: int, engines: int) -> tuple[tuple[int, int], ...] | None:
@@ -339,10 +341,10 @@ def _separate(
 def _colocated(
     rooms: tuple[tuple[int, int], ...], group: int, num_groups: int, engine: int, num_engines: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the numbers of train groups and engines on each host if both roles have the same GPUs. There must be CPUs
-    for both. Returns None if they do not fit, or would have no GPU in common. The role with the larger groups takes the
-    first hosts that it fits on, at best hosts with CPUs for the other role, too; the other role takes the GPUs of these
-    hosts first."""
+    """Return the numbers of train groups and engines on each host if both roles share GPUs. There must be CPUs for both
+    roles. Returns None if they do not fit, or would share no GPU. The role with the larger groups takes the first hosts
+    that fit, preferably hosts with enough CPUs for the other role, too. The other role takes the GPUs of these hosts
+    first."""
     if engine > group:
         swapped = _colocated(rooms, engine, num_engines, group, num_groups)
         return swapped and (swapped[1], swapped[0])
@@ -364,7 +366,7 @@ def _colocated(
     return None
 
 
-# ---------------------------------------------------------------- who stands where
+# ---------------------------------------------------------------- seats on the hosts
 
 
 def _placement(request: PlacementRequest, hosts: tuple[Host, ...], layout: str, counts: _Counts) -> Placement:
@@ -381,8 +383,8 @@ def _placement(request: PlacementRequest, hosts: tuple[Host, ...], layout: str, 
 
 
 def _find(key: str, number: int, hosts: Sequence[Host]) -> tuple[int, int]:
-    """Return the host's index and the number on that host of a GPU that is numbered over all hosts. Raises UserError if
-    there is no such GPU or the run cannot have it."""
+    """Convert the number of a GPU over all hosts to (index of its host, number on that host). Raises UserError if there
+    is no such GPU or another job holds it."""
     local = number
     for index, host in enumerate(hosts):
         if local < host.num_gpus:
@@ -403,8 +405,8 @@ def _seated(
     engines: Sequence[tuple[int, tuple[int, ...]]],
     why: str,
 ) -> Placement:
-    """Return the placement in which each rank and each engine has the given (host, GPUs on it). why: the reason for the
-    layout, for the user."""
+    """Return the placement with the given (host, GPUs on the host) of each rank and each engine. why: the reason for
+    the layout, for the user."""
     # On a pool's GPUs one run computes at a time, however many runs have processes there.
     cpus = 0 if request.pooled else 1
     engine_seats = tuple(request.engine_seat(index, cpus, host, gpus) for index, (host, gpus) in enumerate(engines))
@@ -429,8 +431,8 @@ def _seated(
 
 
 def _rollout_seats(num_actors: int, hosts: Sequence[Host], taken: Sequence[Seat]) -> tuple[Seat, ...]:
-    """Return the seats of rollout actors without an engine. Each is on the host with most CPUs left, if possible one
-    with an engine. Raises UserError if the CPUs do not suffice."""
+    """Return the seats of rollout actors without an engine. Each actor gets a seat on the host with the most remaining
+    CPUs, preferably a host with an engine. Raises UserError if the CPUs do not suffice."""
     left = {index: int(host.free_cpus) for index, host in enumerate(hosts)}
     for seat in taken:
         assert seat.host is not None
@@ -462,7 +464,7 @@ def _on_cpus(request: PlacementRequest, hosts: tuple[Host, ...], why: str) -> Pl
     )
 
 
-# ---------------------------------------------------------------- sentences
+# ---------------------------------------------------------------- messages for the user
 
 
 def _reason(request: PlacementRequest, hosts: Sequence[Host], layout: str) -> str:
@@ -480,7 +482,8 @@ def _needs(request: PlacementRequest) -> tuple[int, int]:
 
 
 def _refusal(request: PlacementRequest, hosts: Sequence[Host]) -> str:
-    """Return the sentence about a run that does not fit on the free GPUs, with the key and what would fit."""
+    """Return the error message for a run that does not fit on the free GPUs. It names the config key and a size that
+    would fit."""
     train, rollout = _needs(request)
     layout, topology = request.layout, request.topology
     needed = {
@@ -509,7 +512,7 @@ def _would_fit(request: PlacementRequest, hosts: Sequence[Host]) -> str:
 
 
 def _fewer(count: int) -> list[int]:
-    """Return the numbers to try in place of `count`: all up to 16, and of larger ones the halves."""
+    """Return the numbers up to `count` to try: its repeated halves, and all numbers up to 16."""
     return sorted({*range(1, min(count, 16) + 1), *(count >> shift for shift in range(count.bit_length()))})
 
 

@@ -1,4 +1,5 @@
-"""Connects a run to Ray: joins or starts a cluster, checks its CPUs, and at the end stops whatever was started."""
+"""Connects a run to Ray: joins or starts a cluster, checks its CPUs, and at the end stops a cluster that it has
+started."""
 
 from __future__ import annotations
 
@@ -53,13 +54,14 @@ class CpuDemand:
 
 
 def object_store_mib(store: StoreConfig) -> int:
-    """Return the size of Ray's object store in MiB. It is what Ray itself needs, plus the data plane's capacity if the
-    data plane stores its rows there."""
+    """Return the size of Ray's object store in MiB: the size that Ray itself needs, plus the data plane's capacity if
+    the data plane stores its rows there."""
     return store.capacity_mib + MIN_OBJECT_STORE_MIB if store.kind == "ray" else MIN_OBJECT_STORE_MIB
 
 
 def open_cluster(resources: ResourcesConfig, request: PlacementRequest, store: StoreConfig) -> Cluster:
-    """Join the Ray cluster that the configuration names, or start one. Raises UserError if it has too few CPUs."""
+    """Join the Ray cluster that the configuration names, or start one. Raises UserError if the cluster has too few
+    CPUs."""
     return Cluster(
         address=resources.ray_address,
         num_cpus=resources.num_cpus,
@@ -71,8 +73,8 @@ def open_cluster(resources: ResourcesConfig, request: PlacementRequest, store: S
 
 
 class Cluster:
-    """A connection to a Ray cluster, which is either joined or started here. `close` disconnects; a cluster that was
-    started here is then stopped, and `close` waits until its processes have exited."""
+    """A connection to a Ray cluster that was either joined or started here. `close` disconnects. If the cluster was
+    started here, `close` also stops it and waits until its processes have exited."""
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class Cluster:
         pooled: bool = False,
     ) -> None:
         """address: cluster to join; None starts one with `num_cpus` logical CPUs. demand: CPUs that must be free in a
-        cluster that is joined. pooled: whether engines and train workers use a pool's GPUs, if the cluster has some;
-        they then need no CPU."""
+        joined cluster. pooled: whether engines and train workers use the GPUs of a pool; on a cluster with GPUs they
+        then need no CPU."""
         if num_cpus is not None and num_cpus < demand.cpus:
             raise UserError(
                 f"resources.num_cpus: got {num_cpus}, expected at least {demand.cpus}: {demand} need a logical CPU each"
@@ -97,8 +99,8 @@ class Cluster:
         worker.print_to_stdstream = _log_what_ray_says
         quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if self.owned:
-            # Ray's processes read these; by default Ray sends usage reports and warns about accelerators that it did
-            # not find.
+            # Ray's processes read these variables. By default Ray sends usage reports and warns about missing
+            # accelerators.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             with lean_start(), _own_signal_handlers():
@@ -128,7 +130,8 @@ class Cluster:
             )
 
     def processes(self) -> set[psutil.Process]:
-        """Return the processes of the cluster started here and their descendants; an empty set for a joined one."""
+        """Return the processes of a cluster that was started here, and their descendants; an empty set for a joined
+        cluster."""
         return {process for root in self._started for process in _family(root)}
 
     def close(self) -> None:
@@ -147,19 +150,19 @@ class Cluster:
 
 
 def _log_what_ray_says(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Replacement for Ray's printing of worker output, such as notes about dead processes: writes it to the log. The
-    run reports deaths itself, in one sentence each."""
+    """Write Ray's messages about workers, such as notes about dead processes, to the log instead of the terminal. The
+    run itself reports each death in one sentence."""
     _log.info("Ray: %s", " ".join(data["lines"]))
 
 
 @contextmanager
 def lean_start() -> Iterator[None]:
-    """Context manager in which a Ray cluster starts without the processes that no run needs. `ray.init` has no argument
-    for that.
+    """Context manager in which a Ray cluster starts without unneeded processes. `ray.init` has no argument for this.
 
     Ray's dashboard would start for its usage statistics even with `include_dashboard=False`, and `ray.init` would wait
     2 s for it. The autoscaler's monitor has nothing to do in a cluster that does not grow. The agent of a node, which
-    Ray needs, takes any free port: with its default, 52365, a second cluster on the host waits 3 s for the first one's.
+    Ray needs, takes any free port: with the default port, 52365, a second cluster on the host would wait 3 s for the
+    port of the first.
     """
     node: Any = Node
     parameters, start = parameter.RayParams, node.start_api_server
@@ -177,10 +180,9 @@ def _start_no_api_server(node: Any, **_: Any) -> None:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Context manager that restores the handlers of SIGTERM and SIGINT at its end. A no-op outside the main thread.
-
-    Ray installs handlers of its own in Python and in C++, and removes them when it shuts down. With its C++ handler,
-    SIGTERM aborts the process.
+    """Context manager that restores the handlers of SIGTERM and SIGINT at its end. A no-op outside the main thread. Ray
+    installs its own handlers in Python and in C++, and removes them when it shuts down. With its C++ handler, SIGTERM
+    aborts the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -190,12 +192,12 @@ def _own_signal_handlers() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # otherwise it was not installed from Python
+            if handler is not None:  # The handler is None if it was not installed from Python.
                 signal.signal(number, handler)
 
 
 def _family(root: psutil.Process) -> list[psutil.Process]:
-    """Return a process and all its descendants; an empty list when the process is gone."""
+    """Return a process and all its descendants; an empty list if the process has ended."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:

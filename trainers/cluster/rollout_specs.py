@@ -1,4 +1,5 @@
-"""Derives what rollout actors generate, for training and for evaluations, and what they write besides their rows."""
+"""Derives the settings of rollout actors: what they generate for training and evaluations, and which files they
+write."""
 
 from __future__ import annotations
 
@@ -31,10 +32,8 @@ from .engine_specs import engine_config, threads
 def rollout_setup(
     config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None, *, shared_gpu: bool = False
 ) -> RolloutSetup:
-    """Return the settings from which rollout actor `index` builds itself.
-
-    device: device of the engine that it embeds; None if engines run in actors of their own. shared_gpu: see
-    `engine_config`.
+    """Return the settings of rollout actor `index`. device: device of its embedded engine; None if engines run in
+    separate actors. shared_gpu: see `engine_config`.
     """
     name, spec = f"rollout {index}", route_spec(config.router_replay, config.model)
     training = EvaluationDefaults(config.rollout, config.data, config.reward, config.run.seed)
@@ -78,16 +77,16 @@ def sampling(rollout: RolloutConfig, *, n: int, seed: int) -> SamplingParams:
 
 
 def tagged_rewards(advantage: AdvantageConfig, reward: RewardConfig, *, dynamic: bool) -> frozenset[str]:
-    """Return the names of the rewards that the advantage estimator or dynamic sampling needs one by one. Each row then
-    carries each of them as a tag (a number that can be read without the row's content). dynamic: whether the run
-    samples dynamically."""
+    """Return the names of the rewards that the advantage estimator or dynamic sampling needs individually. Each row
+    carries these rewards as tags (numbers that can be read without the row's content). dynamic: whether the run samples
+    dynamically."""
     one_by_one = set(build_advantages(advantage, reward.weights).components)
     return frozenset(one_by_one | {name for name, _ in reward.signal_terms} if dynamic else one_by_one)
 
 
 def sample_file(samples: SamplesConfig, run: RunConfig, prompts_per_step: int) -> SampleFile | None:
-    """Return the run's file of episodes for people to read. None for a run that writes none, because it has no folder,
-    because `samples.every` is 0, or because it trains on recorded groups, whose texts are not recorded."""
+    """Return the settings of samples.jsonl, the run's file of readable episodes. None for a run without the file: it
+    has no folder, its `samples.every` is 0, or it trains on recorded groups, which lack texts."""
     if not samples.every or run.dir is None or run.replay:
         return None
     return SampleFile(os.path.join(run.dir, "samples.jsonl"), samples, prompts_per_step)
@@ -97,8 +96,8 @@ def sample_file(samples: SamplesConfig, run: RunConfig, prompts_per_step: int) -
 
 
 def journal(run: RunConfig, settings: str) -> JournalConfig | None:
-    """Return the settings of the journal, whose files rollout actors write finished groups to or read them from. None
-    for a run without a journal. settings: their `fingerprint`."""
+    """Return the settings of the journal, the files of finished groups that rollout actors write or read. None for a
+    run without a journal. settings: the run's `fingerprint`."""
     if not run.keeps_journal:
         return None
     folder = os.path.join(run.replay or run.dir or ".", "journal")
@@ -113,7 +112,8 @@ _LATER_DATA = (
 )  # fmt: skip
 _LATER_MODEL = ("renderer", "renderer_options")
 _LATER_REWARD = ("per", "runs", "timeout_s", "retries")
-"""Keys that came after the first journals: the fingerprint has them only where they differ from their defaults."""
+"""Keys of section `reward` that are newer than the first journals. The fingerprint contains them only if they differ
+from their defaults."""
 
 
 def fingerprint(config: Config) -> str:
@@ -128,9 +128,9 @@ def fingerprint(config: Config) -> str:
         read["max_prompt_tokens"] = data.max_prompt_tokens
     model = _without_defaults(config.model, _LATER_MODEL)
     if config.model.dtype == "auto":
-        model["dtype"] = "float32"  # the default when the first journals were written
+        model["dtype"] = "float32"  # This was the default when the first journals were written.
     sampled = asdict(sampling(rollout, n=config.algorithm.group_size, seed=seed))
-    del sampled["routes_from"], sampled["continues"]  # parts of a request, which decide nothing for a whole run
+    del sampled["routes_from"], sampled["continues"]  # These fields vary by request and are not settings of the run.
     tagged = tagged_rewards(config.advantage, reward, dynamic=config.algorithm.dynamic_sampling.enabled)
     decisive = {
         "seed": seed,
@@ -156,9 +156,8 @@ def fingerprint(config: Config) -> str:
 
 
 def _environment(environment: EnvironmentConfig) -> dict[str, Any]:
-    """Return the settings of the environment in the form that the first journals had.
-
-    Section `rollout` named the kind of the environment then, its tools and its turns.
+    """Return the settings of the environment in the form of the first journals. At that time, the kind of the
+    environment, its tools and its turns were keys of section `rollout`.
     """
     played: list[Any] = ["single_turn", ["calculator"], 4]
     own, defaults = environment.model_dump(), {**EnvironmentConfig().model_dump(), "kind": None}
@@ -170,7 +169,7 @@ def _environment(environment: EnvironmentConfig) -> dict[str, Any]:
 
 
 def _without_defaults(section: Section, later: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a section, without those of `later` that have their defaults."""
+    """Return the keys and values of a section, without the keys in `later` that have their default values."""
     keys, fields = section.model_dump(), type(section).model_fields
     return {
         key: value for key, value in keys.items() if key not in later or getattr(section, key) != fields[key].default
@@ -185,16 +184,16 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """One evaluation of a run: what it generates, and when."""
+    """One evaluation of a run: its prompts, its sampling and its schedule."""
 
     setup: EvaluationSetup
-    """Settings with which rollout actors prepare it."""
+    """Settings from which rollout actors prepare the evaluation."""
     sampling: SamplingParams
     every: int
-    """Number of steps between two evaluations; 0 if the run makes none."""
+    """Number of steps between two evaluations; 0 turns the evaluation off."""
     awaited: Literal["at_once", "before_update", "never"]
-    """When the run waits for an evaluation that has not ended: as soon as it has started, before the next update of the
-    weights, or only at the run's end."""
+    """Moment at which the run waits for the end of the evaluation. `at_once` is directly after its start,
+    `before_update` is before the next update of the weights, and `never` is only at the end of the run."""
     in_flight: int
     """Largest number of prompts that each rollout actor works on at a time; 0 means no limit."""
 
@@ -205,7 +204,7 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDefaults:
-    """Settings that an evaluation takes over from training where it has none of its own."""
+    """Settings of training that an evaluation uses where it sets none itself."""
 
     rollout: RolloutConfig
     data: DataConfig
@@ -222,7 +221,7 @@ def evaluation_plans(
 ) -> tuple[EvaluationPlan, ...]:
     """Return the evaluations that a run makes. Validation comes first, and then the named sets.
 
-    validation: None leaves validation out. idle: also those that the run makes none of, because their `every` is 0.
+    validation: None leaves validation out. idle: whether to include evaluations that are turned off (`every` is 0).
     """
     plans = [] if validation is None else [_validation(validation, training)]
     plans += [_named(name, one, training) for name, one in evaluation.items()]

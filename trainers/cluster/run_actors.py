@@ -38,14 +38,14 @@ from .worker_specs import worker_modules, worker_setup
 H = TypeVar("H", bound=ActorHandle)
 T = TypeVar("T")
 Spec = Callable[..., Any]
-"""Function that derives an actor's settings from the keyword arguments `model` (a local folder or hub id) and `handle`
-(the data plane's)."""
+"""Function that returns an actor's settings. Its keyword arguments are `model` (a local folder or hub id) and `handle`
+(that of the data plane)."""
 
 _log = logging.getLogger(__name__)
 BY_START_TIMEOUT = "resources.start_timeout_s"
-"""Config key that limits every wait for an actor to start; it is named in the error when that time is up."""
+"""Config key of the time limit for each wait during an actor's start, as error messages name it."""
 ASK_AGAIN_S = 0.2
-"""Seconds between two queries to actors that may be about to die."""
+"""Seconds between two health queries to the same actor."""
 
 
 @dataclass(slots=True)
@@ -60,17 +60,17 @@ class RunActors:
     max_replaced: int
     """Largest number of rollout actors and engines that may be replaced, counted together."""
     data_notes: tuple[str, ...]
-    """Sentences for the user about the prompts, such as what was chosen or left out."""
+    """Sentences for the user about the prompts, such as how many were left out."""
     start_timeout_s: float
     """Largest number of seconds for each part of an actor's start (`resources.start_timeout_s`)."""
     placement: Placement = ON_CPUS
-    """Host and GPUs of each actor. A process that replaces another has the same."""
+    """Host and GPUs of each actor. A replacement process uses the same host and GPUs."""
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
     """Callbacks that run after the process of an actor was replaced by another."""
     on_death: list[Callable[[str], None]] = field(default_factory=list)
-    """Callbacks that receive a sentence about what died, before the actor is replaced."""
+    """Callbacks that receive a sentence about a death, before the actor is replaced."""
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
@@ -86,21 +86,21 @@ class RunActors:
 
     @property
     def may_replace(self) -> bool:
-        """True if another actor that dies may be replaced."""
+        """True if the limit on replacements allows another one."""
         return self.replaced < self.max_replaced
 
     def replace(self, handle: EngineHandle, failure: ActorFailed) -> None:
         """Start and build a new process for a rollout actor or engine that died. `handle` then refers to the new
         process.
 
-        The old actor is killed first, because it may still run if only its engine's process died. The new engine, if
-        there is one, serves version 0. Raises `failure` if no more actors may be replaced or its node of the Ray
-        cluster is gone, and ActorFailed if the new process does not start.
+        The old actor is killed first, because it still runs if only its engine's process died. A new engine serves
+        version 0. Raises `failure` if `max_replaced` is reached or the actor's node has left the Ray cluster, and
+        ActorFailed if the new process does not start.
         """
         if not self.may_replace:
             raise failure
         if self._without_node([handle]):
-            raise failure  # a new process would wait for a place until its time limit
+            raise failure  # A new process would only wait for a node until the time limit.
         self.replaced += 1
         _log.warning("replaced: %s", failure)
         for tell in self.on_death:
@@ -119,8 +119,8 @@ class RunActors:
     def find_dead(self, wait_s: float, *, insist: bool) -> list[ActorInfo]:
         """Return the actors, on any host, that Ray reports as dead. Waits up to `wait_s` for the first death.
 
-        insist: whether to keep querying actors that have answered until the time is over; otherwise, one answer from
-        each ends the wait.
+        insist: whether to query actors that have answered again until the time is over. If false, one answer from each
+        actor ends the wait.
         """
         deadline = time.monotonic() + wait_s
         asked = {handle.progress(): handle for handle in self.handles}
@@ -137,12 +137,13 @@ class RunActors:
 
     def restart_workers(self) -> None:
         """Kill all train workers, then start and build new ones with the run's first weights. The handles in `workers`
-        then refer to the new ones.
+        then refer to the new workers.
 
-        Raises ActorFailed if the new workers do not start, which is certain when one's node of the Ray cluster is gone.
+        Raises ActorFailed if the new workers do not start, and at once if the node of a worker has left the Ray
+        cluster.
         """
         if lost := self._without_node(self.workers):
-            raise ActorFailed(f"start: the host of {', '.join(lost)} is gone", died=True)
+            raise ActorFailed(f"start: the host of {', '.join(lost)} has left the Ray cluster", died=True)
         for worker in self.workers:
             worker.kill()
             worker.restart()
@@ -151,7 +152,8 @@ class RunActors:
         self._tell()
 
     def _without_node(self, handles: Sequence[EngineHandle | TrainHandle]) -> list[str]:
-        """Return the names of the actors for which Ray has no node left on which they may be."""
+        """Return the names of the actors that cannot be placed, because no suitable node of the Ray cluster is
+        alive."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         return [handle.info.name for handle in handles if not self.placement.nodes_for(handle.info.name, alive)]
 
@@ -161,26 +163,26 @@ class RunActors:
 
 
 class Loan(Protocol):
-    """The means to borrow a run's GPUs from a pool while its actors are built on them."""
+    """Borrows the GPUs of a run from a pool while its actors are built."""
 
     @property
     def sleep_level(self) -> int:
-        """Level at which engines sleep when they have been built; see `Sleeper.sleep`."""
+        """Level at which engines sleep after they are built; see `Sleeper.sleep`."""
         ...
 
     def holding(self, role: Literal["train", "rollout"]) -> AbstractContextManager[None]:
-        """Context manager that waits for all GPUs of a role, and gives them back at the end of its block."""
+        """Context manager that waits for all GPUs of a role, and returns them at the end of its block."""
         ...
 
     def expect_freed(self, handles: Sequence[EngineHandle | TrainHandle]) -> None:
-        """Wait until engines that sleep, or train workers that have offloaded, have given their memory back. Raises
-        ActorFailed, naming the process, if one keeps too much."""
+        """Wait until sleeping engines, or offloaded train workers, have freed their GPU memory. Raises ActorFailed with
+        the name of a process that keeps too much memory."""
         ...
 
 
 class StartingActors:
-    """The actors of a run from the start of their processes until they are built. Their processes start, and import
-    what they need, while the data plane starts and the model is prepared."""
+    """The actors of a run from the start of their processes until they are built. The processes start and import
+    modules while the data plane starts and the model is prepared."""
 
     def __init__(self, starter: ActorStarter, resources: ResourcesConfig, max_replaced: int) -> None:
         """max_replaced: largest number of rollout actors and engines that may be replaced."""
@@ -201,13 +203,11 @@ class StartingActors:
 
     def build(self, model: str, plane: DataPlane, times: StartTimes, loan: Loan | None = None) -> RunActors:
         """Build all actors, side by side. model: a local folder or hub id. times: records when each actor is built.
-        loan: the means to borrow the GPUs from a pool; None if they are the run's own.
+        loan: borrows the GPUs from a pool; None if the run has its own GPUs.
 
-        With `resources.switch_roles=always`, the train workers come first, and are offloaded when the call returns.
-        With a loan, the engines sleep then, too.
-
-        Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and
-        ActorFailed when an actor does not start.
+        With `resources.switch_roles=always`, the train workers are built first, and are offloaded when the call
+        returns. With a loan, the engines also sleep when it returns. Raises UserError for a mistake that only an actor
+        can detect (a path, a dataset, a reward), and ActorFailed if an actor does not start.
         """
         timeout_s, placement = self._timeout_s, self._starter.placement
         self._starter.configure(model, plane.handle)
@@ -230,9 +230,8 @@ class StartingActors:
         return RunActors(engines, self.rollouts, self.workers, self._max_replaced, data_notes, timeout_s, placement)
 
     def _build_in_turns(self, generators: Sequence[EngineHandle], times: StartTimes, loan: Loan | None) -> None:
-        """Build the train workers, have them offload, and then build the actors with engines.
-
-        Engines could not take the memory that the workers hold. See `build`."""
+        """Build and offload the train workers, and then build the actors with engines, which need the freed memory. See
+        `build`."""
         timeout_s = self._timeout_s
         with nullcontext() if loan is None else loan.holding("train"):
             _build([], self.workers, timeout_s, times)
@@ -244,7 +243,8 @@ class StartingActors:
         with nullcontext() if loan is None else loan.holding("rollout"):
             _build(generators, [], timeout_s, times)
             if loan is not None:
-                # Their first wake may need more memory than later ones, and now all of the GPU is theirs.
+                # The first wake of engines can need more memory than later ones, and the whole GPU is free for them
+                # now.
                 _started([host.sleep(loan.sleep_level) for host in self.hosts], "start", timeout_s)
                 _started([host.wake() for host in self.hosts], "start", timeout_s)
                 _started([host.sleep(loan.sleep_level) for host in self.hosts], "start", timeout_s)
@@ -252,7 +252,7 @@ class StartingActors:
 
 
 class ActorStarter:
-    """Starts actors, one per call. Closing the caller's exit stack kills them."""
+    """Starts one actor per call. Closing the caller's exit stack kills all started actors."""
 
     def __init__(
         self,
@@ -264,10 +264,9 @@ class ActorStarter:
         *,
         one_host: bool,
     ) -> None:
-        """stack: kills the actors when it is closed. reservation: their places. route: the way of the weights between
-        them. one_host: whether all processes of the run are on one host.
-
-        `resources.switch_roles` must have been decided before: it is not `auto`.
+        """stack: kills the actors when it is closed. reservation: places of the actors. route: route of the weights
+        from train workers to engines. one_host: whether all processes of the run are on one host.
+        `resources.switch_roles` must be decided already, so not `auto`.
         """
         self._config = config
         self._meter = meter
@@ -321,7 +320,7 @@ class ActorStarter:
         return self._start(TrainHandle, EarlyTrainActor, (modules,), spec, seat, **groups)
 
     def configure(self, model: str, plane: DataPlaneHandle) -> None:
-        """Give every actor's handle the settings of the actor. model: a local folder or hub id."""
+        """Store each actor's settings in its handle. model: a local folder or hub id."""
         for handle, spec in self._specs:
             handle.setup = spec(model=model, handle=plane)
             assert handle.setup.name == handle.info.name, "the plan and the settings number the actors alike"
@@ -330,7 +329,7 @@ class ActorStarter:
         self, handle: type[H], host: type, arguments: Sequence[Any], spec: Spec, seat: Seat, **options: Any
     ) -> H:
         """Start the actor of `seat`. host: class of the early actor, with its first arguments. spec: function that
-        derives the actor's settings."""
+        returns the actor's settings."""
         options |= self._reservation.options(seat)
         arguments = (*arguments, self._reservation.devices(seat), os.getcwd())
 
@@ -351,17 +350,17 @@ def _path(kind: type) -> str:
 def _started(
     calls: Sequence[Call[T]], stage: str, timeout_s: float, on_result: Callable[[Call[T]], None] | None = None
 ) -> list[T]:
-    """Wait for calls that are part of starting actors, and return their results in order. Raises ActorFailed if a call
-    fails, or after `timeout_s`; the message then names `resources.start_timeout_s`. on_result: callback for each call
-    that has succeeded."""
+    """Wait for calls of the start of actors, and return their results in order. Raises ActorFailed if a call fails or
+    takes longer than `timeout_s`; the latter message names `resources.start_timeout_s`. on_result: callback for each
+    successful call."""
     return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT, on_result=on_result)
 
 
 def _identify(
     handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float, placement: Placement
 ) -> None:
-    """Send the new processes of all `handles` their settings, await their answers, and store what they say. They say
-    their names, process ids, hosts and GPUs. Raises ActorFailed if one is not where `placement` has it."""
+    """Send the new processes of all `handles` their settings, and store the answers: names, process ids, hosts and
+    GPUs. Raises ActorFailed if a process is on another host or other GPUs than in `placement`."""
     infos = _started([handle.configure() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
@@ -373,7 +372,7 @@ def _build(
 ) -> None:
     builds: list[Call[None]] = [
         handle.build() for handle in generators
-    ]  # generators build while rank 0 opens its server
+    ]  # Generators build while rank 0 opens its rendezvous server.
     meeting_point = None
     if workers and workers[0].setup.has_groups:
         [meeting_point] = _started([workers[0].open_rendezvous()], "start", timeout_s)
@@ -387,8 +386,8 @@ def _build(
 
 
 def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:
-    """Pass the engines to every rollout actor's request router, and keep the routers informed from then on. They hear
-    which engines are left out or taken back."""
+    """Pass the engines to the request router of every rollout actor. From then on, report excluded and readmitted
+    engines to the routers."""
     handles = [engine.handle for engine in engines.engines]
     _started([rollout.set_engines(handles) for rollout in rollouts], "start", timeout_s)
     asleep = [engine.handle for engine in engines.engines if engine.asleep]
@@ -404,6 +403,6 @@ def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s
         except ActorFailed as error:
             if error.cause is None:
                 raise
-            engines.exclude(engine, str(error.cause))  # the engine died again before a router could reach it
+            engines.exclude(engine, str(error.cause))  # The engine died again before a router could connect to it.
 
     engines.on_change.append(tell)

@@ -1,4 +1,4 @@
-"""Notes when each part of a run's start ends, for the run's metrics and for one line that says where the time went."""
+"""Records when each part of a run's start ends, for the run's metrics and for one line of output."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import psutil
 
 
 class StartTimes:
-    """Moments at which the parts of one start ended, in seconds since the start began. Parts run side by side, so their
-    moments do not add up."""
+    """Times at which the parts of one start ended, in seconds since the start began. Parts run in parallel, so the
+    times do not add up."""
 
     def __init__(self, began_s: float | None = None) -> None:
         """Begin now, or at the Unix time `began_s`."""
@@ -19,15 +19,15 @@ class StartTimes:
 
     @staticmethod
     def of_process() -> StartTimes:
-        """Return times that count from the moment at which the calling process was started, imports included."""
+        """Return times that count from the start of the calling process, so that they include its imports."""
         return StartTimes(psutil.Process().create_time())
 
     def mark(self, part: str) -> None:
-        """Note that `part` of the start has just ended."""
+        """Record that `part` of the start has just ended."""
         self._marks[part] = round(time.time() - self._began_s, 2)
 
     def figures(self) -> Mapping[str, float]:
-        """Return the moments as metrics: `start/PART_s`, in lower case with underscores for spaces -> seconds."""
+        """Return the times as metrics: `start/PART_s` -> seconds. PART is in lower case with underscores for spaces."""
         return {f"start/{part.lower().replace(' ', '_')}_s": moment for part, moment in self._marks.items()}
 
     def __str__(self) -> str:

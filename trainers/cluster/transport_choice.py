@@ -1,4 +1,4 @@
-"""Chooses the transport by which weights travel from the train workers to the engines, and what is kept of them."""
+"""Chooses the transport of weights from the train workers to the engines, and which versions are kept."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from ..errors import UserError
 from .placement import Placement
 
 LASTING_KINDS = ("ipc", "store", "disk")
-"""Transports whose last two versions stay readable when weights come from a CPU (`WeightSender.lasting`)."""
+"""Transports that keep the last two versions readable when weights come from a CPU (`WeightSender.lasting`)."""
 POOL_BUCKET_MIB = 64
-"""Size in MiB of the buckets of a run that shares a pool's GPUs. Trainer and engines keep two each in GPU memory, even
-while others use the GPU."""
+"""Size in MiB of the buckets of a run that shares a pool's GPUs. The trainer and each engine keep two buckets in GPU
+memory, even while other runs use the GPU."""
 
 
 def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False) -> str:
     """Return the transport to use for `kind`. `auto` becomes `ipc` when trainer and engines share a host. On several
-    hosts it becomes `collective`, or `store` when they share GPUs, because NCCL takes no two processes of a GPU into a
-    group.
-
-    Other kinds are returned as they are. Raises ValueError for an unknown kind.
+    hosts it becomes `collective`, or `store` when they share GPUs, because an NCCL group cannot have two processes on
+    one GPU. Other kinds are returned unchanged. Raises ValueError for an unknown kind.
     """
     if kind == "auto":
         return "ipc" if one_host else "store" if shared_gpus else "collective"
@@ -32,15 +30,15 @@ def resolve_kind(kind: str, *, one_host: bool, shared_gpus: bool = False) -> str
 
 @dataclass(frozen=True, slots=True)
 class WeightRoute:
-    """The way of a run's weights from the train workers to the engines."""
+    """The route of a run's weights from the train workers to the engines."""
 
     kind: str
-    """Kind of the weight transport; `auto` is resolved by where the actors are."""
+    """Kind of the weight transport, with `auto` already resolved."""
     lasting: bool
     """True if engines can read a version of the weights long after it was sent, without the trainer.
 
-    They cannot with `ipc` between GPUs, where the next version overwrites the memory. In a run that shares a pool's
-    GPUs, train rank 0 keeps the versions instead, because some are sent to no engine at first."""
+    False for `ipc` between GPUs, because the next version overwrites the memory. Also false for a run that shares a
+    pool's GPUs: train rank 0 keeps the versions instead, because no engine may be awake to receive a version."""
     keeps_in_host: bool
     """True if train rank 0 keeps the last versions of the weights in its host memory."""
     send_buffer_bytes: int
@@ -54,8 +52,8 @@ class WeightRoute:
         if placement.shared and kind == "collective":
             raise UserError(
                 f"sync.transport: got 'collective' with GPU {placement.shared_gpus[0]} shared by an engine and a train "
-                "worker, expected 'auto' or 'ipc' (on several hosts 'store'), because NCCL takes no two processes of "
-                "one group on a GPU"
+                "worker, expected 'auto' or 'ipc' (on several hosts 'store'), because NCCL does not allow two "
+                "processes of one group on a GPU"
             )
         if kind == "ipc" and on_gpus and not placement.one_host:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Derives the settings from which each train worker builds itself: its backend, its sender of weights, its sizes."""
+"""Derives the settings of each train worker: its backend, its weight sender and its sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .transport_choice import bucket_mib
 def worker_setup(
     config: Config, rank: int, model: str, handle: DataPlaneHandle, *, one_host: bool, kind: str, device: str
 ) -> WorkerSetup:
-    """Return the settings from which train worker `rank` builds itself. one_host: whether all processes of the run are
+    """Return the settings of train worker `rank`. one_host: whether all processes of the run are
     on one host. kind: kind of the weight transport."""
     sync, pooled = config.sync, config.pool.address is not None
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
@@ -58,7 +58,7 @@ def _sender_at(kind: str, config: SenderConfig, host: str) -> WeightSender:
 
 
 def worker_modules(kind: str, model: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the modules that a train worker needs and that take seconds to import."""
+    """Return the names of the slow modules (seconds to import) that a train worker needs."""
     return (MODULES[kind], *(model_modules(model) if kind == "fsdp" else ()))
 
 
@@ -79,14 +79,14 @@ def backend_config(config: Config, model: str) -> BackendConfig:
 
 
 def _prev_source(algorithm: AlgorithmConfig) -> PrevSource:
-    """Return where the log-probs of the policy before the step come from, see `BackendConfig.prev`."""
+    """Return the source of the log-probs of the policy before the step; see `BackendConfig.prev`."""
     if algorithm.prev_logprobs == "rollout":
         return "rollout"
     return "train_pass" if algorithm.updates_per_step == 1 else "fixed"
 
 
 def with_packing(trainer: TrainerConfig, model: ModelConfig, *, gpu: bool) -> TrainerConfig:
-    """Return the section `trainer` with what `trainer.packing: auto` means for the model. gpu: whether the train
+    """Return the section `trainer` with `trainer.packing: auto` resolved for the model. gpu: whether the train
     workers have GPUs."""
     packing = resolved_packing(trainer, SimpleNamespace(**model_config(model)), gpu=gpu)
     return trainer.model_copy(update={"packing": packing})
@@ -95,8 +95,8 @@ def with_packing(trainer: TrainerConfig, model: ModelConfig, *, gpu: bool) -> Tr
 def budget(trainer: TrainerConfig, model: ModelConfig) -> Budget:
     """Return the limit on a microbatch's tokens, and the coefficients that give a row's compute cost from its length.
 
-    For a row of L tokens, attention takes 4·h·L FLOPs per token and layer, and the matrix products 24·h², where h is
-    the hidden size; so attention costs L / (6·h) of what the matrix products cost.
+    For a row of L tokens and hidden size h, attention takes 4·h·L FLOPs per token and layer, and the matrix products
+    take 24·h². Attention therefore costs L / (6·h) times as much as the matrix products.
     """
     hidden, packing = model_config(model).get("hidden_size"), trainer.packing
     assert packing != "auto", "a run begins by deciding what it means"

@@ -58,9 +58,9 @@ def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror}), expected a YAML file"]) from error
+        raise ConfigError([f"{path}: the file cannot be read ({error.strerror}), expected a YAML file"]) from error
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: not UTF-8 text ({error.reason}), expected a YAML file"]) from error
+        raise ConfigError([f"{path}: the file is not UTF-8 text ({error.reason}), expected a YAML file"]) from error
     data = _parse(text, str(path))
     if data is None:
         data = {}

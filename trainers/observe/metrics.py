@@ -160,7 +160,7 @@ def read_run(folder: str | os.PathLike[str]) -> tuple[list[Record], list[Record]
     or a broken file of them."""
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{folder}: no metrics.jsonl there, expected a run folder")
+        raise UserError(f"{folder}: the folder has no metrics.jsonl, expected a run folder")
     return read_metrics(path)
 
 
@@ -179,7 +179,7 @@ def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
             line = json.loads(raw)
             step = line["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path} line {number}: not a metrics record ({error!r})") from error
+            raise UserError(f"{path} line {number}: this is not a metrics record ({error!r})") from error
         if "event" not in line:
             records.setdefault(step, {}).update(line)
             continue

@@ -43,7 +43,7 @@ def route_tables(run_dir: Path, *, last: int | None = None) -> list[Table]:
     steps = [line for line in records if any(name.startswith(("routes/", "moe/")) for name in line)]
     if not steps:
         raise UserError(
-            f"{run_dir}: its metrics have no routes/... and no moe/..., expected a run with router_replay.enabled=true "
+            f"{run_dir}: the metrics have no routes/... and no moe/..., expected a run with router_replay.enabled=true "
             "or with trainer.moe"
         )
     steps = steps if last is None else steps[-last:]

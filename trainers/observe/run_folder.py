@@ -74,7 +74,7 @@ class RunFolder:
         try:
             if not resume and self.holds_run:
                 raise UserError(
-                    f"run.dir: {self.path} already holds a run, expected a new folder (or --resume to go on with it)"
+                    f"run.dir: {self.path} already holds a run, expected a new folder (or --resume to continue it)"
                 )
             self.checkpoints_dir.mkdir(exist_ok=True)
             if not resume:
@@ -108,12 +108,12 @@ class RunFolder:
             descriptor = try_lock(lock)
         except OSError as error:
             raise UserError(
-                f"run.dir: {self.path} cannot be made ({error.strerror}), expected a folder to write in"
+                f"run.dir: {self.path} cannot be created ({error.strerror}), expected a folder to write in"
             ) from error
         if descriptor is None:
             holder = lock.read_text().strip() or "unknown"
             raise UserError(
-                f"run.dir: a run is under way in {self.path} (pid {holder}), expected a folder of its own for each run"
+                f"run.dir: a run is under way in {self.path} (pid {holder}), expected a separate folder for each run"
             )
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -48,7 +48,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
             episodes[identity] = {name: value for name, value in line.items() if name != "kind"}
             assert line["kind"] == EPISODE
         except (ValueError, TypeError, KeyError, AssertionError) as error:
-            raise UserError(f"{path} line {number}: not a line of samples ({error!r})") from error
+            raise UserError(f"{path} line {number}: this is not a line of samples ({error!r})") from error
     rows = []
     for (name, key, _), row in episodes.items():
         found = trained.get(key, {}) if name == TRAINING else {"step": row["version"]}
@@ -116,7 +116,9 @@ def show_samples(run_dir: Path, choice: Choice, console: Console, *, as_json: bo
     their number. Raises UserError if the folder has no episodes or a broken file."""
     rows = read_samples(run_dir / FILE)
     if not rows:
-        raise UserError(f"{run_dir}: no episodes in {FILE} there, expected a run folder with logging.samples.every > 0")
+        raise UserError(
+            f"{run_dir}: there are no episodes in {FILE}, expected a run folder with logging.samples.every > 0"
+        )
     found = select(rows, choice)
     for row in found:
         if as_json:

@@ -62,7 +62,7 @@ def go_on_training(config: Config, *, resume: bool, cluster: Cluster | None, tim
         if resume and (done := _steps_done(folder)) >= steps:
             print(
                 f"nothing to do: the run in {folder.path} has {done} steps and its model; set algorithm.steps above "
-                f"{done} to go on with it"
+                f"{done} to continue it"
             )
             return folder.path
         with (

@@ -228,7 +228,7 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"--from {run_dir}: has no metrics.jsonl, expected the folder of a run")
+        raise UserError(f"--from {run_dir}: the folder has no metrics.jsonl, expected the folder of a run")
     records = [record for record in read_metrics(path)[0] if record.get("time/train_s")]
     records = records[1:] or records
     if not records:
@@ -243,7 +243,7 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     waves = math.ceil(rows / (engines * (section.engine_rows or engine_batch(config.rollout, gpu=False))))
     tokens = rows * (mean + section.prompt_tokens)
     if min(mean, longest, median("time/rollout_s")) <= 0:
-        raise UserError(f"--from {run_dir}: its steps generated nothing, expected lengths and times of rollouts")
+        raise UserError(f"--from {run_dir}: the run's steps generated nothing, expected lengths and times of rollouts")
     stages = ("rollout", "plan", "logprob", "train", "sync")
     others = [record["time/step_s"] - sum(record.get(f"time/{name}_s") or 0.0 for name in stages) for record in records]
     measured = {

@@ -76,7 +76,7 @@ def test_nothing_written_and_nothing_computed_is_stuck(clock: Clock) -> None:
 def test_a_worker_that_does_not_answer_is_stuck_sooner_and_named(clock: Clock) -> None:
     slow = FakeCluster().trainer(lambda method: int(clock.now) if method == "progress" else PENDING)
     hung = FakeCluster().trainer(lambda method: PENDING, 1)
-    with pytest.raises(ActorFailed, match="no sign of life within 20 s from train worker 1 "):
+    with pytest.raises(ActorFailed, match="no answer to progress queries within 20 s from train worker 1 "):
         gather_slow([slow.save("/a"), hung.save("/a")], [slow, hung], "checkpoint", silence_s=20, stall_s=100)
     assert 20 <= clock.now <= 25
 

@@ -35,7 +35,7 @@ def test_with_none_left_the_error_says_what_became_of_each() -> None:
     found = engines()
     for engine, reason in zip(found.engines, ("too slow", "died"), strict=True):
         found.exclude(engine, reason)
-    with pytest.raises(NoEngineLeft, match="no engine is left of 2: engine 0: too slow; engine 1: died"):
+    with pytest.raises(NoEngineLeft, match="none of the 2 engines can get requests: engine 0: too slow; engine 1"):
         _ = found.active
 
 

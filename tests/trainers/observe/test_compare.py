@@ -108,7 +108,7 @@ def test_mistakes_are_sentences(pair: list[Path], tmp_path: Path) -> None:
         read_runs([pair[0]] * (MAX_RUNS + 1))
     with pytest.raises(UserError, match="slow twice"):
         read_runs([pair[0], pair[1], pair[0]])
-    with pytest.raises(UserError, match="no metrics.jsonl there"):
+    with pytest.raises(UserError, match="has no metrics.jsonl"):
         read_runs([pair[0], tmp_path])
     with pytest.raises(UserError, match="cannot be written"):
         write_comparison(read_runs(pair), pair[0] / "config.yaml" / "page.html")

@@ -39,7 +39,7 @@ def test_tables_by_step_and_by_layer(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("lines", "more", "text"),
     [
-        (None, (), "no metrics.jsonl there, expected a run folder"),
+        (None, (), "has no metrics.jsonl, expected a run folder"),
         (LINES[2:], (), "have no routes/... and no moe/..., expected a run with router_replay.enabled=true or with"),
         (LINES, ("--last", "0"), "--last: got 0, expected 1 step or more"),
     ],

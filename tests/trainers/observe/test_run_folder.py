@@ -116,7 +116,7 @@ def test_a_failure_leaves_its_traceback_and_says_where(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         RunFolder(config_for(tmp_path / "file" / "run"), resume=False)
     with pytest.raises(UserError, match="run.dir: not set"):
         RunFolder(Config(), resume=False)

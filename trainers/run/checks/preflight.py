@@ -129,17 +129,19 @@ def _check_run_dir(run: RunConfig, *, resume: bool) -> None:
         if not has_figures(path):
             raise ValueError(f"run.dir: {path} holds no run to resume, expected the folder of an earlier run")
     elif has_figures(path):
-        raise ValueError(f"run.dir: {path} already holds a run, expected a new folder (or --resume to go on with it)")
+        raise ValueError(f"run.dir: {path} already holds a run, expected a new folder (or --resume to continue it)")
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
         with tempfile.TemporaryDirectory(dir=there, prefix=".headrace-"):
             lock = path / "run.lock"
             descriptor = try_lock(lock) if lock.exists() else -1
     except OSError as error:
-        raise ValueError(f"run.dir: {path} cannot be made ({error.strerror}), expected a folder to write in") from error
+        raise ValueError(
+            f"run.dir: {path} cannot be created ({error.strerror}), expected a folder to write in"
+        ) from error
     if descriptor is None:
         holder = lock.read_text().strip() or "unknown"
-        raise ValueError(f"run.dir: a run is under way in {path} (pid {holder}), expected a folder of its own")
+        raise ValueError(f"run.dir: a run is under way in {path} (pid {holder}), expected a separate folder")
     if descriptor >= 0:
         os.close(descriptor)
 
@@ -214,7 +216,7 @@ def _check_ray_address(given: str | None) -> None:
         address = _cluster_address(given)
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
-            raise ValueError("it is not written HOST:PORT")
+            raise ValueError("it does not have the form HOST:PORT")
         with closing(socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)):
             pass
     except (OSError, ValueError) as error:

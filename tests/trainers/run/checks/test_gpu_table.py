@@ -99,7 +99,7 @@ def test_the_doctor_names_the_layout(two_gpus: None, monkeypatch: pytest.MonkeyP
         ((0, 0), "auto", "auto", "collective"),
         ((0, 0), "auto", "ipc", "ipc"),
         ((1, 1), "auto", "ipc", "expected 'auto', because ipc shares the memory of one host"),
-        ((2,), "colocated", "collective", "because NCCL takes no two processes of one group on a GPU"),
+        ((2,), "colocated", "collective", "because NCCL does not allow two processes of one group on a GPU"),
     ],
 )
 def test_the_transport_fits_the_placement(gpus: tuple[int, ...], layout: str, given: str, kind: str) -> None:
