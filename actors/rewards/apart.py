@@ -1,6 +1,7 @@
-"""Computes rewards apart from the others: coroutines, whole groups, and functions in processes of their own.
+"""Computes some rewards apart from the others: coroutines, group scorers, and functions in separate processes.
 
-An LLM judge or a reward server is such a reward: an `async def` that asks it. A failure costs only its own rows.
+An LLM judge or a reward server, for example, is called from an `async def`. A failed call invalidates only the rows
+that it scores.
 """
 
 from __future__ import annotations
@@ -20,40 +21,40 @@ from ..protocols import Sample
 from .config import RewardFunctionConfig
 
 TOKENS, EPISODE = "response_tokens", "episode"
-"""Names of the keyword arguments that a reward function may ask for; see TokenReward and EpisodeReward."""
+"""Names of the optional keyword arguments of a reward function; see TokenReward and EpisodeReward."""
 MAX_TOGETHER = 64
-"""Largest number of calls of rewards that run at the same time in a rollout actor."""
+"""Largest number of reward calls that run at the same time in one rollout actor."""
 GRACE_S = 1.0
-"""Seconds that a coroutine has to end when it is cancelled, before it is left alone."""
+"""Seconds that a cancelled coroutine has to end; after that it is left running."""
 
 
 def wanted_by(reward: Any) -> tuple[str, ...]:
-    """Return the names of the keyword arguments that a reward function asks for, of TOKENS and EPISODE."""
+    """Return the names of the optional keyword arguments (TOKENS, EPISODE) that a reward function takes."""
     try:
         parameters = inspect.signature(reward).parameters
-    except ValueError:  # some built-in callables have no signature
+    except ValueError:  # Some built-in callables have no signature.
         return ()
     return tuple(name for name in (TOKENS, EPISODE) if name in parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class ApartReward:
-    """A reward function that is computed apart, and how."""
+    """A reward function that is computed apart from the others, with its limits."""
 
     name: str
     function: Any
-    """The function, or the UserProcesses that call it."""
+    """The function itself, or the worker processes that call it."""
     per_group: bool
-    """True if one call scores all samples of a prompt: it gets lists of responses and finish reasons, and returns a
-    list of numbers."""
+    """True if one call scores all samples of a prompt. The call gets lists of responses and finish reasons, and returns
+    a list of numbers."""
     timeout_s: float
     """Time limit of one call in seconds."""
     retries: int
-    """Number of times that a call that failed is tried again."""
+    """Number of times that a failed call is repeated."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names of the keyword arguments that the function asks for (see `wanted_by`)."""
+        """Names of the optional keyword arguments that the function takes (see `wanted_by`)."""
         return () if isinstance(self.function, UserProcesses) else wanted_by(self.function)
 
 
@@ -62,19 +63,19 @@ class ApartValues:
     """Values of one sample's rewards that were computed apart."""
 
     values: dict[str, float | str] = field(default_factory=dict)
-    """Value of each reward by name; a text says why there is none."""
+    """Value of each reward by name, or the error text if the reward failed."""
     answer: str | None = None
-    """Answer that the sample votes for in a majority vote; None if no reward was asked for it, or none was found."""
+    """Answer that the sample votes for in a majority vote; None if no answer was looked for or found."""
 
 
 def is_apart(config: RewardFunctionConfig, function: Any) -> bool:
-    """Return whether a reward function is computed apart from the others. That is a coroutine function, one that scores
-    whole groups, or one that runs in processes of its own."""
+    """Return whether a reward function is computed apart from the others. This is so for coroutine functions, for
+    functions that score whole groups, and for functions that run in separate processes."""
     return config.per == "group" or config.runs == "process" or is_coroutine_function(function)
 
 
 class ApartRewards:
-    """Computes the rewards that are computed apart, for samples of several prompts at once."""
+    """Computes the rewards that run apart from the others, for samples of several prompts at once."""
 
     def __init__(self, rewards: Sequence[ApartReward], voter: str | None = None) -> None:
         """voter: name of the reward whose method `answer_of` finds the answers of a majority vote. It may be a reward
@@ -86,9 +87,9 @@ class ApartRewards:
         self._left: set[asyncio.Future[Any]] = set()
 
     async def values(self, samples: Sequence[Sample]) -> list[ApartValues]:
-        """Return the values of each sample. Samples that have failed get none.
+        """Return the reward values of each sample. Failed samples get no values.
 
-        samples: those of a prompt one after another.
+        samples: samples of one or more prompts; the samples of a prompt are adjacent.
         """
         known = [ApartValues() for _ in samples]
         usable = [at for at, sample in enumerate(samples) if not sample.error and sample.finish_reason != "abort"]
@@ -101,7 +102,7 @@ class ApartRewards:
         return known
 
     async def close(self) -> None:
-        """End the processes of the rewards. Idempotent."""
+        """End the processes that compute rewards. Idempotent."""
         for reward in self._rewards:
             if isinstance(reward.function, UserProcesses):
                 await reward.function.close()
@@ -115,8 +116,8 @@ class ApartRewards:
                     known[chosen[0]].answer = await self._answer(reward, samples[chosen[0]])
                 values = await self._with_retries(reward, [samples[at] for at in chosen])
                 if len(values) != len(chosen):
-                    raise ValueError(f"it returned {len(values)} values for {len(chosen)} samples")
-            except Exception as error:  # user code may raise anything; the rows are masked and the error reported
+                    raise ValueError(f"the function returned {len(values)} values for {len(chosen)} samples")
+            except Exception as error:  # User code can raise anything. The rows are masked, and the error is reported.
                 words = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
                 values = [words] * len(chosen)
         for at, value in zip(chosen, values, strict=True):
@@ -149,7 +150,8 @@ class ApartRewards:
         raise AssertionError("unreachable")
 
     async def _bounded(self, reward: ApartReward, call: Callable[[], Any]) -> Any:
-        """Call a coroutine function here and any other in a thread, and wait no longer than the reward may take."""
+        """Call the reward within its time limit: a coroutine function in the event loop, any other function in a
+        thread."""
         if not is_coroutine_function(reward.function):
             return await self._threads.call(f"reward {reward.name!r}", call, reward.timeout_s)
         task = asyncio.ensure_future(_awaited(call()))
@@ -163,7 +165,7 @@ class ApartRewards:
                 await asyncio.wait({task}, timeout=GRACE_S)
                 self._left.add(task)
                 task.add_done_callback(self._forget)
-        raise TimeoutError(f"it did not return within {reward.timeout_s:g} s")
+        raise TimeoutError(f"the function did not return within {reward.timeout_s:g} s")
 
     def _forget(self, task: asyncio.Future[Any]) -> None:
         self._left.discard(task)
@@ -172,7 +174,7 @@ class ApartRewards:
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Return whether calling `function`, possibly a partial or an object, gives a coroutine."""
+    """Return whether a call of `function`, which can be a partial or an object, gives a coroutine."""
     inner = getattr(function, "func", function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 

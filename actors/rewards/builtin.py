@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...dataplane.imports import MissingExtra
 from ..process.user_function_timeouts import UserProcesses
 
-if TYPE_CHECKING:  # the processes of math_verify import this module, and do not need torch
+if TYPE_CHECKING:  # The processes of math_verify import this module without torch.
     from ..protocols import Prompt, Sample
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _SPARE_CPU_S = 5.0
-"""Seconds of CPU time that a call may take beyond three times its time limit before the kernel ends the process. This
-holds even when the parent is gone and a computation in C never returns to the interpreter."""
+"""Seconds of CPU time that a call can take beyond three times its time limit. After that the kernel ends the process,
+even if its parent is gone and a computation in C never returns to the interpreter."""
 _PACKAGE = "math_verify"
 _SPARE_S = 1.0
-"""Seconds that a comparison gets beyond its time limit, in which the process may give it up by itself."""
+"""Seconds beyond its time limit that a comparison has to stop by itself; after that its process is killed."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -40,7 +40,7 @@ def last_boxed(text: str) -> str | None:
         while index < len(text):
             character = text[index]
             if character == "\\":
-                index += 2  # an escaped brace, such as that of a set, opens and closes nothing
+                index += 2  # An escaped brace, such as that of a set, neither opens nor closes a group.
                 continue
             depth += (character == "{") - (character == "}")
             if not depth:
@@ -141,15 +141,15 @@ class ReasoningGymReward:
     """The score that reasoning-gym gives the response, for prompts of `reasoning-gym:NAME`."""
 
     def __init__(self) -> None:
-        """Raises MissingExtra if the library is not installed."""
+        """Import reasoning-gym. Raises MissingExtra if it is not installed."""
         try:
             self._gym = importlib.import_module("reasoning_gym")
         except ModuleNotFoundError as error:
             raise MissingExtra(error.name or "reasoning_gym", "reward reasoning_gym", "reasoning-gym") from None
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float:
-        """Return the score, 0.0 to 1.0, of the stripped response. Raises ValueError for a prompt of another source, and
-        whatever the library's scorer raises."""
+        """Return the score, 0.0 to 1.0, of the stripped response. Raises ValueError for a prompt of another source.
+        Errors of the library's scorer are passed on."""
         name = prompt.fields.get("source_dataset")
         if not isinstance(name, str):
             raise ValueError(f"prompt {prompt.uid!r} is not of reasoning-gym, expected data.train=reasoning-gym:NAME")
@@ -165,9 +165,9 @@ class EnvironmentReward:
         self._name = name
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, *, episode: Sample) -> float:
-        """Return the reward. It is 0.0 if the environment gave none to an episode that ran out of tokens or time.
+        """Return the reward. It is 0.0 if the environment gave no reward to an episode that ran out of tokens or time.
 
-        Raises ValueError if it gave none to any other episode.
+        Raises ValueError if the environment gave no reward to any other episode.
         """
         if self._name in episode.rewards:
             return episode.rewards[self._name]
@@ -179,8 +179,8 @@ class EnvironmentReward:
 
 
 class MathVerifier:
-    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. Its
-    methods must be called in the main thread."""
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0; for example, 0.5 equals
+    \frac{1}{2}. Its methods must be called in the main thread."""
 
     def __init__(self, extract: Literal["boxed", "any"], timeout_s: float) -> None:
         """Import math-verify. extract, timeout_s: see `MathVerify`."""
@@ -205,12 +205,13 @@ class MathVerifier:
                 return float(any(isinstance(part, str) and "".join(part.split()) == plain for part in given))
             try:
                 return float(self._library.verify(expected, given, timeout_seconds=self._timeout_s))
-            except self._library.errors.TimeoutException:  # the exception derives from BaseException
+            except self._library.errors.TimeoutException:  # This exception derives from BaseException.
                 return 0.0
 
     def answer_of(self, response: str) -> str | None:
         """Return the answer that a response votes for in a majority vote. A number becomes a decimal, so that equal
-        numbers give equal texts; all else is as math-verify writes it. None if there is no answer."""
+        numbers give equal texts; any other answer stays as math-verify writes it. Returns None if there is no
+        answer."""
         text = self._answer_text(response)
         if text is None:
             return None
@@ -238,8 +239,10 @@ class MathVerifier:
 
 @contextmanager
 def _bounded_cpu(timeout_s: int) -> Iterator[None]:
-    """End this process when the block takes too much CPU time. timeout_s: limit in seconds of each of its steps."""
-    signal.setitimer(signal.ITIMER_PROF, 3 * timeout_s + _SPARE_CPU_S)  # by default its signal ends the process
+    """End this process when the block takes too much CPU time. timeout_s: time limit in seconds of each step of the
+    block."""
+    # By default the timer's signal ends the process.
+    signal.setitimer(signal.ITIMER_PROF, 3 * timeout_s + _SPARE_CPU_S)
     try:
         yield
     finally:
@@ -247,8 +250,8 @@ def _bounded_cpu(timeout_s: int) -> Iterator[None]:
 
 
 class MathVerify:
-    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0. 0.5 equals \frac{1}{2}. The
-    comparison is that of the package math-verify."""
+    r"""Reward of 1.0 when the response's answer equals the expected one by value, else 0.0; for example, 0.5 equals
+    \frac{1}{2}. The package math-verify compares the answers."""
 
     def __init__(self, extract: Literal["boxed", "any"] = "boxed", timeout_s: float = 5.0) -> None:
         r"""Choose where the answer is looked for. extract: `boxed` looks at the content of the last `\boxed{...}` only;

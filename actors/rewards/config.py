@@ -31,18 +31,19 @@ class RewardFunctionConfig(Section):
     """Factor by which the function's value is multiplied in a sample's reward. A function of weight 0 is only
     logged."""
     options: dict[str, Any] = {}
-    """Keyword arguments that a class gets when it is built, or that a function gets in every call."""
+    """Keyword arguments for the constructor of a class, or for every call of a function."""
     per: Literal["sample", "group"] = "sample"
     """Samples that one call scores. `group`: all samples of a prompt at once; your function gets lists of responses and
     finish reasons, and returns a list of numbers."""
     runs: Literal["thread", "process"] = "thread"
-    """Place where your function runs, unless it is an `async def`, which is awaited. `process`: in processes of its
-    own, which are killed when a call takes too long; its arguments and results must fit into JSON."""
+    """Place where your function runs; an `async def` is awaited instead. With `process`, the function runs in processes
+    of its own, and a process is killed when a call takes too long. Its arguments and results must then fit into
+    JSON."""
     timeout_s: Positive | None = None
     """Time limit in seconds for one call of an `async def`, of a function that scores groups, or of one in a process.
     Unset: `reward.timeout_s`."""
     retries: CountOrZero = 0
-    """Number of times that such a call is tried again when it fails or takes too long."""
+    """Number of times that a failed or late call of such a function (see `timeout_s`) is repeated."""
     name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\s]+$")
     """Name of the function in the metric `reward/<name>`. Unset: the kind, or the name of your own function."""
 
@@ -62,7 +63,8 @@ class RewardFunctionConfig(Section):
         return self
 
     def refuse_limits(self) -> None:
-        """Raise ValueError if `timeout_s` or `retries` is set, for a function whose calls have neither."""
+        """Raise ValueError if `timeout_s` or `retries` is set. Called for functions whose calls have no such
+        settings."""
         if self.timeout_s is None and not self.retries:
             return
         given = f"retries={self.retries}" if self.timeout_s is None else f"timeout_s={self.timeout_s:g}"
@@ -92,7 +94,7 @@ class RewardConfig(Section):
     scale: Positive = 1.0
     """Factor by which the sum is multiplied."""
     clip: tuple[float, float] | None = None
-    """Bounds (low, high) to which a sample's reward is clipped, after it was scaled. Unset: it is not clipped."""
+    """Bounds (low, high) to which a sample's reward is clipped, after scaling. Unset: it is not clipped."""
     max_error_share: Share = 0.5
     """Largest share of a step's rows in which a reward function or the episode can fail; above it the run stops. Failed
     rows are counted and not trained on."""
@@ -101,14 +103,14 @@ class RewardConfig(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each reward in the rubric, which is the weighted sum of all rewards: name -> weight."""
+        """Weight of each reward in the rubric's weighted sum: name -> weight."""
         return {function.label: function.weight for function in self.functions}
 
     @property
     def signal_terms(self) -> list[tuple[str, float]]:
         """Rewards whose weighted sum decides whether a group has a training signal, as (name, weight).
 
-        They are all with a weight other than 0, except `overlong`, which only shapes the others."""
+        They are all rewards with a weight other than 0, except `overlong`, which only adjusts the others."""
         return [(f.label, f.weight) for f in self.functions if f.weight and f.kind != "overlong"]
 
     @field_validator("clip")
@@ -121,7 +123,7 @@ class RewardConfig(Section):
     @field_validator("functions")
     @classmethod
     def _at_least_one(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
-        # Not min_length, which pydantic would report in addition to every mistake inside a function.
+        # min_length is not used: pydantic would report it in addition to every mistake inside a function.
         if not functions:
             raise ValueError("got [], expected at least one function")
         return functions

@@ -81,7 +81,8 @@ class Rubric:
         """rewards: name, function and weight of each reward. tagged: names of the rewards whose unweighted values are
         stored with each row as tags (metadata). scale, clip: factor and bounds of the weighted sum (see
         `RewardConfig`). voter: name of the reward that finds the answer in a response for `Score.answer`, with its
-        method `answer_of(response)`; if it has none, the whole response is the answer. None: no answers are found.
+        method `answer_of(response)`; without such a method, the whole response is the answer. None: answers are not
+        looked for.
 
         Raises ValueError if there are no rewards, if a name is given twice, or if a weight is not finite.
         """
@@ -121,9 +122,9 @@ class Rubric:
 
         In that case `components` has the values of the other rewards, and `error` describes the first failure.
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
-        unknown; every reward that asks for it then fails. episode: the finished episode, with the same treatment.
-        begin: callback that is called with the name of each reward before it runs. apart: values of the rewards that
-        were computed apart.
+        unknown; every reward that asks for it then fails. episode: the finished episode; None is treated in the same
+        way. begin: callback that is called with the name of each reward before it runs. apart: values of the rewards
+        that were computed apart.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
@@ -141,7 +142,7 @@ class Rubric:
                     if name == self._voter:
                         answer = getattr(reward, "answer_of", str.strip)(response)
                 value = _finite(name, given)
-            except Exception as error:  # user code may raise anything; the row is masked and the error reported
+            except Exception as error:  # User code can raise anything. The row is masked, and the error is reported.
                 said = " ".join(str(error).split())
                 errors.append(f"reward {name!r} raised {type(error).__name__}: {said}{_place(error)}")
                 continue
@@ -156,18 +157,18 @@ class Rubric:
 def _arguments(wanted: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
     for name in wanted:
         if known[name] is None:
-            raise ValueError(f"it asks for {name}, which the caller does not know")
+            raise ValueError(f"the reward needs {name}, which the caller did not give")
     return {name: known[name] for name in wanted}
 
 
 def _place(error: Exception) -> str:
-    """Return where the user's code raised `error`, as text for the end of a message; "" if this module raised it."""
+    """Return the place where the user's code raised `error`, as the end of a message; "" if this module raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return "" if frame.filename == __file__ else f" ({os.path.basename(frame.filename)} line {frame.lineno})"
 
 
 def _finite(name: str, value: object) -> float:
-    # Real covers bool and numpy's numbers, but no 0-d tensor, and no string that looks like a number.
+    # numbers.Real includes bool and numpy's numbers. It excludes 0-d tensors and strings that look like numbers.
     if not isinstance(value, (numbers.Real, np.bool_)) or not math.isfinite(value):
         raise ValueError(f"{name!r} returned {value!r}, expected a finite number")
     return float(value)
@@ -216,7 +217,7 @@ def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
 
 
 def _apart(config: RewardFunctionConfig, reward: Any, timeout_s: float) -> ApartReward:
-    """Return how a reward is computed apart. timeout_s: time limit of a call in seconds if the reward has none."""
+    """Return the settings of a reward that is computed apart. timeout_s: default time limit of a call in seconds."""
     called, bound_s = reward, config.timeout_s or timeout_s
     if isinstance(reward, MathVerify):
         called, bound_s = reward.in_processes(NUM_PROCESSES), reward.deadline_s
@@ -226,7 +227,7 @@ def _apart(config: RewardFunctionConfig, reward: Any, timeout_s: float) -> Apart
 
 
 def build_reward(config: RewardFunctionConfig) -> Reward | MathVerify:
-    """Build one reward function; math_verify is one that only processes of its own can compute.
+    """Build one reward function. For `math_verify` it is a MathVerify, which is computed only in separate processes.
 
     Raises ValueError for a path that cannot be imported, for options that do not fit, and for a class whose instances
     cannot be called.
@@ -244,8 +245,8 @@ def build_reward(config: RewardFunctionConfig) -> Reward | MathVerify:
 
 
 def _computed_before(prompt: Prompt, response: str, finish_reason: str) -> float:
-    """Stands in the rubric for a reward that is computed apart."""
-    raise ValueError("it is computed apart, but not for this sample")
+    """Placeholder in the rubric for a reward that is computed apart; a call raises ValueError."""
+    raise ValueError("this reward is computed apart, and has no value for this sample")
 
 
 def _target(kind: str) -> Any:
@@ -260,7 +261,7 @@ def _target(kind: str) -> Any:
 def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bool) -> None:
     try:
         signature = inspect.signature(target)
-    except ValueError:  # some built-in callables have no signature, so a wrong option only shows in the call
+    except ValueError:  # Some built-in callables have no signature. A wrong option then fails only in the call.
         return
     arguments = () if is_class else (None, None, None)
     given = {} if is_class else dict.fromkeys(wanted_by(target))

@@ -83,13 +83,13 @@ def test_a_judge_is_awaited_tried_again_and_given_up() -> None:
     known, rubric = values_of(samples, function, {"kind": "exact_match"})
     assert time.monotonic() - began < 5.0
     assert known[0].values == known[2].values == {"judge": 6.0}
-    assert known[1].values == {"judge": "raised TimeoutError: it did not return within 0.3 s"}
+    assert known[1].values == {"judge": "raised TimeoutError: the function did not return within 0.3 s"}
     scores = [
         rubric.score(one.prompt, one.text, one.finish_reason, 3, one, apart=given)
         for one, given in zip(samples, known, strict=True)
     ]
     assert [score.valid for score in scores] == [True, False, True] and scores[0].reward == 7.0
-    assert scores[1].error == "reward 'judge' raised TimeoutError: it did not return within 0.3 s"
+    assert scores[1].error == "reward 'judge' raised TimeoutError: the function did not return within 0.3 s"
 
 
 def test_a_group_is_scored_in_one_call() -> None:
@@ -97,7 +97,8 @@ def test_a_group_is_scored_in_one_call() -> None:
     samples = [sample("b"), sample("a", index=1), sample("odd", "p2"), sample("x", "p2", 1)]
     known, _ = values_of(samples, function)
     assert [one.values for one in known[:2]] == [{"ranks": 1.0}, {"ranks": 0.0}]
-    assert known[2].values == known[3].values == {"ranks": "raised ValueError: it returned 1 values for 2 samples"}
+    error = "raised ValueError: the function returned 1 values for 2 samples"
+    assert known[2].values == known[3].values == {"ranks": error}
 
 
 @pytest.mark.processes
