@@ -3,9 +3,9 @@
     rollout actor   a line `episode` for each row of a picked group, when the group is finished
     train worker    a line `trained` for each of these rows, when a step trains on them: step, advantage, log-probs
 
-Both lines have the row's key, by which readers join them (`trainers/observe/samples.py`). Nothing of it passes through
-the driver. Which groups are picked depends on the position of their prompts alone, so that both sides agree without
-a message. A failure to write is logged and never ends a run.
+Both lines have the row's key, by which readers join them (`trainers/observe/samples.py`). The lines do not pass through
+the driver. Which groups are picked depends on the position of their prompts alone, so that both sides agree without a
+message. A failure to write is logged and never ends a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from ..dataplane.config import Count, CountOrZero, Section
 from ..dataplane.owned_folder import try_lock
 
-if TYPE_CHECKING:  # the configuration imports this module, and reports a mistake in it without loading torch
+if TYPE_CHECKING:  # The configuration imports this module, and must report mistakes without loading torch.
     from .protocols import Sample, Score
 
 EPISODE, TRAINED = "episode", "trained"
@@ -34,11 +34,11 @@ EPISODE, TRAINED = "episode", "trained"
 TRAINING = "train"
 """Value of `set` for episodes of training prompts; others carry the name of their evaluation set."""
 LOCK_S = 5.0
-"""Seconds that a writer waits for another one; after that its lines are left out."""
+"""Seconds that a writer waits for the lock of the file; after that its lines are left out."""
 _POLL_S = 0.01
 _DIGITS = 4
 _LONGEST_CHARACTER = 8
-"""Number of tokens after which bytes that form no character are given up, more than a character of UTF-8 has."""
+"""Number of tokens after which incomplete bytes are no longer taken for the start of a character; UTF-8 needs fewer."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _log = logging.getLogger(__name__)
@@ -48,14 +48,13 @@ class SamplesConfig(Section):
     """The episodes that are written to samples.jsonl in the run folder, for `headrace samples` and the report."""
 
     every: CountOrZero = 10
-    """Number of steps between two steps whose episodes are written, counted by `algorithm.prompts_per_step` prompts of
-    the prompt stream for each step, the first step included. With 0, no episode is written, nor any of a
-    validation."""
+    """Number of steps between two steps whose episodes are written, from the first step on. Here a step is
+    `algorithm.prompts_per_step` prompts of the prompt stream. With 0, no episodes are written, neither of training nor
+    of validation."""
     groups: Count = 2
-    """Number of groups of such a step, and of held-out prompts of each validation, whose episodes are written."""
+    """Number of groups per such step, and of prompts per validation, whose episodes are written."""
     max_tokens: Count = 2048
-    """Largest number of tokens that are written of an answer, tool results included. The middle of a longer one is left
-    out."""
+    """Largest number of tokens written per answer, tool results included. The middle of a longer answer is left out."""
     max_mib: Count = 16
     """Largest size of samples.jsonl in MiB. When it is reached, every second of the steps in the file is removed, so
     that earlier steps become sparser."""
@@ -106,7 +105,8 @@ class SampleFile:
         draft.replace(self.path)
 
     def _moment(self, line: Mapping[str, Any]) -> int:
-        """Return when in the run a line was written, in steps. The lines of one row have the same value."""
+        """Return the time in the run at which a line was written, in steps. The lines of one row have the same
+        value."""
         if line.get("set", TRAINING) == TRAINING:
             return int(line["key"].partition(".")[0], 36) // self.prompts_per_step
         return line["version"]
@@ -186,8 +186,8 @@ def _number(value: float) -> float | None:
 
 
 def _kept(response_mask: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Return the indices of the tokens of an answer that are written, ascending. They are all from the first one that
-    the policy chose, or the first and the last half of `max_tokens`."""
+    """Return the ascending indices of an answer's tokens that are written. The answer begins at the first token that
+    the policy chose. Of a longer answer, the first and the last half of `max_tokens` are written."""
     chosen = np.flatnonzero(response_mask)
     answer = np.arange(chosen[0] if len(chosen) else len(response_mask), len(response_mask))
     if len(answer) <= max_tokens:

@@ -43,12 +43,12 @@ class EvaluationSetup:
     """Settings from which a rollout actor prepares one evaluation."""
 
     name: str
-    """Name of the evaluation, which no other one has."""
+    """Unique name of the evaluation."""
     prefix: str
-    """First part of its metric keys and of the uids of its prompts. Uids of training prompts are base-36 numbers, which
-    never contain a hyphen."""
+    """First part of the evaluation's metric keys and of its prompts' uids. Uids of training prompts are base-36
+    numbers, which never contain a hyphen."""
     data: DataConfig
-    """Sources of prompts, of which the evaluation reads that of validation."""
+    """Sources of prompts; the evaluation reads the validation source."""
     num_prompts: int | None
     """Largest number of prompts of an evaluation. None: all prompts of the source, which must then be finite."""
     reward: RewardConfig
@@ -86,11 +86,10 @@ class RolloutSetup:
     data: DataConfig
     """Section `data` of the configuration: the sources of prompts."""
     evaluations: tuple[EvaluationSetup, ...]
-    """Evaluations that this actor takes part in, validation among them."""
+    """Evaluations that this actor takes part in, including validation."""
     check_prompts: bool
-    """True if this actor checks the sources of training and of evaluations for prompts of more than
-    `data.max_prompt_tokens` tokens, and raises an error if it finds one (except where `data.overlong_prompts=drop`
-    leaves such prompts out)."""
+    """True if this actor checks the training and evaluation prompts for more than `data.max_prompt_tokens` tokens. A
+    longer prompt is an error, except where `data.overlong_prompts=drop` leaves such prompts out."""
     data_plane: DataPlaneHandle
     mask_truncated: bool = False
     """True if samples that were cut off at the largest number of new tokens are not trained on
@@ -100,12 +99,12 @@ class RolloutSetup:
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an available engine actor before it fails."""
     samples: SampleFile | None = None
-    """File of episodes for people to read; None when none is written."""
+    """File of episodes for people to read; None writes no file."""
     journal: JournalConfig | None = None
     """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
     journal."""
     routes: RouteRules | None = None
-    """The routes that rows carry; None without router replay."""
+    """Rules for the expert routes in rows; None without router replay."""
 
 
 class RolloutActor(EngineHost):
@@ -126,8 +125,8 @@ class RolloutActor(EngineHost):
         return self._worker
 
     def _target(self, method: str) -> object:
-        """Return the object on which `call` runs `method`. The worker has its own methods; this actor or its engine has
-        the others."""
+        """Return the object on which `call` runs `method`. Methods of the worker run on the worker, all others on this
+        actor or its engine."""
         of_worker = hasattr(RolloutWorker, method) and not hasattr(self, method)
         return self.worker if of_worker else super()._target(method)
 
@@ -144,7 +143,7 @@ class RolloutActor(EngineHost):
             engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))
         else:
             engine = build_engine(setup.engine)
-        self._hosted = engine  # `close` then ends it if the next lines fail
+        self._hosted = engine  # From here on, `close` ends the engine even if the next lines fail.
         self._worker = RolloutWorker(
             engine=engine,
             environment=self._host_environment(tokenizer),
@@ -165,8 +164,8 @@ class RolloutActor(EngineHost):
         return engine
 
     def _open_evaluation(self, setup: EvaluationSetup, tokenizer: Any) -> HeldOut:
-        """Open the prompts of an evaluation, and build its rubric. Raises ValueError, which names the evaluation, if
-        one of them does not fit."""
+        """Open the prompts of an evaluation, and build its rubric. Raises ValueError, naming the evaluation, if the
+        prompts or the rubric are not valid."""
         try:
             opened = open_prompts(
                 setup.data,
@@ -205,11 +204,11 @@ class RolloutActor(EngineHost):
         )
 
     def data_notes(self) -> tuple[str, ...]:
-        """Return sentences for the user about the prompt sources that `build` opened. They say which split was chosen,
-        for example, and how many prompts were left out."""
+        """Return sentences for the user about the prompt sources that `build` opened. For example, they name the split
+        that was chosen and the number of prompts left out."""
         return self._data_notes
 
-    # ---------------------------------------------------------------- engines that are actors of their own
+    # ---------------------------------------------------------------- engine actors
 
     async def set_engines(self, names: Sequence[str], handles: Sequence[Any]) -> None:
         """Send requests to exactly these engine actors. `build` must have been called on each of them. handles: Ray
@@ -249,7 +248,7 @@ class RolloutActor(EngineHost):
             await (await self._router.remove(name, grace_s)).close()
 
     async def suspend_engine(self, name: str, cut: bool) -> Suspension:
-        """Stop sending requests to an engine until `readmit_engine`, and wait for those in flight. See
+        """Stop sending requests to an engine until `readmit_engine`, and wait for its requests in flight. See
         `Router.suspend`."""
         return await self._router.suspend(name, cut=cut)
 
@@ -265,7 +264,7 @@ class RolloutActor(EngineHost):
     def _router(self) -> Router:
         engine = self._engine
         if not isinstance(engine, Router):
-            raise RuntimeError(f"{self._name}: it embeds its engine, there is none to add or remove")
+            raise RuntimeError(f"{self._name}: this actor runs its engine itself, so no engine can be added or removed")
         return engine
 
     async def progress(self) -> int:
@@ -273,7 +272,7 @@ class RolloutActor(EngineHost):
         from one that hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress + self.worker.progress
 
-    # ---------------------------------------------------------------- the end
+    # ---------------------------------------------------------------- closing
 
     async def close(self) -> None:
         """Close the worker, and the engine if it runs in this process. Engine actors keep running. Idempotent."""

@@ -12,7 +12,7 @@ from ...dataplane.config import Count, Positive, Section
 from ..columns import ColumnConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-"""Ends of the names of files with one JSON object per line."""
+"""Suffixes of files with one JSON object per line."""
 MIXTURE = "mixture"
 """Value of `data.train` that reads the sources of `data.mixture`."""
 
@@ -23,14 +23,14 @@ def is_generated(source: str) -> bool:
 
 
 class SourceConfig(Section):
-    """A source of prompts in addition to that of section `data`. A key that is unset, other than `split` and `subset`,
-    has the value that it has there."""
+    """A source of prompts in addition to that of section `data`. An unset key, other than `split` and `subset`, takes
+    its value from section `data`."""
 
     source: str
     """Source of the prompts: a .jsonl file, the folder of a Hugging Face dataset, the id of a dataset on the hub, or a
     generated task such as `task:reverse` or `reasoning-gym:NAME`."""
     subset: str | None = None
-    """Name of the configuration of a Hugging Face dataset that has several."""
+    """Name of the configuration, for a Hugging Face dataset with several configurations."""
     split: str | None = None
     """Name of the split of a Hugging Face dataset. Unset: for an evaluation `validation`, or `test` if there is none,
     or its only split; for training `train`."""
@@ -54,7 +54,7 @@ class SourceConfig(Section):
 
 
 def replaced(source: SourceConfig, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of the keys `names` of section `data` that a source replaces, with their values."""
+    """Return the keys among `names` of section `data` that a source replaces, with their values."""
     given = {name: getattr(source, name) for name in names}
     return {
         name: None if value == "" and name in ("answer_pattern", "system_prompt") else value
@@ -89,9 +89,10 @@ class DataConfig(Section):
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
     task, or the same dataset as `data.train` if `data.validation_split` is set."""
     subset: str | None = None
-    """Name of the configuration of a Hugging Face dataset that has several, such as `main` of openai/gsm8k."""
+    """Name of the configuration, for a Hugging Face dataset with several configurations, such as `main` of
+    openai/gsm8k."""
     split: str = "train"
-    """Name of the split of a Hugging Face dataset that is trained on."""
+    """Name of the split to train on, for a Hugging Face dataset."""
     validation_subset: str | None = None
     """Name of the configuration of the dataset that validation reads. Unset: `data.subset` if validation reads the same
     dataset as training, else none."""
@@ -121,10 +122,11 @@ class DataConfig(Section):
     options: dict[str, Any] = {}
     """Options of a generated task, such as `min_digits` and `max_digits`, or of the data set of reasoning-gym."""
     mixture: tuple[MixedSourceConfig, ...] = ()
-    """Sources of `data.train=mixture`, with weights. Each is read in epochs of its own, shuffled, and the field
-    `data_source` of a prompt names its source, unless its row has a column of that name."""
+    """Sources of `data.train=mixture`, with weights. Each source is read in its own shuffled epochs. The field
+    `data_source` of a prompt names its source, unless its row already has a column of that name."""
     columns: tuple[ColumnConfig, ...] = ()
-    """Columns of numbers that reach a loss of your own. Environments and rewards get all columns of a row."""
+    """Numeric columns that are passed to a loss function of your own. Environments and rewards get all columns of a
+    row."""
     max_prompt_tokens: Count = 512
     """Largest number of tokens of a prompt, including those of the chat template."""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -150,7 +152,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:
         if self.train == MIXTURE and not self.mixture:
-            raise ValueError("mixture: got no sources, expected at least one, as data.train is mixture")
+            raise ValueError("mixture: got no sources, expected at least one, because data.train is mixture")
         for part in self.mixture:
             if part.source == MIXTURE:
                 raise ValueError("mixture: got the source 'mixture', expected a file, dataset or generated task")
@@ -161,12 +163,12 @@ class DataConfig(Section):
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Sources that are trained on: one, or those of the mixture."""
+        """Sources of the training prompts: a single one, or those of the mixture."""
         return tuple(part.source for part in self.mixture) if self.train == MIXTURE else (self.train,)
 
     def parts(self, *, validation: bool) -> list[DataConfig]:
-        """Return the section for each source of the training prompts, or with `validation` of the validation prompts.
-        It is the section itself, or with a mixture one for each of its sources."""
+        """Return one section per source of the training prompts, or of the validation prompts if `validation` is True.
+        Without a mixture, the only section is this one."""
         if self.source(validation=validation) != MIXTURE:
             return [self]
         return [
@@ -180,10 +182,10 @@ class DataConfig(Section):
 
     @property
     def generated(self) -> bool:
-        """True if the training prompts are generated, so that there are others to validate with."""
+        """True if the training prompts are generated, so that other prompts can be generated for validation."""
         return all(map(is_generated, self.trained))
 
     @property
     def has_held_out(self) -> bool:
-        """True if there are prompts to validate with."""
+        """True if the configuration gives prompts for validation."""
         return bool(self.validation or self.validation_split or self.generated)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # the configuration imports this module, and reports a mistake in it without loading torch
+if TYPE_CHECKING:  # The configuration imports this module, and must report mistakes without loading torch.
     from ..protocols import Sample, Score
 
 VALIDATION = "val"
@@ -21,20 +21,20 @@ function."""
 EXACT_MATCH = "val/exact_match"
 """Metric key of the share of samples whose response equals the expected answer, apart from surrounding white space."""
 RESPONSE_LENGTH = "response_length_mean"
-"""Name, after the prefix of its set, of the metric of the mean number of response tokens."""
+"""Name of the metric of the mean number of response tokens, without the prefix of its evaluation set."""
 RIGHT = 1.0
-"""Least value of the judging reward function with which a sample is correct."""
+"""Smallest value of the judging reward function at which a sample counts as correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class FigureScheme:
-    """The names of the metrics of one evaluation set, and what makes a sample correct."""
+    """The metric names of one evaluation set, and the rule by which a sample counts as correct."""
 
     prefix: str = VALIDATION
     """First part of every metric key: `val` for validation, `eval/NAME` for the evaluation set NAME."""
     correct: str | None = None
-    """Name of the reward function that judges samples: those with a value of at least 1 are correct. None: those whose
-    response equals the expected answer, apart from surrounding white space."""
+    """Name of the reward function that judges samples; a sample with a value of at least 1 is correct. None: a sample
+    is correct if its response equals the expected answer, apart from surrounding white space."""
 
     def key(self, name: str) -> str:
         """Return the metric key of the metric `name`."""
@@ -92,7 +92,8 @@ def expected_best(values: Sequence[float], count: int) -> float:
 
 def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
     """Return the probability that the most frequent answer of a prompt's samples is correct (maj@n). It is the
-    self-consistency of Wang et al. 2022, arXiv:2203.11171. Among equally frequent answers one is drawn.
+    self-consistency of Wang et al. 2022, arXiv:2203.11171. If several answers are equally frequent, one of them is
+    drawn.
 
     votes: answer and correctness of each sample; an answer of None does not vote. Returns 0.0 if nothing votes.
     """
@@ -100,7 +101,8 @@ def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
     if not counts:
         return 0.0
     most = max(counts.values())
-    judged = dict(reversed([(answer, correct) for answer, correct in votes]))  # the first sample of an answer decides
+    # The first sample of an answer decides whether it is correct.
+    judged = dict(reversed([(answer, correct) for answer, correct in votes]))
     tied = [float(judged[answer]) for answer, count in counts.items() if count == most]
     return sum(tied) / len(tied)
 
@@ -119,7 +121,7 @@ class FigureSums:
         """Add the scored samples of one prompt. Metrics of rewards do not include failed samples.
 
         Exact match includes every sample whose prompt has an answer, even if its rewards failed. A metric of K samples
-        leaves out prompts with fewer than K samples that count; the majority vote is held over all n samples.
+        leaves out prompts with fewer than K samples that count; the majority vote includes all n samples.
         """
         scheme, n = self._scheme, len(samples)
         for sample in samples:
@@ -154,9 +156,8 @@ class FigureSums:
 
     @property
     def sums(self) -> dict[str, float]:
-        """Sum of each metric, by metric key. It runs over prompts for a metric of K samples (best, pass, majority),
-        otherwise over samples. It does not depend on the order in which prompts were added, which is the one in which
-        they end."""
+        """Sum of each metric, by metric key. Metrics of K samples (best, pass, majority) are summed over prompts, all
+        others over samples. The sums do not depend on the order in which prompts were added."""
         return {key: math.fsum(totals) for key, totals in self._totals.items()}
 
     def add(self, key: str, total: float, count: int) -> None:

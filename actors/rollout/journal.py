@@ -6,7 +6,7 @@
 
 A group is all rows of one prompt. Every rollout actor appends to its own segment files in one folder and reads those of
 all actors, because another actor may take over a prompt. Files are not flushed to the disk. Writes of a killed process
-are not lost, because the operating system holds it, but a host that loses power may lose the groups of the last
+are not lost, because the operating system holds them, but a host that loses power can lose the groups of the last
 seconds.
 
 A group is one record of a segment file:
@@ -146,14 +146,14 @@ def read_group(path: Path, offset: int) -> JournaledGroup:
         head = _decode_head(file.read(HEAD_BYTES), path, offset)
         body = file.read(head.nbytes)
     if len(body) != head.nbytes:
-        raise _damaged(path, offset, f"its body has {len(body)} bytes, but {head.nbytes} were written")
+        raise _damaged(path, offset, f"the record's body has {len(body)} bytes, but {head.nbytes} were written")
     found = xxhash.xxh3_64_intdigest(body)
     if found != head.digest:
-        raise _damaged(path, offset, f"xxh3 of its body is {found:016x}, but {head.digest:016x} was written")
+        raise _damaged(path, offset, f"the body's xxh3 is {found:016x}, but {head.digest:016x} was written")
     end = _DIGEST.size + _DIGEST.unpack_from(body)[0]
     contents = messages.decode(memoryview(body)[_DIGEST.size : end], _Contents)
     batch = _decode_rows(np.frombuffer(body, dtype=np.uint8, offset=end), contents.layout)
-    # Records of earlier versions have no tag for the position, which every record's head has.
+    # Records of earlier versions have no tag for the position, but every header has the position.
     tags = {**contents.tags, POSITION: np.full(len(contents.keys), head.position)}
     rows = RolloutRows(contents.keys, contents.versions, tags, batch)
     return JournaledGroup(head.position, rows, contents.figures)
@@ -167,14 +167,14 @@ def _damaged(path: Path, offset: int, what: str) -> DamagedJournal:
 
 def _decode_head(data: bytes, path: Path, offset: int) -> RecordHead:
     if len(data) != HEAD_BYTES:
-        raise _damaged(path, offset, f"its head has {len(data)} bytes, expected {HEAD_BYTES}")
+        raise _damaged(path, offset, f"the record's header has {len(data)} bytes, expected {HEAD_BYTES}")
     [written] = _DIGEST.unpack_from(data, _HEAD.size)
     found = xxhash.xxh3_64_intdigest(data[: _HEAD.size])
     if found != written:
-        raise _damaged(path, offset, f"xxh3 of its head is {found:016x}, but {written:016x} was written")
+        raise _damaged(path, offset, f"the header's xxh3 is {found:016x}, but {written:016x} was written")
     magic, *rest = _HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise _damaged(path, offset, f"it begins with {magic!r}, expected {MAGIC!r}")
+        raise _damaged(path, offset, f"the record begins with {magic!r}, expected {MAGIC!r}")
     return RecordHead(*rest)
 
 
@@ -207,7 +207,7 @@ class JournalConfig:
 
 @dataclass(slots=True)
 class _Segment:
-    """State of reading one segment file, a file of the journal to which a single writer appends."""
+    """Reading state of one segment file. A single writer appends to each such file of the journal."""
 
     end: int = 0
     """Byte offset of the end of the last complete record that this process has read."""
@@ -238,7 +238,7 @@ class GroupJournal:
         self.purpose: Purpose = config.purpose
         if self.purpose == "replay" and not self._folder.is_dir():
             raise ValueError(
-                f"run.replay: {self._folder} is no folder, expected the journal of a run with run.record=true"
+                f"run.replay: {self._folder} is not a folder, expected the journal of a run with run.record=true"
             )
         self._fingerprint = xxhash.xxh3_64_intdigest(config.fingerprint.encode())
         self._writer = re.sub(r"[^A-Za-z0-9]+", "-", writer)
@@ -261,7 +261,7 @@ class GroupJournal:
         """
         with self._lock:
             for group in groups:
-                # Stamps follow the clock, so that records of writers that never read each other are ordered too.
+                # Stamps follow the clock, so that records of independent writers are ordered too.
                 self._stamp = max(self._stamp + 1, time.time_ns())
                 self._write(encode_record(group, self._fingerprint, self._stamp))
 
@@ -277,7 +277,7 @@ class GroupJournal:
         return sorted(self._latest)
 
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
-        """Call `refresh`, and return the groups of those prompts at `positions` that have one in the journal.
+        """Call `refresh`, and return the groups that the journal has for the prompts at `positions`.
 
         Raises DamagedJournal if a record is damaged. In a replay, a prompt without a group raises ValueError, which
         names the prompt's position.
@@ -303,7 +303,7 @@ class GroupJournal:
             return None
         try:
             return read_group(entry.path, entry.offset)
-        except FileNotFoundError:  # trimmed by another writer meanwhile
+        except FileNotFoundError:  # Another writer has removed the file in the meantime.
             return None
 
     def trim(self, first: int, outstanding: Collection[int]) -> None:
@@ -330,7 +330,7 @@ class GroupJournal:
         with self._lock:
             self._end_segment()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     def _refresh(self) -> None:
         sizes = _sizes(self._folder)
@@ -346,7 +346,7 @@ class GroupJournal:
     def _read_on(self, path: Path, segment: _Segment) -> None:
         try:
             heads, segment.end = read_heads(path, segment.end)
-        except FileNotFoundError:  # another writer has trimmed it meanwhile; the next refresh forgets it
+        except FileNotFoundError:  # Another writer has removed the file in the meantime; the next refresh forgets it.
             return
         for offset, head in heads:
             segment.positions.add(head.position)
@@ -364,26 +364,26 @@ class GroupJournal:
             while left:
                 left = left[os.write(descriptor, left) :]
         except OSError as error:
-            # The part of the record that was written must stay the end of its file.
+            # The incomplete record must stay the last one of its file.
             self._end_segment()
             raise OSError(error.errno, f"journal: {path} cannot be written: {error.strerror}") from error
 
     def _begin_segment(self) -> tuple[Path, int]:
         """Create a new segment file, locked as long as this process writes to it, and return its path and descriptor.
 
-        The operating system releases the lock when the process ends for any reason. The file's name contains the time,
-        because readers identify a file by its name, so the name of a removed file must not be used again.
+        The operating system releases the lock when the process ends for any reason. Readers identify a file by its
+        name. The name therefore contains the time, so that the name of a removed file is never reused.
         """
         while True:
             path = self._folder / f"{self._writer}-{time.time_ns()}{_SUFFIX}"
             try:
                 descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:  # another writer of the same name has just made it
+            except FileExistsError:  # Another writer with the same name has just created this file.
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
                 return path, descriptor
-            os.close(descriptor)  # another writer trimmed the empty file before it was locked
+            os.close(descriptor)  # Another writer removed the empty file before it was locked.
 
     def _end_segment(self) -> None:
         if self._open is not None:
@@ -396,7 +396,7 @@ def _sizes(folder: Path) -> dict[Path, int]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(_SUFFIX):
-                with suppress(FileNotFoundError):  # another writer has trimmed it meanwhile
+                with suppress(FileNotFoundError):  # Another writer has removed the file in the meantime.
                     sizes[Path(entry.path)] = entry.stat().st_size
     return sizes
 

@@ -2,7 +2,7 @@
 
 A built-in task has a training part and a held-out part, which never share a prompt: a prompt is held out when the hash
 of its text falls into the first of ten buckets. Both parts are endless, and prompt i is a function of (seed, part, i).
-The library reasoning-gym has more tasks, with a scorer each.
+The library reasoning-gym has more tasks, each with its own scorer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ HELD_OUT_SPLITS = ("validation", "test")
 _HELD_OUT_BUCKETS = 10
 _TRIES = 10_000
 ENVIRONMENT = "environment"
-"""Source of prompts that stand for tasks of the environment's own, by their numbers."""
+"""Value of `data.train` for prompts that are the numbers of the environment's own tasks."""
 PREFIX = "reasoning-gym:"
 """Prefix of sources that are data sets of reasoning-gym, such as `reasoning-gym:chain_sum`."""
 DATASET = "source_dataset"
-"""Field of a prompt with the name of its data set, by which the reward function `reasoning_gym` finds the scorer."""
+"""Field of a prompt with the name of its data set. The reward function `reasoning_gym` needs it to find the scorer."""
 _ENDLESS = 10**9
 _HELD_OUT_SEED = 1_000_003
-"""Number that is added to the seed for the held-out part, which is drawn from other random numbers."""
+"""Number that is added to the seed for the held-out part, so that its tasks differ from the training tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PromptRows:
         part = self.rows[start:stop]
         if isinstance(part, list):
             return part
-        names = list(part)  # a dict of columns
+        names = list(part)  # Here `part` is a dict of columns.
         return [dict(zip(names, values, strict=True)) for values in zip(*part.values(), strict=True)]
 
 
@@ -83,16 +83,16 @@ def load_rows(config: DataConfig, *, validation: bool = False) -> PromptRows:
 
 
 def subset_of(config: DataConfig, *, validation: bool) -> str | None:
-    """Return the name of the dataset configuration (subset) that training reads; None if none is configured. With
-    `validation`, it is that of the validation prompts."""
+    """Return the name of the dataset configuration (subset) that training reads; None if none is configured. If
+    `validation` is True, return that of the validation prompts."""
     if not validation or (config.validation_subset is None and config.source(validation=True) == config.train):
         return config.subset
     return config.validation_subset
 
 
 def validation_note(config: DataConfig, rows: PromptRows, name: str = "validation") -> str | None:
-    """Return a sentence on the prompts that the evaluation `name` reads, if the user should know; else None. The user
-    should if the split was chosen automatically, or if the prompts are also trained on."""
+    """Return a note for the user on the prompts that the evaluation `name` reads, or None. There is a note if the split
+    was chosen automatically, or if the prompts are also trained on."""
     same = config.source(validation=True) == config.train
     if rows.split is not None and config.validation_split is None:
         return f"{name} reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
@@ -164,7 +164,7 @@ def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) ->
 def _load_dataset(config: DataConfig, source: str, path: Path, validation: bool) -> tuple[Any, Any]:
     """Load the dataset `source`, and return it together with the imported module `datasets`."""
     try:
-        import datasets  # it takes seconds to import, and most runs do not need it
+        import datasets  # This import takes seconds, and most runs do not need it.
     except ModuleNotFoundError:
         raise MissingExtra("datasets", f"data: the dataset {source!r}", "datasets") from None
     subset = subset_of(config, validation=validation)
@@ -176,7 +176,7 @@ def _load_dataset(config: DataConfig, source: str, path: Path, validation: bool)
         if saved:
             return datasets.load_from_disk(str(path)), datasets
         return datasets.load_dataset(str(path) if path.is_dir() else source, subset), datasets
-    except Exception as error:  # builders raise whatever their parsers raise
+    except Exception as error:  # Dataset builders raise any error of their parsers.
         reason = " ".join(str(error).split()) or type(error).__name__
         if "Config name is missing" in reason:
             raise ValueError(f"{key}: not set, but {source!r} has several configurations: {reason}") from error
@@ -211,9 +211,9 @@ def is_held_out(text: str) -> bool:
 
 
 class EnvironmentTasks:
-    """PromptSource of an environment that has tasks of its own: prompt i is the number of a task.
+    """PromptSource of an environment with its own tasks: prompt i is the number of a task.
 
-    Every tenth task is held out for validation. The number is the prompt's field `task`, and its text.
+    Every tenth task is held out for validation. The number is the prompt's field `task` and also its text.
     """
 
     size = None
@@ -223,7 +223,7 @@ class EnvironmentTasks:
         self._held_out = held_out
 
     def row(self, index: int) -> PromptRow:
-        """Return the prompt at `index` of the training or held-out part, whichever this source reads."""
+        """Return the prompt at `index` of the part (training or held-out) that this source reads."""
         ninths, rest = divmod(index, _HELD_OUT_BUCKETS - 1)
         last = _HELD_OUT_BUCKETS - 1
         number = _HELD_OUT_BUCKETS * index + last if self._held_out else _HELD_OUT_BUCKETS * ninths + rest
@@ -251,10 +251,10 @@ class TaskSource:
         self._held_out = held_out
         self._seed = seed
         self._options = _checked_options(task, dict(options or {}))
-        self.row(0)  # this fails now if the options leave this part without prompts
+        self.row(0)  # This call raises an error now if the options leave this part without prompts.
 
     def row(self, index: int) -> PromptRow:
-        """Return the prompt at `index` of the training or held-out part, whichever this source reads."""
+        """Return the prompt at `index` of the part (training or held-out) that this source reads."""
         part = "held_out" if self._held_out else "train"
         rng = random.Random(f"{self._seed}/{part}/{index}")
         for _ in range(_TRIES):
@@ -308,7 +308,7 @@ class ReasoningGymTasks:
                 dataset, seed=seed + _HELD_OUT_SEED * held_out, size=_ENDLESS, **dict(options or {})
             )
             self.row(0)
-        except Exception as error:  # assertions and TypeErrors of the data set's configuration
+        except Exception as error:  # The data set's configuration raises AssertionError and TypeError.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"data.options: {dict(options or {})} do not fit {self.name}: {reason}") from error
 

@@ -32,9 +32,9 @@ _CHECK_ENDLESS = 1000
 """Number of prompts of an endless source that the start-up check reads."""
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 SOURCE = "data_source"
-"""Name of the prompt's field with the name of its source."""
+"""Name of the prompt field that holds the name of the prompt's source."""
 BLOCK = 1000
-"""Number of prompts in which each source has its share."""
+"""Number of prompts in a block of a mixture; every source has its share of each block."""
 
 
 def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, validation: bool = False) -> PromptSource:
@@ -164,14 +164,15 @@ class TableSource:
         )
 
     def _found_answer(self, text: str, index: int) -> str:
-        """Return the expected answer in the text of its column: what `data.answer_pattern` finds last, or the text."""
+        """Return the expected answer in a column's text: the last match of `data.answer_pattern`, or all without a
+        pattern."""
         pattern = self._config.answer_pattern
         if pattern is None:
             return text
         found = re.findall(pattern, text)
         if not found:
             raise ValueError(
-                f"data.answer_pattern: {pattern!r} is nowhere in the answer of row {index} of {self.name!r}, "
+                f"data.answer_pattern: {pattern!r} does not match the answer of row {index} of {self.name!r}, "
                 f"{text[-_SHOWN_CHARS:]!r}"
             )
         return found[-1].strip()
@@ -287,10 +288,9 @@ def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> t
 
 
 class MixedSource:
-    """Endless PromptSource of several streams. In each block of BLOCK prompts, a stream has as many as its weight says,
-    to the nearest whole number, at places drawn from the seed; it is read in its own order, and none is left out.
-
-    The prompt at an index is a function of the streams, the weights and the seed alone.
+    """Endless PromptSource that mixes several streams. In each block of BLOCK prompts, a stream has the number of
+    prompts that its weight gives, rounded to a whole number, at places drawn from the seed. Each stream is read in its
+    own order without gaps. The prompt at an index depends only on the streams, the weights and the seed.
     """
 
     size = None
@@ -299,7 +299,8 @@ class MixedSource:
     def __init__(self, names: Sequence[str], streams: Sequence[PromptStream], weights: Sequence[float], seed: int):
         """names: name of each stream's source. weights: weight of each stream, above 0; only their ratios count.
 
-        Raises ValueError, which names the source, if a weight is so small that no prompt of a block would be its.
+        Raises ValueError, which names the source, if a weight is so small that its source would have no prompt in a
+        block.
         """
         self._names = tuple(names)
         self._streams = tuple(streams)
@@ -314,7 +315,8 @@ class MixedSource:
         self._order = lru_cache(maxsize=4)(self._block)
 
     def row(self, index: int) -> PromptRow:
-        """Return the prompt at `index`. Its field `data_source` is its source's name, unless it has such a field."""
+        """Return the prompt at `index`. Its field `data_source` is the name of its source, unless the prompt already
+        has such a field."""
         block, place = divmod(index, BLOCK)
         parts, before = self._order(block)
         part = int(parts[place])
@@ -326,8 +328,8 @@ class MixedSource:
         return [self.row(index).text for index in range(start, stop)]
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each place of a block, its stream's index and how many earlier places have that stream. Both are
-        int64 `[BLOCK]`."""
+        """Return, for each place of a block, the index of its stream and the number of earlier places of that stream.
+        Both are int64 `[BLOCK]`."""
         parts = np.repeat(np.arange(len(self._counts)), self._counts)
         parts = np.random.default_rng([self._seed, block]).permutation(parts)
         before = np.zeros(BLOCK, dtype=np.int64)
@@ -361,7 +363,7 @@ def open_prompts(
     """Open the training prompts, or those of one evaluation. With `data.overlong_prompts=drop`, prompts of a finite
     source that are too long are left out.
 
-    held_out: name of the evaluation whose prompts are opened, and whose data `config` has as validation; None opens the
+    held_out: name of the evaluation whose prompts are opened; `config` has its data as validation data; None opens the
     training prompts. check_lengths: True makes prompts that are too long an error, unless they were left out. Raises
     ValueError with a one-sentence message if the source cannot be opened or its prompts do not fit.
     """

@@ -28,7 +28,7 @@ def bounded(errors: Iterable[str]) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
     """Counts and sums over a set of rows, such as the group of one prompt. They are totals rather than means, so that
-    those of several sets can be added exactly."""
+    they can be added over several sets exactly."""
 
     rows: int = 0
     """Number of rows written to the data plane."""
@@ -48,10 +48,9 @@ class GroupFigures:
     component_sums: dict[str, float] = field(default_factory=dict)
     """For each reward function, by name, the sum of its unweighted values over the rows that did not fail."""
     errors: tuple[str, ...] = ()
-    """Why rows failed: the error of each failed row, at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH
-    characters."""
+    """Errors of the failed rows: at most MAX_ERRORS of them, each with at most MAX_ERROR_LENGTH characters."""
     routes: RouteCounts = RouteCounts()
-    """Counts of the rows' routes; all are 0 if there are none, as without router replay."""
+    """Counts of the rows' expert routes; all are 0 without router replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +99,8 @@ def added_figures(parts: Sequence[GroupFigures]) -> dict[str, Any]:
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """Merge the reports of actors that worked at the same time. Counts, sums and traffic are added; of `generate_s` and
-    `response_length_max` the merged report has the largest."""
+    """Merge the reports of actors that worked at the same time. Counts, sums and traffic are added; for `generate_s`
+    and `response_length_max` the largest value is taken."""
     return RolloutReport(
         **added_figures(reports),
         generate_s=max((r.generate_s for r in reports), default=0.0),
@@ -136,7 +135,8 @@ class EvaluationReport:
 def group_figures(
     samples: Sequence[Sample], scores: Sequence[Score], routes: Sequence[RouteCounts] = ()
 ) -> GroupFigures:
-    """Return the counts and sums of scored samples. routes: counts of each sample's routes, with router replay."""
+    """Return the counts and sums of scored samples. routes: counts of each sample's expert routes; empty without router
+    replay."""
     lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
     failed = [score for score in scores if not score.valid]
     component_sums: dict[str, float] = {}

@@ -157,10 +157,10 @@ class RolloutWorker:
         params: SamplingParams,
         fresh: bool,
     ) -> None:
-        ends: list[float] = []  # of groups, seconds after the call's start
+        ends: list[float] = []  # Seconds from the call's start to the end of each group.
         finished: asyncio.Queue[asyncio.Task[list[Sample]]] = asyncio.Queue()
         wall, clock = time.time(), time.perf_counter()
-        restored = [] if fresh else await self._journaled(positions)  # a replay restores all of them
+        restored = [] if fresh else await self._journaled(positions)  # A replay restores all groups.
         known = {group.position for group in restored}
         episodes = call.begin(
             {
@@ -232,12 +232,12 @@ class RolloutWorker:
             for rubric in (self._rubric, *(one.rubric for one in self._held_out.values())):
                 if rubric.apart is not None:
                     await rubric.apart.close()
-        finally:  # this runs even if a user's environment raises
+        finally:  # This block runs even if a user's environment raises an error.
             if self._journal is not None:
                 self._journal.close()
             await self._client.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     async def _episodes(self, prompts: PromptStream, position: int, params: SamplingParams) -> list[Sample]:
         prompt = prompts[position]
@@ -317,7 +317,8 @@ class RolloutWorker:
     async def _write_samples(
         self, name: str, samples: Sequence[Sample], scores: Sequence[Score], picked: np.ndarray
     ) -> None:
-        """Append scored samples to the file of episodes. name: name of their set. picked: which of them, bool `[N]`."""
+        """Append scored samples to the file of episodes. name: name of their set. picked: True for each sample to
+        write, bool `[N]`."""
         file = self._samples
         if file is None or not picked.any():
             return
@@ -331,7 +332,7 @@ class RolloutWorker:
 
         try:
             await asyncio.to_thread(write)
-        except Exception as error:  # a tokenizer may raise anything, and nothing that is trained on depends on it
+        except Exception as error:  # A tokenizer can raise anything, and training does not depend on this file.
             _log.warning("%d samples are not written: %s: %s", len(chosen), type(error).__name__, error)
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
@@ -379,7 +380,7 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
 
 
 class _Scoring:
-    """Scores samples one after another in a thread. The event loop can read how far the thread has come."""
+    """Scores samples one after another in a thread. The event loop can read the thread's progress."""
 
     def __init__(
         self, rubric: Rubric, samples: Sequence[Sample], known: Sequence[ApartValues | None], scored: Callable[[], None]
@@ -445,7 +446,7 @@ def _score_one(rubric: Rubric, sample: Sample, known: ApartValues | None, begin:
         error = f"prompt {sample.prompt.uid!r}: the episode failed: {' '.join(sample.error.split())}"
         return Score(reward=0.0, components={}, valid=False, error=error)
     if sample.finish_reason == "abort":
-        # We cut the response off, so its reward would say nothing about the policy.
+        # The run cut this response off, so its reward says nothing about the policy.
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
     return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, sample, begin, known)
@@ -508,7 +509,7 @@ async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[as
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel the running tasks and wait until they have ended, so that none outlives the call it belongs to."""
+    """Cancel the running tasks and wait until they have ended, so that no task outlives its call."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -265,7 +265,7 @@ class ProcessGroups:
         if self.formed:
             dist.destroy_process_group()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     @property
     def _prefix(self) -> str:

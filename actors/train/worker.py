@@ -401,7 +401,7 @@ class TrainWorker:
         is raised once all have been closed."""
         self._parts.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     def _holders(self) -> tuple[object, ...]:
         return (self._reader, *self._backend.group_holders())

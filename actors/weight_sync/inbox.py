@@ -335,7 +335,7 @@ class WeightInbox:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return spare
 
-    # ------------------------------------------------------------ letting go
+    # ------------------------------------------------------------ releasing
 
     def _forget_prepared(self) -> None:
         for prepared in (self._staged, self._arriving):

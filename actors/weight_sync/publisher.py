@@ -209,7 +209,7 @@ class WeightPublisher:
             if self._cache is not None:
                 self._cache.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
         if self._planned is None or self._planned[0] != list(specs.items()):

@@ -172,7 +172,7 @@ class BucketStream:
             num_sparse=self._num_sent["sparse"],
         )
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     @property
     def _label(self) -> str:

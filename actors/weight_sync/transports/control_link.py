@@ -316,7 +316,7 @@ class ReceiverTracker:
         for link in [*self._links.values(), *self._arrivals]:
             link.close()
 
-    # ------------------------------------------------------------ for errors
+    # ------------------------------------------------------------ error texts
 
     def _place(self, rank: int) -> str:
         if rank not in self.groups:

@@ -142,7 +142,7 @@ class Sender(ABC):
             self._update = None
             self._close()
 
-    # ------------------------------------------------------------ for subclasses
+    # ------------------------------------------------------------ methods for subclasses
 
     @abstractmethod
     def _begin(self, update: SenderUpdate) -> str:
@@ -172,7 +172,7 @@ class Sender(ABC):
         if update.ended:
             raise self._deadline(update).error(f"aborted: {update.ended}")
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     def _expect_open(self) -> SenderUpdate:
         update = self._update
@@ -272,7 +272,7 @@ class BackgroundSender(Sender):
     def _failed(self, update: SenderUpdate, what: str, error: Exception) -> WeightTransferError:
         return self._deadline(update).error(f"{what}: {error}")
 
-    # ------------------------------------------------------------ for subclasses
+    # ------------------------------------------------------------ methods for subclasses
 
     @abstractmethod
     def _open(self, update: SenderUpdate) -> str:
@@ -367,7 +367,7 @@ class Stream(ABC):
             self.deadline.stop()
             self._close()
 
-    # ------------------------------------------------------------ for subclasses
+    # ------------------------------------------------------------ methods for subclasses
 
     @abstractmethod
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -395,7 +395,7 @@ class Stream(ABC):
         if self.closed:
             raise self.deadline.error("the reception was ended")
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ private methods
 
     def _check(self, frame: BucketFrame, payload: torch.Tensor, expected: int) -> None:
         name = f"bucket {frame.bucket} of {len(self.plan.sizes)}"

@@ -169,6 +169,6 @@ def test_over_engine_actors_of_which_one_dies(model_folder: str, plane: DataPlan
 def test_an_actor_that_embeds_its_engine_takes_no_others(model_folder: str, plane: DataPlane) -> None:
     actor = start(setup(model_folder, plane))
     got(actor.build())
-    with pytest.raises(ActorFailed, match="RuntimeError: rollout 0: it embeds its engine"):
+    with pytest.raises(ActorFailed, match="RuntimeError: rollout 0: this actor runs its engine itself"):
         got(actor.set_engines([]))
     actor.kill()

@@ -216,5 +216,5 @@ def test_what_was_not_recorded_is_named(tokenizer: Any, tmp_path: Path) -> None:
         again.rollout([1, 2, 3])
     assert again.generated == []
     again.end()
-    with pytest.raises(ValueError, match="run.replay: .*nowhere is no folder"):
+    with pytest.raises(ValueError, match="run.replay: .*nowhere is not a folder"):
         journal(tmp_path / "nowhere", "replay")

@@ -249,7 +249,7 @@ def test_an_answer_is_found_in_its_column(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "answer": "4 - 1 = <<4-1=3>>3 #### 3\n#### 1,200 "}, {"prompt": "q", "answer": "none"}]
     source = open_source(DataConfig(train=jsonl(tmp_path / "p.jsonl", rows), answer_pattern="#### (.+)"))
     assert source.row(0).answer == "1,200", "the last match counts"
-    with pytest.raises(ValueError, match=r"data.answer_pattern: .* is nowhere in the answer of row 1 .* 'none'"):
+    with pytest.raises(ValueError, match=r"data.answer_pattern: .* does not match the answer of row 1 .* 'none'"):
         source.row(1)
     for wrong in ("####", "(a)(b)", "("):
         with pytest.raises(ValueError, match="expected a regular expression"):
