@@ -272,8 +272,8 @@ class ReadyView:
             self._enter(items)  # Items that are still outside the bounds are set aside again.
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
-        """Update the view for rows that were written, leased or released, or that are about to be cleared. They come
-        without repeats; those to be cleared are already marked as unwritten.
+        """Update the view for rows that were written, leased or released, or that are about to be cleared. The rows
+        have no repeats, and rows to be cleared are already marked as unwritten.
 
         cursor: the task's state of every row (`TaskCursor.column`), 0 for a free row. requeue: whether the rows' policy
         versions may have changed, too.
@@ -312,8 +312,8 @@ class ReadyView:
         self._enter(items[ready & (~held | leaving)])
 
     def _enter(self, items: np.ndarray) -> None:
-        """Queue ready items, or set them aside if their version is outside the bounds. They must not be queued or set
-        aside already."""
+        """Queue ready items, or set them aside if their version is outside the bounds. None of the items is queued or
+        set aside already."""
         if self._min_version is not None or self._max_version is not None:
             outside = self._outside(items)
             self._set_aside(items[outside > 0], outside[outside > 0])

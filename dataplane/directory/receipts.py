@@ -57,8 +57,8 @@ def receipt_of(
 def committed_of(
     part: Partition, put: PutRows, rows: np.ndarray, first_id: int, locations: Sequence[bytes]
 ) -> Committed:
-    """Return what the writer of a put lacks for its receipt. rows: the put's rows in the partition; first_id: id of its
-    first block."""
+    """Return the part of a put's receipt that its writer does not have. rows: the put's rows in the partition;
+    first_id: id of its first block."""
     others = {name: values for name, values in part.rows.tags_of(rows).items() if name not in put.tags}
     return Committed(
         first_id,

@@ -24,7 +24,8 @@ class Register:
     tasks: tuple[TaskConfig, ...]
     group_size: int
     redefine: bool = False
-    """True replaces a partition that is registered with other arguments, and forgets its rows; False refuses it."""
+    """Whether to replace a partition that is registered with other arguments, and to forget its rows. False refuses the
+    request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class AddTasks:
 
 @dataclass(frozen=True, slots=True)
 class OnePartition:
-    """Request about a partition as a whole. `describe` asks for its `Schema`, `export` for what is needed to save it
-    (the reply is `Exported`), and `unregister` forgets it (the reply is the number of rows that were in it)."""
+    """Request about a partition as a whole. `describe` returns its `Schema`, and `export` returns an `Exported`, from
+    which it can be saved. `unregister` forgets the partition and returns the number of its rows."""
 
     partition: str
 
@@ -49,12 +50,12 @@ class AddFields:
 
     partition: str
     fields: Schema
-    """Fields to add. Those that the partition has already are ignored."""
+    """Fields to add. Fields that the partition already has are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Request to check rows and to reserve space for them, waiting at most `timeout_s` for it. The reply is a
+    """Request to check rows and to reserve space for them, waiting at most `timeout_s` for space. The reply is a
     `Space`."""
 
     put: PutRows
@@ -65,7 +66,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Names the space in the store to which one put may write, provided that it commits within `reserve_s`."""
+    """Names the space in the store to which one put can write. The put must commit within `reserve_s`."""
 
     space_id: int
     first_block_id: int
@@ -90,7 +91,7 @@ class Commit:
     """Location of each block, as the store returned it when the block was written; None when the space itself has a
     location."""
     next_bytes: int
-    """Number of bytes that the writer would like to have reserved in advance for its next put."""
+    """Number of bytes to reserve in advance for the writer's next put, if there is room."""
     next_blocks: int
 
 
@@ -127,7 +128,7 @@ class Tag:
     partition: str
     keys: bytes
     tags: Mapping[str, np.ndarray]
-    """For each tag, a value for each key, `[N]`."""
+    """Values of each tag, one for each key: tag name -> `[N]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class SomeRows:
-    """Request about the rows with given keys, or about all rows of the partition (None). `rows` asks for their
-    `PartitionRows`, and `clear` forgets them (the reply is their number)."""
+    """Request about the rows with given keys, or about all rows of the partition (None). `rows` returns their
+    `PartitionRows`. `clear` forgets them and returns their number."""
 
     partition: str
     keys: bytes | None
@@ -159,7 +160,8 @@ class Exported:
     rows: bytes
     """All rows in order of arrival, as `PartitionRows.to_bytes` encodes them."""
     receipts: tuple[bytes, ...]
-    """For each set of fields, the receipt (keys and locations) of the rows that have just these fields written."""
+    """Receipts (keys and locations), one for each set of fields. Each covers the rows with exactly these fields
+    written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class Restore:
     partition: str
     state: PartitionState
     rows: bytes
-    """As in `Exported`."""
+    """All rows in order of arrival, as `PartitionRows.to_bytes` encodes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClearStale:
-    """Request to clear the rows that a claim like `rows` skips because their policy version is too old. The reply is
+    """Request to clear the rows that the claim `rows` would skip because their policy version is too old. The reply is
     the keys of the cleared rows, as `pack_keys` encodes them."""
 
     rows: ClaimRows
@@ -199,7 +201,8 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class RenewRows:
-    """Request to extend the lease of a receipt's rows to `lease_s` seconds from now, if it holds all of them."""
+    """Request to extend the lease of a receipt's rows to `lease_s` seconds from now, if the lease still holds all of
+    them."""
 
     partition: str
     lease_id: int
@@ -247,7 +250,7 @@ class StatusOfTask:
 
 @dataclass(frozen=True, slots=True)
 class FreeRows:
-    """Request to drop the values of all fields of rows, but not the rows. The reply is the number of rows."""
+    """Request to drop the values of all fields of rows, and to keep the rows. The reply is the number of rows."""
 
     partition: str
     keys: bytes
@@ -262,8 +265,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Reply to the request `plane`: what a client must know besides the directory's address and the run's key. The
-    request has no arguments."""
+    """Reply to the request `plane`, which has no arguments. A client needs it besides the directory's address and the
+    run's key."""
 
     config: str
     """The data plane's configuration as JSON."""
@@ -279,7 +282,7 @@ _OK, _ERROR = b"\0", b"\1"
 CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve", "lookup"))
-"""Names of the requests that may have to wait, and that can be cancelled while they do."""
+"""Names of the requests that may have to wait. They can be cancelled while they wait."""
 TAKE_EFFECT = frozenset(
     (
         "register",
@@ -297,8 +300,8 @@ TAKE_EFFECT = frozenset(
         "clear_stale",
     )
 )
-"""Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
-the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
+"""Names of the requests with a lasting effect. If the reply to such a request is lost, the error says that it is not
+known whether the request took effect. Puts are not listed, because a separate request undoes an interrupted put."""
 TAKE_BACK = frozenset(("abort", "withdraw"))
 """Names of the requests that undo something. They are carried out even if no client waits for the reply."""
 REVOKED = b""

@@ -18,12 +18,12 @@ UNWRITTEN = -1
 UNKNOWN = -1
 """Value in the column of lengths for a row that has no PER_TOKEN field yet."""
 NO_POSITION = -1
-"""Value that stands for the position in the prompt stream if a row has no tag POSITION."""
+"""Position in the prompt stream of a row without the tag POSITION."""
 
 
 def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
-    """Return `column` if it has at least `size` items along its first axis. Otherwise return a copy that has, and is at
-    least twice as long; its new items are `fill`."""
+    """Return `column` if it has at least `size` items along its first axis. Otherwise return a copy that is long
+    enough, and at least twice as long as `column`. Its new items are `fill`."""
     if len(column) >= size:
         return column
     new = np.full((max(size, 2 * len(column), 64), *column.shape[1:]), fill, column.dtype)
@@ -32,7 +32,7 @@ def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
 
 
 def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
-    """Return the names at the positions `which`, which are ascending and without repeats."""
+    """Return the names at the positions `which`. The positions are ascending and have no repeats."""
     if len(which) == len(names):
         return names
     positions: list[int] = which.tolist()
@@ -40,7 +40,7 @@ def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
 
 
 class Numbers:
-    """Allocates integers from 0 upwards, and reuses the ones that were given back before it allocates new ones."""
+    """Allocates integers from 0 upwards. Integers that were given back are reused before new ones are allocated."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -65,7 +65,7 @@ class Numbers:
 
 
 class Notes:
-    """Keeps a number for each row that was given one, and 0 for the others."""
+    """Keeps a number for each row, which is 0 until another number is set."""
 
     def __init__(self) -> None:
         self._column = np.empty(0, dtype=np.int64)
@@ -79,7 +79,7 @@ class Notes:
         return found
 
     def set(self, rows: np.ndarray, numbers: np.ndarray) -> None:
-        """Give rows (an array of any shape) numbers (an array that broadcasts to this shape)."""
+        """Set the numbers of `rows`, an array of any shape, to `numbers`, an array that broadcasts to this shape."""
         if rows.size:
             self._column = grown(self._column, int(rows.max()) + 1, 0)
             self._column[rows] = numbers
@@ -145,7 +145,7 @@ class RowTable:
         return rows
 
     def remove(self, rows: np.ndarray) -> None:
-        """Forget rows, given without repeats. All of their fields must already be marked as unwritten."""
+        """Forget rows. They have no repeats, and all of their fields must already be marked as unwritten."""
         for key in self.keys[rows].tolist():
             del self.index[key]
         self.keys[rows] = None
@@ -243,7 +243,7 @@ class GroupTable:
     def intern(self, names: Sequence[str], numbering: Numbers) -> np.ndarray:
         """Return the index of each named group, int64 `[G]`, and create the groups that do not exist yet.
 
-        names: without repeats. numbering: source of the new groups' ids.
+        names: names of the groups, without repeats. numbering: source of the new groups' ids.
         """
         found = self.find(names)
         fresh = np.flatnonzero(found < 0)

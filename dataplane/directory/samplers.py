@@ -1,8 +1,8 @@
 """Defines and builds samplers, which choose the rows that a claim takes. A task names its sampler.
 
-A sampler is a function of numpy columns. It runs in the directory's process, within the claim, so it must be quick, and
-it must not keep the arrays that it is shown; what it has to remember of a row, it notes. It chooses among *items*, that
-is, single rows, or groups when the claim asks for whole groups.
+A sampler is a function of numpy columns. It runs in the directory's process, within the claim, so it must be quick. It
+must not keep the arrays that it is shown; to remember something about a row, it notes a number. It chooses among
+*items*: single rows, or groups when the claim asks for whole groups.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class TaskConfig:
     and `length_balanced` take `num_ranks`."""
     first_prompt: int = 0
     """Position in the prompt stream from which `in_order` and `windowed` start. A resumed run gives the position at
-    which it left off."""
+    which it stopped."""
     settled: tuple[int, ...] = ()
-    """Positions after `first_prompt` that need not be waited for, because their prompts have been trained on or
+    """Positions after `first_prompt` for which the task does not wait, because their prompts have been trained on or
     dropped."""
 
 
 class StreamProgress:
-    """Records which positions in the prompt stream are settled, which means that a task no longer waits for them.
+    """Records which positions in the prompt stream are settled. A task does not wait for a settled position.
 
-    A position is settled once its prompt was claimed, was passed over because of its version, was cleared before
-    either, or was skipped by a call.
+    A position is settled once its prompt was claimed, was passed over because of its version, was cleared before that,
+    or was skipped by a call.
     """
 
     def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:
@@ -125,8 +125,8 @@ class Candidates:
         return self._notes.of(self._members).min(axis=1)
 
     def note(self, positions: np.ndarray, numbers: np.ndarray) -> None:
-        """Note a number for each item at `positions` (int `[M]`), so that later claims of the task see it in `notes`. A
-        note stays, however this claim ends, until the task has finished the item or one of its rows is cleared.
+        """Note a number for each item at `positions` (int `[M]`), so that later claims of the task see it in `notes`.
+        However this claim ends, a note stays until the task has finished the item or one of its rows is cleared.
         numbers: int `[M]`."""
         self._notes.set(self._members[positions], np.asarray(numbers)[:, None])
 
@@ -168,7 +168,7 @@ class ClaimRequest:
     most: int
     """Largest number of items that the claim takes."""
     least: int
-    """Smallest number of items with which the claim is content, at most `most`."""
+    """Smallest number of items that the claim accepts, at most `most`."""
     arguments: Mapping[str, Any]
     """Arguments that the claim gives the sampler, as plain values: one for each name in `Sampler.arguments`."""
 
@@ -181,10 +181,10 @@ class Sampler(Protocol):
     `ready`, and "prompt" by `prompts` and then `arrivals`."""
     looks_ahead: int | None
     """Maximum number of items shown to the sampler beyond the most that a claim takes. None shows all claimable items,
-    which costs each claim 1 ms per 10 k items or so."""
+    which costs each claim about 1 ms per 10,000 items."""
     arguments: tuple[str, ...]
-    """Names of the arguments that every claim gives the sampler. A claim that lacks one of them, or has another one, is
-    refused with a ValueError."""
+    """Names of the arguments that every claim gives the sampler. A claim with missing or other arguments is refused
+    with a ValueError."""
 
     def select(self, candidates: Candidates, request: ClaimRequest) -> np.ndarray:
         """Return the items to take, as integer positions in `candidates` without repeats. The claim returns them in
@@ -211,8 +211,8 @@ class FirstInOrder:
 
 
 class Windowed:
-    """Implements `in_order` and `windowed`, which follow the prompt stream. They give at most `window` prompts from the
-    first unsettled one on.
+    """Implements `in_order` and `windowed`, which follow the prompt stream. They take prompts from a window of `window`
+    positions, which begins at the first unsettled position.
 
     `in_order` has a window of 1, so it takes a prompt only after all prompts before it. Both wait at a prompt that is
     not put. They continue once it is put, even if it is then cleared instead of claimed, or once it is skipped.
@@ -231,8 +231,8 @@ class Windowed:
         prompts = candidates.prompts.tolist()
         if prompts and prompts[0] == NO_POSITION:
             raise ValueError(
-                f"the rows of group {int(candidates.groups[0])} have no tag {POSITION!r}, expected their place in the "
-                "prompt stream, which `in_order` and `windowed` follow"
+                f"the rows of group {int(candidates.groups[0])} have no tag {POSITION!r}, expected their position in "
+                "the prompt stream, which `in_order` and `windowed` follow"
             )
         progress, count = candidates.progress, 0
         for number in prompts[: request.most]:
@@ -263,7 +263,7 @@ def chosen(sampler: Sampler, candidates: Candidates, request: ClaimRequest) -> n
     positions = positions.astype(np.int64)
     outside = positions[(positions < 0) | (positions >= len(candidates))]
     if len(outside):
-        raise SamplerError(f"{_name(sampler)} chose item {outside[0]} of {len(candidates)} that it was offered")
+        raise SamplerError(f"{_name(sampler)} chose item {outside[0]}, expected one of {len(candidates)} items")
     if len(np.unique(positions)) < len(positions):
         raise SamplerError(f"{_name(sampler)} chose an item twice")
     return positions[: request.most]
@@ -296,15 +296,15 @@ def _name(sampler: Sampler) -> str:
 class RankShares:
     """Deals items (rows or whole groups) to ranks in rounds, and gives each claim a share of its rank.
 
-    A round is dealt when a rank asks that has too few items of its own and enough items are ready that belong to no
-    rank: `num_ranks` shares of equally many items, the same number that the claim takes at most, or fewer if fewer are
-    ready, but at least as many as the claim takes at least. An item belongs to its rank until the task has finished it
-    or it is cleared. The rank that is given an item back (by `retry`, or because its lease ran out) gets it again, and
-    before its later shares.
+    A round is dealt when a rank claims items, has too few, and enough items that belong to no rank are ready. It has
+    `num_ranks` shares of equally many items: the most that the claim takes, or fewer if fewer are ready, but at least
+    as many as the claim takes at least. An item belongs to its rank until the task has finished it or it is cleared.
+    An item that is given back (by `retry`, or because its lease ran out) stays with its rank, which gets it before its
+    later shares.
 
-    A claim takes what is left of its rank's oldest share, and continues to the next share only if that is less than the
+    A claim takes the rest of its rank's oldest share. It continues to the next share only if the rest is less than the
     claim takes at least. So ranks that ask for equally many items get shares of the same rounds, in whatever order they
-    ask. Which items a round has depends only on the items that are ready when it is dealt.
+    ask. The items of a round depend only on the items that are ready when it is dealt.
     """
 
     order: Order = "version"
@@ -345,8 +345,7 @@ class RankShares:
             self._num_rounds += 1
 
     def _deal(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the rank that gets each of the items of a round, int64 `[N]`. tokens: number of tokens of each item,
-        int64 `[N]`."""
+        """Return the rank of each item of a round, int64 `[N]`. tokens: number of tokens of each item, int64 `[N]`."""
         if not self._balanced:
             return np.arange(len(tokens)) % self.num_ranks
         # The longest items are dealt first, each to the rank with the fewest tokens so far whose share is not full.
@@ -363,16 +362,16 @@ class RankShares:
 
 
 FOR_RANKS = ("rank_aware", "length_balanced")
-"""Names of the samplers whose claims are made by single ranks."""
+"""Names of the samplers that serve each rank separately."""
 BUILT_IN = ("oldest_version_first", "ready_first", "in_order", "windowed", *FOR_RANKS)
 
 
 def build_sampler(task: TaskConfig, own: Collection[str]) -> Sampler:
     """Build the task's sampler.
 
-    own: import paths that the task may name, those of `dataplane.samplers`. No other module is imported, as tasks come
-    from clients. Raises ValueError for an unknown name or another import path, for options that the sampler does not
-    take, and for a factory that does not return a Sampler.
+    own: import paths that a task can name, from the configuration key `dataplane.samplers`. No other module is
+    imported, because tasks come from clients. Raises ValueError for an unknown name or another import path, for options
+    that the sampler does not take, and for a factory that does not return a Sampler.
     """
     where = f"task {task.name!r}: sampler {task.sampler!r}"
     try:

@@ -10,9 +10,10 @@ reserve (put)    its turn among waiting puts     the put before it
                  space                           revoking the credit of idle writers; blocks freed by
                                                  clear, replace, abort or expiry
 
-All other requests are answered at once. The only timer is set to the directory's next deadline. Nothing polls, except a
-put that waits for memory whose release no call announces: a process that may be stopped or dying still holds freed
-blocks, or other programs' files fill /dev/shm, so that the store has less room than the directory counts.
+All other requests are answered at once. The only timer is set to the directory's next deadline. Only one wait polls: a
+put that waits for memory whose release no call announces. This happens when a process that may be stopped or dying
+still holds freed blocks, or when other programs' files fill /dev/shm. The store then has less room than the directory
+counts.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ class DirectoryService:
     async def _lookup_later(
         self, request: requests.Lookup, keys: list[str], lacking: KeysNotFound | FieldsNotReady
     ) -> bytes:
-        """Wait until the rows and fields of a lookup exist. lacking: what its first attempt raised."""
+        """Wait until the rows and fields of a lookup exist. lacking: error of the first attempt."""
         assert request.wait_s is not None
         partition, fields = request.partition, request.fields
         try:
@@ -419,7 +420,7 @@ class DirectoryService:
     @contextmanager
     def _in_queue(self, name: tuple[str, str, bytes], wants: str) -> Iterator[tuple[Queue, Place]]:
         """Take a place in a queue of claims for as long as the context lasts. The queue is removed with its last
-        caller, as the arguments of claims have any number of values."""
+        caller, because there can be any number of different arguments and so of queues."""
         queue = self._claim_queues[name]
         try:
             with queue.place(wants) as place:

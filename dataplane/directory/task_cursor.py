@@ -21,13 +21,13 @@ DONE = -1
 """Value in a cursor's column for a row that the task has finished. The value 0 means that the row is free, and a
 positive value is the id of the lease that holds it."""
 MAX_VIEWS = 8
-"""Maximum number of indexes of claimable rows (one for each set of claimed fields) that a task keeps up to date. Beyond
-it, the least recently used one is dropped, and rebuilt when it is needed again."""
+"""Maximum number of indexes of claimable rows (one for each set of claimed fields) that a task keeps up to date. Above
+this number, the least recently used index is dropped, and rebuilt when it is needed."""
 
 
 class TaskCursor:
-    """Records for each row whether one task (consumer) has finished it, leased it or may claim it. It keeps indexes of
-    the rows that the task may claim."""
+    """Records for each row whether one task (consumer) has finished it, leased it or can claim it. Indexes of the rows
+    that the task can claim are kept up to date."""
 
     def __init__(
         self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable, samplers: Collection[str]
@@ -77,7 +77,7 @@ class TaskCursor:
         return next(reversed(self._views.values())).num_stale if self._views else 0
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a claim gives the sampler just the arguments that it takes."""
+        """Raise ValueError unless a claim gives the sampler exactly the arguments that it takes."""
         expected = sorted(self.sampler.arguments)
         if sorted(arguments) != expected:
             raise ValueError(
@@ -156,7 +156,8 @@ class TaskCursor:
         return notes if notes.any() else notes[:0]
 
     def restore_notes(self, rows: np.ndarray, notes: np.ndarray) -> None:
-        """Give rows the numbers that `notes_of` returned for them. Raises ValueError for anything else."""
+        """Give rows the numbers that `notes_of` returned for them. Raises ValueError for numbers of another dtype or
+        length."""
         if notes.dtype != np.int64 or notes.shape not in ((0,), rows.shape):
             raise ValueError(
                 f"load: task {self.config.name!r} has notes {notes.dtype} {list(notes.shape)}, expected int64 for each "
@@ -178,7 +179,7 @@ class TaskCursor:
         self.progress.settle(positions.tolist())
 
     def reset(self, rows: np.ndarray) -> TaskReset:
-        """Mark the finished ones among `rows`, given without repeats, as free."""
+        """Mark the finished rows among `rows` as free. `rows` has no repeats."""
         states = self.column[rows]
         finished = rows[states == DONE]
         self.set(finished, 0)
@@ -196,7 +197,7 @@ class TaskCursor:
 
     def waits_for(self, *, enough: bool) -> str:
         """Return the end of a ClaimTimeout's message that says what the sampler waits for; "" if it does not wait.
-        enough: whether as many rows are ready as the claim takes at least."""
+        enough: whether enough rows are ready for the claim."""
         if self.progress is not None:
             return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
         waits = enough and not isinstance(self.sampler, FirstInOrder)
@@ -218,14 +219,14 @@ class Lease:
     partition: str
     task: str
     rows: np.ndarray
-    """Numbers of the rows that were claimed, int64 `[N]`. The lease still holds those with `lease_id` in the cursor's
+    """Numbers of the rows that were claimed, int64 `[N]`. The lease still holds the rows with its id in the cursor's
     column."""
     held: int
     """Number of rows that the lease still holds."""
     granted: float
     deadline: float
-    """Time at which the lease expires unless it is renewed, by the monotonic clock of the `now` that is passed to the
-    directory."""
+    """Time in seconds at which the lease expires unless it is renewed, by the monotonic clock of the directory's
+    argument `now`."""
 
 
 class LeaseBook:

@@ -154,7 +154,7 @@ def test_stale_rows_are_passed_over_named_once_and_cleared(ordered: Any) -> None
 def test_a_bad_sampler_is_an_error_of_the_claim_and_leases_nothing(ordered: Any) -> None:
     client, partition = ordered
     put(client, partition, 0)
-    with pytest.raises(SamplerError, match="task 'bad', sampler '.*:Stubborn': .* chose item 4 of 4"):
+    with pytest.raises(SamplerError, match="task 'bad', sampler '.*:Stubborn': .* chose item 4, expected one of 4"):
         client.claim(partition, "bad", FIRST, 4)
     assert client.status(partition).leased_rows == 0
     assert claim(client, partition, 1).keys == tuple(group(0))

@@ -77,8 +77,8 @@ def test_a_sampler_of_ones_own_sees_columns_and_decides() -> None:
     [
         ("raise", "raised RuntimeError: no idea"),
         ([0, 0], "chose an item twice"),
-        ([2], "chose item 2 of 2"),
-        ([-1], "chose item -1 of 2"),
+        ([2], "chose item 2, expected one of 2"),
+        ([-1], "chose item -1, expected one of 2"),
         ([0.5], "float64.*expected one dimension of integer"),
         ([[0]], r"int64 \[1, 1\]"),
     ],
