@@ -84,7 +84,7 @@ class Batch(Mapping[str, Column]):
     def _typed(self, name: str, kind: type) -> Any:
         column = self._columns[name]
         if not isinstance(column, kind):
-            raise TypeError(f"field {name!r} is {self.schema[name].kind.value}, not what {kind.__name__} holds")
+            raise TypeError(f"field {name!r}: got {self.schema[name].kind.value}, expected a {kind.__name__} column")
         return column
 
     @property
@@ -102,8 +102,8 @@ class Batch(Mapping[str, Column]):
         return Batch(schema, self.num_rows, {name: self._columns[name] for name in schema})
 
     def merge(self, other: Batch) -> Batch:
-        """Return a batch with the columns of this batch and those of `other`, which has other fields of the same rows.
-        Copies nothing. Raises ValueError when the numbers of rows differ or when a field is in both."""
+        """Return a batch with the columns of this batch and of `other`, which holds other fields of the same rows. The
+        columns are not copied. Raises ValueError when the numbers of rows differ or when a field is in both."""
         if self.num_rows != other.num_rows:
             raise ValueError(f"merge: got batches of {self.num_rows} and {other.num_rows} rows, expected equal numbers")
         schema = Schema([*self.schema.values(), *other.schema.values()])

@@ -1,8 +1,9 @@
-"""Encodes and decodes the header of a block (part 0), and computes and checks the checksums that it has.
+"""Encodes and decodes the header of a block (part 0), and computes and checks the checksums in it.
 
 The header describes the block's other parts. It is enough to read a block without the schema of its partition. A
 checksum is the xxh3 of CHECKSUM_ROWS rows of a field (a row block). It is computed and checked right after the copy of
-its bytes, while the cache has them: reading memory once more would take longer than the xxh3 itself.
+its bytes, while they are in the CPU cache. Reading them from memory a second time would take longer than the xxh3
+itself.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from .schema import Schema
 
 # ---------------- The bytes of a header.
 #
-# bytes 0-7    magic and format version
-# bytes 8-15   xxh3 of everything after them, seeded with a number that the reader knows, too (0 outside a data plane)
-# bytes 16-23  bytes of the manifest
-# then         manifest: msgpack [schema, rows, has lengths, checksums or None], padded with zeros to 4
+# bytes 0-7    the magic bytes, which end in the version of the format
+# bytes 8-15   xxh3 of all later bytes, seeded with a number that the reader must know (0 outside a data plane)
+# bytes 16-23  number of bytes of the manifest
+# then         manifest: msgpack [schema, rows, has lengths, checksums or None], padded with zeros to a multiple of 4
 # then         int32 lengths `[N]` when a field is PER_TOKEN
 
 MAGIC = b"hrblock1"
 MAX_TOKENS = (1 << 31) - 1
-"""Largest number of tokens that a row may have, because a block stores the rows' lengths as int32."""
+"""Largest number of tokens of a row. A block stores the rows' lengths as int32."""
 _PREFIX = struct.Struct("<8sQQ")
 _HASHED_FROM = 16
 _MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
@@ -56,8 +57,8 @@ def encode_header(
     """Encode a block's header (part 0) as uint8 1-D. Raises ValueError when a row has more than MAX_TOKENS tokens.
 
     lengths: number of tokens of each row, int `[N]`; None when no field is PER_TOKEN. num_checksums: number of
-    checksums (see `Header`), which are zeros until `enter_checksums`; None for a block without checksums. seed: seed of
-    the xxh3 that protects the header itself; a reader must pass the same seed to `decode_header`.
+    checksums (see `Header`); they are zeros until `enter_checksums` sets them. None makes a block without checksums.
+    seed: seed of the xxh3 that protects the header itself; a reader must pass the same seed to `decode_header`.
     """
     if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
         longest = int(lengths.argmax())
@@ -71,8 +72,9 @@ def encode_header(
 
 
 def enter_checksums(header: np.ndarray, checksums: Sequence[int], seed: int) -> None:
-    """Enter the checksums into a header that `encode_header` has made for as many of them, with the same seed."""
-    end = _PREFIX.size + _PREFIX.unpack_from(header.data)[2]  # the lengths are the last value of the manifest
+    """Write the checksums into a header. `encode_header` must have made it for this number of checksums and this
+    seed."""
+    end = _PREFIX.size + _PREFIX.unpack_from(header.data)[2]  # The checksums are the manifest's last value.
     header[end - 8 * len(checksums) : end] = np.array(checksums, dtype="<u8").view(np.uint8)
     struct.pack_into("<Q", header.data, 8, xxhash.xxh3_64_intdigest(header[_HASHED_FROM:].data, seed))
 
@@ -107,34 +109,35 @@ def _schema(data: bytes) -> Schema:
 xxh3 = xxhash.xxh3_64_intdigest
 
 COPY_BYTES = 2 << 20
-"""Largest number of bytes that are copied before their checksums are computed, so that the cache still has them. From 1
-MiB on, a copy does not read first what it overwrites, which made it up to 1.6 times as fast where it was measured."""
+"""Largest number of bytes that are copied before their checksums are computed, so that they are still in the CPU cache.
+A copy of 1 MiB or more does not first read the memory that it overwrites, which made it up to 1.6 times as fast in a
+measurement."""
 
 CHECKSUM_ROWS = 256
 """Number of rows of a block that share one xxh3 checksum per field (a row block). A reader of a few rows verifies only
-the row blocks that contain these rows. As many rows as a block has by default: with a quarter of them, the calls for
-each checksum took as long as the xxh3 itself."""
+the row blocks that contain these rows. The number equals the default number of rows in a block. With a quarter of it,
+the calls for each checksum took as long as the xxh3 itself."""
 
 
 class ChecksumMismatch(ValueError):
-    """Bytes of a block differ from what was written. The message names the field, its rows, and the expected and found
-    xxh3."""
+    """Bytes of a block differ from those that were written. The message names the field, its rows, and the expected and
+    found xxh3."""
 
     def __init__(self, message: str, block: int) -> None:
-        """block: number of the block, by which the caller knows it."""
+        """block: the caller's number for the block."""
         super().__init__(message)
         self.block = block
 
 
 def mismatch(field: str, block: int, what: str, expected: int, found: int) -> ChecksumMismatch:
-    """Return the error for a part of a field (`what`) that has another xxh3 than expected."""
+    """Return the error for a part of a field (`what`) when its xxh3 is not the expected one."""
     return ChecksumMismatch(
         f"field {field!r}, {what}: xxh3 of the bytes read is {found:016x}, but {expected:016x} was written", block
     )
 
 
 def row_block_ends(ends: np.ndarray) -> list[int]:
-    """Return the end offsets of every CHECKSUM_ROWS-th row and of the last row, given those of all rows."""
+    """Return the end offsets of every CHECKSUM_ROWS-th row and of the last row, given the end offsets of all rows."""
     return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
 
 
@@ -144,13 +147,13 @@ class RunningSums:
     def __init__(self, ends: Sequence[int]) -> None:
         """ends: byte offset at which each range ends."""
         self.sums: list[int] = []
-        """Checksums of the ranges of which all bytes have been fed."""
+        """Checksums of the ranges that have been fed completely."""
         self._ends = ends
         self._fed_bytes = 0
         self._digest = xxhash.xxh3_64()
 
     def feed(self, data: memoryview) -> None:
-        """Take the bytes that follow those of the calls before."""
+        """Process the next bytes. They must follow the bytes of the previous call."""
         digest, base, begin = self._digest, self._fed_bytes, 0
         self._fed_bytes += len(data)
         for end in self._ends[len(self.sums) :]:
@@ -164,19 +167,19 @@ class RunningSums:
 
 
 class FieldSums:
-    """Checks the row blocks of one field of a block that is being read, each once its first byte was copied."""
+    """Checks the row blocks of one field while a block is read. Each is checked when its first byte has been copied."""
 
     def __init__(
         self, field: str, block: int, num_rows: int, values: np.ndarray, ends: Sequence[int], sums: Sequence[int]
     ) -> None:
-        """Raise ValueError if the row blocks are not all of the values part.
+        """Raise ValueError if the row blocks do not cover exactly the values part.
 
-        field: name, for error messages. block: number by which the caller knows the block. values: the values part,
-        uint8 1-D. ends, sums: byte offset at which each row block ends, and its checksum.
+        field: name, for error messages. block: the caller's number for the block. values: the values part, uint8 1-D.
+        ends, sums: byte offset at which each row block ends, and its checksum.
         """
         self._bounds = [0, *ends]
         if self._bounds[-1] != len(values):
-            raise ValueError(f"field {field!r}: {len(values)} bytes, but its rows have {self._bounds[-1]}")
+            raise ValueError(f"field {field!r}: got {len(values)} bytes, expected {self._bounds[-1]} for its rows")
         self._field = field
         self._block = block
         self._num_rows = num_rows
@@ -186,7 +189,7 @@ class FieldSums:
         self._unchecked = len(self._expected)
 
     def copy(self, target: memoryview, begin: int, end: int) -> None:
-        """Copy the bytes `begin:end` of the values part into `target`, and check the row blocks that they belong to.
+        """Copy the bytes `begin:end` of the values part into `target`, and check the row blocks that contain them.
         Raises ChecksumMismatch."""
         if end - begin > COPY_BYTES:
             for start in range(begin, end, COPY_BYTES):
@@ -219,4 +222,4 @@ class FieldSums:
 
 
 Sums = Mapping[int, FieldSums]
-"""For each block number, the checksums of the field that is read."""
+"""Checksums of the field that is being read, by block number."""

@@ -42,14 +42,14 @@ _INDEXED = (Kind.RAGGED, Kind.OBJECT)
 """Kinds of field that also have an index part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
 
 BlockPieces = tuple[tuple[np.ndarray, ...], ...]
-"""Parts of a block, each as pieces (uint8 1-D) that follow one another. A part has several pieces where rows share
+"""Parts of a block. Each is divided into successive pieces (uint8 1-D). A part has several pieces where rows share
 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Names and sizes that locate each field in a block. They are the block's fields, and the number of bytes of each
-    of its parts (byte arrays). Kept small, because every receipt (the keys and locations of rows, without their
+    """Names and sizes that locate each field in a block: the names of its fields, and the number of bytes of each part
+    (byte array). The layout is kept small, because every receipt (the keys and locations of rows, without their
     content) carries the layouts of its blocks."""
 
     fields: tuple[str, ...]
@@ -60,7 +60,7 @@ class BlockLayout:
     part_bytes: tuple[int, ...]
     """Number of bytes of each part; the first part is the header."""
     shared: SharedRows | None = None
-    """Groups whose rows begin with tokens that are stored once; None if all rows are stored whole."""
+    """Groups whose common leading tokens are stored once; None if all rows are stored whole."""
 
     def shared_of(self, field: Field) -> SharedRows | None:
         """Return the groups whose rows share tokens of `field`; None if the field's rows are stored whole."""
@@ -79,9 +79,8 @@ class BlockLayout:
     def parts_of(self, schema: Schema, fields: Sequence[str]) -> tuple[int, ...]:
         """Return the numbers of the parts (byte arrays of a block) that hold the values and indexes of `fields`.
 
-        schema: schema that declares at least `fields`. The header (part 0) is not included. Raises ValueError if the
-        block lacks a field, or if the block has an index part for a field whose kind needs none, or lacks one that the
-        kind needs.
+        schema: declares at least `fields`. The header (part 0) is not included. Raises ValueError if the block lacks a
+        field, or if the presence of a field's index part in the block does not fit the field's kind.
         """
         return tuple(number for name in fields for number in self.field_parts(schema[name]))
 
@@ -91,9 +90,10 @@ class BlockLayout:
         if field.name not in self.fields:
             raise ValueError(f"field {field.name!r}: not in the block, which holds {', '.join(self.fields)}")
         position = self.fields.index(field.name)
-        plain = 2 * len(self.fields) + 1 - len(self.part_bytes)  # fields without an index part; they come first
+        # The `plain` fields, those without an index part, come first.
+        plain = 2 * len(self.fields) + 1 - len(self.part_bytes)
         if (position >= plain) != (field.kind in _INDEXED):
-            raise ValueError(f"field {field.name!r}: the block holds it as another kind than {field.kind.value}")
+            raise ValueError(f"field {field.name!r}: its kind in the block is not {field.kind.value}")
         if position < plain:
             return (1 + position,)
         values = 1 + plain + 2 * (position - plain)
@@ -102,7 +102,8 @@ class BlockLayout:
 
 @functools.lru_cache(maxsize=256)
 def _end_to_end(part_bytes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each part when parts are laid end to end, and where the last one ends, padding included."""
+    """Return the offset of each part when the parts are laid end to end, and the end of the last one with its
+    padding."""
     offsets, end = [], 0
     for nbytes in part_bytes:
         offsets.append(end)
@@ -116,15 +117,15 @@ class EncodedBlock:
 
     layout: BlockLayout
     pieces: BlockPieces
-    """Bytes of each part, as arrays (uint8) that follow one another: views of the batch's own memory where possible,
-    new memory for the header and for encoded objects. A part has several where rows share tokens. The checksums in the
+    """Bytes of each part, as successive arrays (uint8). They are views of the batch's memory where possible; the header
+    and encoded objects are in new memory. A part has several arrays where rows share tokens. The checksums in the
     header are zeros until `stream` or `parts` computes them."""
     row_starts: np.ndarray | None
     """Position within the block of each row's first token, counted as if every row were stored whole, int64 `[N]`; None
     without PER_TOKEN fields."""
     sum_ends: tuple[list[int], ...] | None
-    """For each part after the header, the byte offset at which each range that has a checksum of its own ends; None for
-    a block without checksums."""
+    """For each part after the header, the end offsets in bytes of the ranges with a separate checksum; None for a block
+    without checksums."""
     seed: int
     """Seed of the header's own checksum."""
 
@@ -134,17 +135,17 @@ class EncodedBlock:
         return tuple(joined(pieces) for pieces in self.complete())
 
     def complete(self) -> BlockPieces:
-        """Enter the checksums into the header, and return `pieces`."""
-        for _ in self.stream()[1]:  # this call computes the checksums
+        """Write the checksums into the header, and return `pieces`."""
+        for _ in self.stream()[1]:  # Iterating over the pieces computes the checksums.
             pass
         return self.pieces
 
     def stream(self) -> tuple[list[int], Iterator[np.ndarray]]:
-        """Return the block in pieces, of which the header is the last. They are the offset of each piece within the
-        block, and an iterator over their bytes.
+        """Return the offset of each piece within the block, and an iterator over the bytes of the pieces. The header is
+        the last piece.
 
-        The checksums of a piece are computed when the next piece is taken. The cache still has it then if it was copied
-        in between.
+        The checksums of a piece are computed when the next piece is taken. If the caller copies a piece before it takes
+        the next, the piece is still in the CPU cache.
         """
         parts = self.pieces[1:]
         if self.sum_ends is not None:
@@ -184,7 +185,7 @@ def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _cut(piece: np.ndarray) -> list[np.ndarray]:
-    """Cut a piece of a part into views of at most COPY_BYTES bytes, at least one."""
+    """Cut a piece of a part into one or more views of at most COPY_BYTES bytes."""
     return [piece[start : start + COPY_BYTES] for start in range(0, max(1, piece.nbytes), COPY_BYTES)]
 
 
@@ -214,7 +215,7 @@ class BatchEncoder:
 
     @property
     def column_bytes(self) -> list[int]:
-        """Number of bytes of each column's values. Objects count with the size of their encoded form."""
+        """Number of bytes of each column's values. For objects it is the size of their encoded form."""
         return [column.nbytes for column in self._columns]
 
     def blocks(
@@ -222,12 +223,12 @@ class BatchEncoder:
     ) -> list[EncodedBlock]:
         """Return one block of rows `start:stop` for each (start, stop) in `cuts`.
 
-        groups: number of each row's group, `[N]`; rows of a group that follow one another in a block share the tokens
-        with which they begin, in the fields that the schema marks as `shared`. None stores all rows whole.
+        groups: number of each row's group, `[N]`. Successive rows of a group in a block share their leading tokens in
+        the fields that the schema marks as `shared`. None stores all rows whole.
 
         checksum: whether to write checksums, which `verify` can check. seed: number that a reader must pass to
-        `verify`; a block of another data plane, written with another seed, then fails verification. Raises ValueError
-        for a row of more than MAX_TOKENS tokens.
+        `verify`, so that a block of another data plane, written with another seed, fails verification. Raises
+        ValueError for a row of more than MAX_TOKENS tokens.
         """
         lengths = self._batch.lengths
         tokens = None if lengths is None else exclusive_cumsum(lengths)
@@ -297,7 +298,7 @@ class _Encoder:
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Return the values part of rows `start:stop`, their index part, and the byte offset at which each row ends.
-        The index part is None for kinds without one; offsets are those in the values part."""
+        The index part is None for kinds without one. Offsets count from the beginning of the values part."""
         first = int(self._bounds[start])
         values = self._values[first : int(self._bounds[stop])]
         ends = self._bounds[start + 1 : stop + 1] - first
@@ -314,7 +315,7 @@ class _Encoder:
 
 def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
     """Return the byte offset at which each row begins, followed by the end of the last row, int64 `[N + 1]`. items:
-    number of items of each row, of `item_bytes` bytes each."""
+    number of items of each row. Each item has `item_bytes` bytes."""
     bounds = np.zeros(len(items) + 1, dtype=np.int64)
     np.cumsum(items, out=bounds[1:])
     bounds *= item_bytes
@@ -322,11 +323,11 @@ def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
 
 
 class BlockSums:
-    """Checksums of one block that is being read, as its header has them."""
+    """Checksums of one block that is being read, taken from its header."""
 
     def __init__(self, block: int, layout: BlockLayout, views: Mapping[int, np.ndarray], seed: int) -> None:
-        """Raise ChecksumMismatch for a damaged header, and ValueError for one without checksums. Arguments as in
-        `verify`."""
+        """Raise ChecksumMismatch for a damaged header, and ValueError for one without checksums. The arguments are
+        those of `verify`."""
         try:
             self._header = decode_header(views[0], seed)
         except ValueError as error:
@@ -350,8 +351,8 @@ class BlockSums:
         """Token at which each row block ends, for fields whose rows are stored whole."""
 
     def of(self, field: Field, parts: Sequence[int]) -> FieldSums:
-        """Return the checksums of a field's values part, after checking the one of its index part. parts: what
-        `BlockLayout.field_parts` returns. Raises ChecksumMismatch, and ValueError if the header does not fit the block.
+        """Return the checksums of a field's values part, and check its index part. parts: the result of
+        `BlockLayout.field_parts`. Raises ChecksumMismatch, and ValueError if the header does not fit the block.
         """
         if field.name not in self._first:
             raise ValueError(f"field {field.name!r}: not in the block's header")
@@ -392,7 +393,7 @@ def _row_ends(field: Field, index: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:
-    """Return (schema of the fields, number of rows, int32 lengths `[N]` or None) from a header. It is part 0, and must
-    have been written with seed 0. Raises ValueError for other bytes."""
+    """Return (schema of the fields, number of rows, int32 lengths `[N]` or None) from a header (part 0). The header
+    must have been written with seed 0. Raises ValueError for other bytes."""
     found = decode_header(header)
     return found.schema, found.num_rows, found.lengths

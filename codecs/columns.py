@@ -1,8 +1,8 @@
 """Checks the rows of one field (tensors, arrays or lists) and converts them into one contiguous column.
 
 The schema decides what a value means; nothing is guessed from its shape. Integers of another integer dtype are
-converted if every value fits; no other tensor is cast. Every error is a ValueError that names field, row, what was
-given and what was expected.
+converted if every value fits; other tensors are not cast. Every error is a ValueError that names the field, the row,
+the given value and the expected one.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def _jagged_from_nested(field: Field, value: Any) -> Jagged | None:
     the field is not PER_TOKEN, or when the rows do not follow one another in memory."""
     if field.kind is not Kind.PER_TOKEN or not isinstance(value, NestedTensor):
         return None
-    # Attributes, as methods of a tensor subclass cost 0.1 ms each. 1: the jagged dimension is the tokens'; lengths:
-    # rows have gaps between them.
+    # Private attributes are read here, because each method call on a tensor subclass takes 0.1 ms. `_ragged_idx` is 1
+    # if the jagged dimension is that of the tokens; `_lengths` is set if there are gaps between the rows.
     if value._ragged_idx != 1 or value._lengths is not None:
         return None
     offsets = value._offsets.cpu().numpy()
@@ -160,7 +160,7 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
     if not rows:
         return torch.empty((0, *field.trailing), dtype=field.dtype)
     try:
-        # Lists and arrays are converted once for all rows, not once per row; only an error searches for the row.
+        # All rows of lists and arrays are converted together; the row is looked up only for an error.
         if kinds <= {list, tuple} and not field.trailing:
             flat = _from_python(field, list(itertools.chain.from_iterable(rows)), "the rows")
             _expect_shape(field, "the rows", flat.shape, ("L",))
@@ -185,9 +185,9 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
 
 
 def _common_dtype(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> torch.dtype | None:
-    """Return the dtype of the rows if all are plain tensors that fit the field, else None. Plain rows are strided, of
-    one dtype and of the given shape, and their dtype is the field's or one that converts to it. Optimised for speed,
-    because there may be thousands of rows."""
+    """Return the dtype of the rows if all are plain tensors that fit the field, else None. Plain rows are strided and
+    all have the given shape and one dtype, which is the field's or one that converts to it. The function is optimised
+    for speed, because there can be thousands of rows."""
     dtype = rows[0].dtype
     plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(dtype, len(shape), torch.strided)}
     if not plain or (field.trailing and not all([row.shape[1:] == field.trailing for row in rows])):
@@ -207,7 +207,8 @@ def _row(field: Field, row: Any, index: int, shape: tuple[int | str, ...]) -> to
     else:
         tensor = _from_python(field, row, where)
         if not tensor.numel() and tensor.shape == (0,) and shape[:1] == ("L",):
-            tensor = tensor.reshape(0, *field.trailing)  # [] is a row without tokens for any trailing shape
+            # An empty list is a row without tokens, for any trailing shape.
+            tensor = tensor.reshape(0, *field.trailing)
     _expect_shape(field, where, tensor.shape, shape)
     return tensor
 
@@ -216,8 +217,8 @@ def _tensor(field: Field, value: Any, where: str, row_of: Callable[[int], int] |
     """Return `value` as a contiguous CPU tensor without grad. Raises ValueError when it is not a strided tensor or an
     array of the field's dtype. Integers of another integer dtype are converted if all values fit.
 
-    row_of: function that returns the row to which an index along the first dimension of `value` belongs, for errors;
-    None when `where` names the row already.
+    row_of: function that maps an index along the first dimension of `value` to its row, for errors; None when `where`
+    already names the row.
     """
     if isinstance(value, np.ndarray):
         return _from_numpy(field, value, where, row_of)
@@ -226,7 +227,7 @@ def _tensor(field: Field, value: Any, where: str, row_of: Callable[[int], int] |
     if value.dtype != field.dtype and not _converts(field, value.dtype):
         raise ValueError(
             f"field {field.name!r}: {where} has dtype {value.dtype}, expected {field.dtype}; "
-            f"cast it where it is made, only integers are converted on the way"
+            f"cast it where it is made, because only integers are converted"
         )
     if value.is_nested or value.layout is not torch.strided:
         raise ValueError(f"field {field.name!r}: {where} has layout {value.layout}, expected a plain (strided) tensor")
@@ -237,7 +238,7 @@ def _tensor(field: Field, value: Any, where: str, row_of: Callable[[int], int] |
 
 
 def _converts(field: Field, dtype: torch.dtype) -> bool:
-    """Return whether values of `dtype` may be converted to the field's dtype if they fit: whether both are integers."""
+    """Return whether both `dtype` and the field's dtype are integers, so that values that fit can be converted."""
     assert field.dtype is not None
     return _is_integer(dtype) and _is_integer(field.dtype)
 
@@ -253,7 +254,7 @@ def _from_numpy(field: Field, array: np.ndarray, where: str, row_of: Callable[[i
     name, target = array.dtype.name, field.dtype
     if name == field.dtype_name:
         native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
-        # torch warns of arrays that it may not write to, so these are copied.
+        # torch warns about read-only arrays, so these are copied.
         return torch.from_numpy(native if native.flags.writeable else native.copy())
     if array.dtype.kind not in "iu" or not _is_integer(target):
         raise ValueError(f"field {field.name!r}: {where} is a numpy array of dtype {name}, expected {field.dtype_name}")
@@ -273,7 +274,7 @@ def _from_python(field: Field, value: Any, where: str) -> torch.Tensor:
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"field {field.name!r}: {where} is no array of numbers: {error}") from None
+        raise ValueError(f"field {field.name!r}: {where} is not an array of numbers: {error}") from None
     kind, target = array.dtype.kind, field.dtype
     if not array.size and kind in "biuf":
         return torch.empty(array.shape, dtype=target)
@@ -325,7 +326,7 @@ def _extents(field: Field, value: Any, *, ndim: int) -> np.ndarray:
         )
     array = array.astype(np.int64, copy=False)
     if array.size and array.min() < 0:
-        raise ValueError(f"field {field.name!r}: lengths hold {array.min()}, expected none below 0")
+        raise ValueError(f"field {field.name!r}: lengths hold {array.min()}, expected 0 or more")
     return array
 
 

@@ -4,14 +4,14 @@
     run        wanted rows that are adjacent both in the request and in their block, so that they move in one piece
     pieces     where the runs lie in the values parts of one field; one after another, they are the field's column
 
-A `ReadPlan` needs no bytes, so that all ways to read rest on it: `assemble` copies the rows out of parts that lie in
-memory, and `dataplane/client/ranged_read.py` receives the pieces straight into the column.
+A `ReadPlan` is made without any bytes, and both ways to read use it. `assemble` copies the rows out of parts in memory;
+`dataplane/client/ranged_read.py` receives the pieces straight into the column.
 
 `block` and `row` `[N]` are the block number of each wanted row and its position in that block. `values` and `index` map
 each block number to the uint8 bytes of the field's values and of its index (row shapes or end offsets) in that block.
 If a row extends beyond these bytes, the functions raise ValueError, or IndexError where they select rows by number.
-`sums` has the checksums of all that is copied, with which it is checked on the way, so that the functions raise
-ChecksumMismatch; None checks nothing.
+`sums` holds the checksums of the blocks. With them the functions check the bytes that they copy, and raise
+ChecksumMismatch; with None they check nothing.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from .memory import as_bytes, fresh
 from .schema import Field, Kind, Schema
 from .shared_rows import stored_pieces
 
-# ---------------- Runs are copied in one piece each. Reading blocks and selecting rows both rest on these functions.
+# ---------------- Each run is copied in one piece, both to read blocks and to select rows.
 
 GATHER_BYTES = 256
-"""Largest size of a row, in bytes, at which scattered rows of one size are moved by an indexed copy instead of one by
-one."""
+"""Largest size in bytes of scattered rows of one size that are copied together by index instead of one by one."""
 
 Parts = Mapping[int, np.ndarray]
-"""For each block number, the bytes of one part of it, uint8 1-D."""
+"""Bytes (uint8 1-D) of one part of each block, by block number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where P pieces of a column lie in values parts, in the order of the column. Items are tokens (PER_TOKEN), rows
-    (PER_SAMPLE), elements (RAGGED) or bytes (OBJECT)."""
+    """Locations in values parts of the P pieces of a column, in the order of the column. Items are tokens (PER_TOKEN),
+    rows (PER_SAMPLE), elements (RAGGED) or bytes (OBJECT)."""
 
     block: np.ndarray
-    """Number of each piece's block, `[P]`."""
+    """Block number of each piece, `[P]`."""
     first: np.ndarray
-    """First item of each piece in its values part, int64 `[P]`."""
+    """Position of each piece's first item in its values part, int64 `[P]`."""
     count: np.ndarray
     """Number of items of each piece, int64 `[P]`."""
 
@@ -116,11 +115,12 @@ def copy_runs(
     numbers = source.tolist()
     for number, end in zip(numbers, stop.tolist(), strict=True):
         if end > memory[number].nbytes:
-            raise ValueError(f"rows reach to byte {end} of {memory[number].nbytes} in source {number}")
+            raise ValueError(f"source {number}: rows end at byte {end}, but it has {memory[number].nbytes} bytes")
     out_stop = np.cumsum(nbytes)
     target = out.data
     runs = zip(numbers, start.tolist(), stop.tolist(), (out_stop - nbytes).tolist(), out_stop.tolist(), strict=True)
-    # memoryview slices cost a third of numpy's: with thousands of short rows that is what these loops take.
+    # A memoryview slice takes a third of the time of a numpy slice. With thousands of short rows, slicing dominates
+    # these loops.
     if sums is None:
         for number, a, b, c, d in runs:
             target[c:d] = memory[number][a:b]
@@ -165,7 +165,7 @@ def by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
             yield int(source[positions[0]]), positions
 
 
-# ---------------- One copy for each kind of field.
+# ---------------- Each kind of field has its own copy functions.
 
 
 def new_values(field: Field, num_items: int) -> torch.Tensor:
@@ -204,7 +204,7 @@ def locate_ragged(
     start = np.empty(len(row), dtype=np.int64)
     counts = np.empty(len(row), dtype=np.int64)
     for number, positions in by_source(block):
-        # A copy, because a store can overwrite the bytes that it lent.
+        # The shapes are copied, because a store can overwrite the bytes that it lends to readers.
         of_block = index[number].view("<i8").reshape(-1, field.ndim).copy()
         of_row = _elements(field, of_block, sizes[number])
         rows = row[positions]
@@ -221,10 +221,10 @@ def _elements(field: Field, shapes: np.ndarray, nbytes: int) -> np.ndarray:
     damaged shapes cannot make a reader allocate wrong amounts of memory.
     """
     whole = nbytes // field.item_bytes
-    # As floats the products do not overflow. They are exact up to 2^53, which is more than a part can hold.
+    # Products of floats do not overflow. They are exact up to 2^53, which is more elements than a part can hold.
     described = shapes.astype(np.float64).prod(axis=1).sum()
     if (shapes < 0).any() or described != whole:
-        raise ValueError(f"field {field.name!r}: its shapes describe {described:.0f} elements, but {whole} are there")
+        raise ValueError(f"field {field.name!r}: shapes describe {described:.0f} elements, but the block has {whole}")
     return shapes.prod(axis=1)
 
 
@@ -276,7 +276,7 @@ class RowSource:
 
 
 class SourceRows:
-    """Wanted rows of one source. Where their runs lie is found once for all of its fields."""
+    """Wanted rows of one source. Their runs are found once for all fields of the source."""
 
     def __init__(
         self, source: RowSource, lengths: np.ndarray, fields: Sequence[Field], layouts: Sequence[BlockLayout]
@@ -291,7 +291,8 @@ class SourceRows:
         self._pieces: dict[bool, Pieces] = {}
 
     def pieces(self, *, per_token: bool) -> Pieces:
-        """Return the runs as pieces of a field whose rows are stored whole. Items are tokens or rows."""
+        """Return the runs as pieces of a field whose rows are stored whole. Items are tokens if `per_token`, else
+        rows."""
         found = self._pieces.get(per_token)
         if found is None:
             runs, row = self.runs, self.source.row
@@ -323,14 +324,14 @@ class FieldRows:
         return {number: views[number][parts[which]] for number, parts in self.parts.items()}
 
     def pieces(self) -> Pieces:
-        """Return where the rows of a PER_TOKEN or PER_SAMPLE field lie. Raises ValueError if a layout describes rows
-        before its first byte."""
+        """Return the pieces that hold the rows of a PER_TOKEN or PER_SAMPLE field. Raises ValueError if a block's
+        layout places rows before its first byte."""
         source, per_token = self.rows.source, self.field.kind is Kind.PER_TOKEN
         if self.shared is None:
             return self.rows.pieces(per_token=per_token)
         found = Pieces(*stored_pieces(source.block, source.row, source.start, self.rows.lengths, self.shared))
         if (found.first < 0).any() or (found.count < 0).any():
-            raise ValueError(f"field {self.field.name!r}: the block's layout describes rows before its first byte")
+            raise ValueError(f"field {self.field.name!r}: the block's layout places rows before its first byte")
         return found
 
     def column(self, views: BlockViews, sums: Sums | None = None) -> Column:
@@ -350,13 +351,13 @@ class FieldRows:
 
 
 class ReadPlan:
-    """Plan of one read: where the wanted rows of each field lie. Made without the bytes of any block."""
+    """Plan of one read: the locations of the wanted rows of each field. It is made without the bytes of any block."""
 
     def __init__(
         self, schema: Schema, lengths: np.ndarray, sources: Sequence[RowSource], layouts: Sequence[BlockLayout]
     ) -> None:
         """schema: the wanted fields only; each must be in exactly one source. lengths: number of tokens of each row,
-        int64 `[N]`. layouts: layout of each block that the sources number.
+        int64 `[N]`. layouts: layout of each block, at the block numbers that the sources use.
 
         Raises ValueError if a block lacks a wanted field or holds it as another kind.
         """
@@ -371,8 +372,8 @@ class ReadPlan:
         ]
 
     def parts(self, *, header: bool) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of the parts that hold wanted rows, by block number, ascending. header: whether to name
-        the header (part 0) of each block, too."""
+        """Return the numbers of the parts that hold wanted rows, by block number, ascending. header: whether to include
+        the header (part 0) of each block."""
         found: dict[int, set[int]] = {}
         for rows in self.sources:
             for wanted in rows.fields:
@@ -398,7 +399,7 @@ class ReadPlan:
 
 
 BlockViews = Sequence[dict[int, np.ndarray]] | Mapping[int, dict[int, np.ndarray]]
-"""For each block number, a dict from part number to a uint8 view of the whole part."""
+"""Parts of blocks: for each block number, a dict from part number to a uint8 view of the whole part."""
 
 
 def assemble(
@@ -410,12 +411,12 @@ def assemble(
     *,
     seed: int | None = None,
 ) -> Batch:
-    """Copy the requested rows out of the blocks into a new Batch with memory of its own, in the order requested.
+    """Copy the requested rows out of the blocks into a new Batch that owns its memory, in the order requested.
 
     schema: the wanted fields only; each must be in exactly one source. lengths: number of tokens of each row, int64
     `[N]`. layouts, views: layout and parts of each block. Rows that are adjacent both in a block and in the request are
-    copied in one piece. seed: None, or the number given to `encode_blocks`, to check the checksums of all that is
-    copied; the views must then include the headers.
+    copied in one piece. seed: the number given to `encode_blocks`, to check the checksums of all copied bytes; the
+    views must then include the headers. None checks nothing.
 
     Raises ValueError if a block lacks a requested field or its bytes, or if an object cannot be decoded. Raises
     ValueError or IndexError if a block has no row of a requested number. With `seed`, it raises the errors of `verify`.
@@ -440,7 +441,7 @@ def verify(
     """
     sums = BlockSums(block, layout, views, seed)
     rows = source.row[source.block == block]
-    if layout.shared is not None:  # a row's common tokens may be stored with a row of an earlier row block
+    if layout.shared is not None:  # A row's common tokens can be stored with a row of an earlier row block.
         rows = np.concatenate([rows, np.array(layout.shared.first, rows.dtype)])
     for name in layout.fields:
         if name in schema:

@@ -1,6 +1,6 @@
 """Provides integer arithmetic for sizes, and sums and distinct values of integer arrays.
 
-Arrays of row numbers, group numbers and block ids are mostly sorted.
+They are fastest on sorted arrays, because arrays of row numbers, group numbers and block ids are mostly sorted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """Return the distinct values of an integer array `[N]` in ascending order. It is `values` itself if that is sorted
-    without repeats.
+    """Return the distinct values of an integer array `[N]` in ascending order. It is `values` itself if `values` is
+    sorted without repeats.
 
-    For 4096 row numbers this takes 10 us; numpy's own `unique` uses a hash table and takes 350 us.
+    For 4096 row numbers this takes 10 us; numpy's `unique` uses a hash table and takes 350 us.
     """
     ordered, heads = _heads(values)
     return ordered if heads.all() else ordered[heads]

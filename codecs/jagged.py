@@ -18,7 +18,7 @@ from .memory import as_bytes, fresh
 from .schema import Kind, Schema
 from .tokens.packed_rows import PaddedRows
 
-if TYPE_CHECKING:  # see `tensordict_types`
+if TYPE_CHECKING:  # The package is not imported at run time; see `tensordict_types`.
     from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 
@@ -27,8 +27,8 @@ def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int
 
     data: a mapping (or Batch) from field name to a column in any form that `columns.to_column` takes, or a TensorDict
         with one batch dimension. Fields of the schema that `data` lacks are left out of the result.
-    num_rows: number of rows that every field must have; None takes that of a Batch or TensorDict, else of the first
-        field.
+    num_rows: number of rows that every field must have; None takes the number of rows of a Batch or TensorDict, or else
+    of the first field.
 
     Columns share memory with inputs that are contiguous already, so do not write to those inputs while the batch is in
     use. Raises ValueError naming the field, the row, what was given and what was expected.
@@ -90,7 +90,7 @@ def _lazy_values(data: LazyStackedTensorDict) -> dict[str, list[Any]]:
         for name in names:
             value = row.get(name, None)
             if value is None:
-                raise ValueError(f"field {name!r}, row {index}: missing there, but other rows have it")
+                raise ValueError(f"field {name!r}, row {index}: it is missing there, but other rows have it")
             values[name].append(value.data if isinstance(value, tensordict_types("NonTensorData")) else value)
     return values
 
@@ -101,7 +101,7 @@ def _nearest(name: Any, schema: Schema) -> str:
 
 
 def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | None) -> Jagged:
-    """Return `column` with the lengths array of the batch's first PER_TOKEN field, which all then share. Raises
+    """Return `column` with the lengths array of the batch's first PER_TOKEN field, so that all columns share it. Raises
     ValueError when the lengths differ."""
     if not isinstance(first, Jagged):
         return column
@@ -148,7 +148,7 @@ def to_tensordict(batch: Batch) -> TensorDict:
         elif isinstance(column, torch.Tensor):
             values[name] = column
         else:
-            # An empty stack has no shape of its own.
+            # NonTensorStack has no batch size without rows, so an empty column becomes NonTensorData.
             values[name] = NonTensorStack(*_row_views(column)) if batch.num_rows else NonTensorData([], batch_size=[0])
     return TensorDict(values, batch_size=[batch.num_rows])
 
@@ -175,7 +175,7 @@ def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
 
 def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
     """Return a new batch with copies of the rows at `indices` `[M]`, in that order; a row may repeat. Raises ValueError
-    when an index is negative or there is no such row."""
+    for an index below 0 or beyond the last row."""
     row = np.asarray(indices, dtype=np.int64)
     if len(row) and not 0 <= row.min() <= row.max() < batch.num_rows:
         raise ValueError(f"rows {row.min()} to {row.max()}: expected 0 to {batch.num_rows - 1}, the batch's rows")
@@ -229,7 +229,7 @@ def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tuple(tensors), out=out)
 
 
-# ---------------- Jagged columns to and from right-padded tensors: where a trainer's padding begins and ends.
+# ---------------- Jagged columns are converted to the right-padded tensors of trainers, and back.
 
 
 def to_padded(
@@ -249,7 +249,7 @@ def to_padded(
         raise ValueError(f"multiple_of: got {multiple_of}, expected at least 1")
     for name in names:
         if batch.schema[name].kind is not Kind.PER_TOKEN:
-            raise ValueError(f"field {name!r} is {batch.schema[name].kind.value}, only per_token fields are padded")
+            raise ValueError(f"field {name!r} is {batch.schema[name].kind.value}, but only per_token can be padded")
     lengths = batch.lengths if batch.lengths is not None else np.zeros(batch.num_rows, dtype=np.int64)
     longest = int(lengths.max()) if len(lengths) else 0
     if pad_to is not None and longest > pad_to:

@@ -1,8 +1,7 @@
 """Allocates host memory for the columns that readers receive, and views tensors as bytes.
 
-Memory is used again once its last tensor is gone: new memory from the system costs a page fault for every 4 KiB, which
-takes several times as long as the copy into it. A reader of many batches of about the same size pays that cost only
-once.
+Memory is reused once its last tensor is gone. New memory from the system costs a page fault per 4 KiB, which takes
+several times as long as the copy into it. A reader of many batches of about the same size pays this cost only once.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import torch
 from .integers import ALIGN, round_up
 
 POOLED_FROM_BYTES = 64 << 10
-"""Smallest number of bytes for which an allocation is pooled. Smaller ones are not, because the C library recycles them
-itself."""
+"""Smallest number of bytes for which an allocation is pooled. Smaller allocations are not pooled, because the C library
+recycles them itself."""
 KEPT_BYTES = 256 << 20
-"""Largest number of bytes of idle buffers that the pool keeps; buffers returned beyond that go back to the system."""
+"""Largest number of bytes of idle buffers that the pool keeps. Further buffers go back to the system."""
 HUGE_PAGE = 2 << 20
 _STEPS = 4
 """Number of size classes between two powers of two, so that at most a quarter of a buffer is unused."""
@@ -47,7 +46,8 @@ class Pool:
             self.idle_bytes -= size
         except (KeyError, IndexError):
             buffer = _allocate(size)
-        # Over a memoryview, not a slice: a slice of a slice keeps only the first owner alive, which never dies here.
+        # The array is made from a memoryview. Views of a numpy slice would keep `buffer` alive instead of the slice,
+        # and the slice's memory would be reused too early.
         array = np.frombuffer(buffer.data[:nbytes], np.uint8)
         weakref.finalize(array, self._give, size, buffer).atexit = False
         return array
@@ -64,7 +64,7 @@ def _size_class(nbytes: int) -> int:
 
 
 def _allocate(size: int) -> np.ndarray:
-    # numpy asks the kernel for huge pages where an array is large (torch does not); they serve what is aligned to them.
+    # numpy requests huge pages for large arrays (torch does not). Only memory that is aligned to a huge page uses them.
     align = HUGE_PAGE if size >= HUGE_PAGE else ALIGN
     memory = np.empty(size + align, dtype=np.uint8)
     begin = -memory.ctypes.data % align
@@ -78,7 +78,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor, on any device, as a uint8 1-D view. Raises RuntimeError if the tensor
     is not contiguous."""
     flat = tensor.detach().view(-1)
-    # A tensor of at most one element is contiguous whatever its stride is, but torch views bytes only at stride 1.
+    # A tensor of at most one element is contiguous at any stride, but torch can view it as bytes only at stride 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
@@ -89,7 +89,7 @@ def as_bytes(values: torch.Tensor) -> np.ndarray:
 
 
 def fresh(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return an uninitialised contiguous CPU tensor for the caller to fill. Large ones use pooled memory."""
+    """Return an uninitialised contiguous CPU tensor for the caller to fill. Large tensors use pooled memory."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < POOLED_FROM_BYTES:
         return torch.empty(tuple(shape), dtype=dtype)

@@ -23,8 +23,8 @@ _ARRAY = 1
 dimensions (255 for 1-D without a shape), the dtype's name, the int64 shape unless 1-D, the values."""
 
 _TEXTS = 2
-"""Code of the msgpack extension for a 1-D numpy array of dtype object that holds only str. Its data is what
-`pack_texts` returns."""
+"""Code of the msgpack extension for a 1-D numpy array of dtype object that holds only str. Its data is the result of
+`pack_texts`."""
 
 _KINDS = "biufUS"
 """Kinds of numpy dtype that can be encoded: bool, integers, floats, fixed-width strings."""
@@ -34,7 +34,7 @@ def encode(obj: Any) -> bytes:
     """Encode `obj` as one message.
 
     Takes (nested) dataclasses, enums, numpy arrays and scalars, `Schema`, str, bytes, None, bool, int, float, lists,
-    tuples, sets and dicts. Of numpy arrays of dtype object it takes those with one dimension of str. Raises TypeError
+    tuples, sets and dicts. A numpy array of dtype object must have one dimension and hold only str. Raises TypeError
     naming any other type.
     """
     return _ENCODER.encode(obj)
@@ -75,7 +75,7 @@ def _dec_hook(of: Any, obj: Any) -> Any:
     if of is Schema:
         try:
             return Schema.from_list(obj)
-        except (LookupError, AttributeError) as error:  # msgspec turns ValueError and TypeError into its own error
+        except (LookupError, AttributeError) as error:  # msgspec itself converts ValueError and TypeError.
             raise msgspec.ValidationError(f"damaged schema: {error!r}") from error
     if not isinstance(obj, of):
         raise msgspec.ValidationError(f"got {type(obj).__name__}, expected {of.__name__}")
@@ -86,7 +86,7 @@ def _array_bytes(array: np.ndarray) -> bytes:
     if array.dtype.kind not in _KINDS:
         raise TypeError(f"message: cannot encode a numpy array of dtype {array.dtype}")
     dtype = array.dtype.str.encode("ascii")
-    # A 1-D array's extent follows from the bytes, unless its items have none (dtype "<U0").
+    # The length of a 1-D array follows from its bytes, unless its items have 0 bytes (dtype "<U0").
     implied = array.ndim == 1 and array.itemsize > 0
     shape = b"" if implied else np.asarray(array.shape, dtype="<i8").tobytes()
     return bytes((len(dtype), 255 if implied else array.ndim)) + dtype + shape + array.tobytes()
@@ -104,7 +104,7 @@ def _ext_hook(code: int, data: memoryview) -> np.ndarray:
     try:
         dtype = np.dtype(bytes(data[2:dtype_end]).decode("ascii"))
         if dtype.kind not in _KINDS:
-            raise ValueError(f"dtype {dtype} does not travel")
+            raise ValueError(f"got dtype {dtype}, expected bool, integers, floats or fixed-width strings")
         if ndim == 255:
             return np.frombuffer(data[dtype_end:], dtype).copy()
         body = dtype_end + 8 * ndim

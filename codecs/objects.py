@@ -1,7 +1,7 @@
-"""Encodes columns of Python values as msgpack: strings, numbers, lists and dicts, and compactly columns of texts.
+"""Encodes columns of Python values (strings, numbers, lists, dicts) as msgpack, and columns of strings compactly.
 
 Decoding gives back exactly the same objects. Pickle is not used, so that decoding never runs code. Types that msgpack
-would quietly turn into another one (tuples into lists, numpy scalars into numbers, enums into their values) are
+would silently convert to another type (tuples into lists, numpy scalars into numbers, enums into their values) are
 refused.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 MAX_DEPTH = 200
-"""Largest depth to which lists and dicts may be nested. The limit also catches an object that contains itself."""
+"""Largest nesting depth of lists and dicts. The limit also catches an object that contains itself."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder()
@@ -35,7 +35,8 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Decode what `encode` encoded. Raises ValueError when `data` is not exactly one complete msgpack object."""
+    """Decode an object that `encode` encoded. Raises ValueError when `data` is not exactly one complete msgpack
+    object."""
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:
@@ -61,10 +62,10 @@ def _check(obj: Any, path: str, depth: int) -> None:
         return
     if kind is int:
         if not -(1 << 63) <= obj < 1 << 64:
-            raise ValueError(f"object{path}: {obj} does not fit 64 bit, expected -2**63 <= int < 2**64")
+            raise ValueError(f"object{path}: {obj} does not fit 64 bits, expected -2**63 <= int < 2**64")
         return
     if depth >= MAX_DEPTH:
-        raise ValueError(f"object: nested deeper than {MAX_DEPTH} lists and dicts")
+        raise ValueError(f"object: lists and dicts are nested deeper than {MAX_DEPTH} levels")
     if kind is list:
         for index, item in enumerate(obj):
             if type(item) not in _SCALARS:
@@ -97,8 +98,8 @@ def is_text(column: np.ndarray) -> bool:
 
 
 def pack_texts(column: np.ndarray) -> bytes:
-    """Encode an array `[N]` of dtype object that holds only str, which `unpack_texts` decodes. If strings repeat, a row
-    takes 1 to 4 bytes in addition to the distinct strings."""
+    """Encode an array `[N]` of dtype object that holds only str. `unpack_texts` decodes the result. If strings repeat,
+    each row takes 1 to 4 bytes, and each distinct string is stored once."""
     numbers: dict[str, int] = {}
     rows = [numbers.setdefault(text, len(numbers)) for text in column.tolist()]
     width = next(width for width in _WIDTHS if len(numbers) <= 1 << (8 * width))
@@ -107,7 +108,7 @@ def pack_texts(column: np.ndarray) -> bytes:
 
 
 def unpack_texts(data: bytes | memoryview) -> np.ndarray:
-    """Decode what `pack_texts` encoded, as an array `[N]` of dtype object. Raises ValueError, TypeError or IndexError
+    """Decode the result of `pack_texts` to an array `[N]` of dtype object. Raises ValueError, TypeError or IndexError
     for other bytes."""
     texts, width, rows = _PACKED.decode(data)
     column = np.array(texts, dtype=object)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Every dtype that can be sent, by its name in messages.
+# These are the dtypes that can be sent, by their names in messages.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -37,8 +37,7 @@ class Kind(enum.StrEnum):
     """Kind of a field: the shape of its value in one row."""
 
     PER_TOKEN = "per_token"
-    """One value per token: a tensor `[L, *trailing]`, where L is the row's length, which all PER_TOKEN fields of a row
-    share."""
+    """One value per token: a tensor `[L, *trailing]`. The row's length L is the same in all its PER_TOKEN fields."""
     PER_SAMPLE = "per_sample"
     """One value per row: a tensor `[*trailing]`."""
     RAGGED = "ragged"
@@ -64,8 +63,8 @@ class Field:
     """Number of dimensions of one row, at least 1, for RAGGED only. Fields with a single number per row have the kind
     PER_SAMPLE."""
     shared: bool = False
-    """Whether the tokens with which all rows of a group begin are stored once for these rows, for PER_TOKEN only. A put
-    compares the rows' bytes, and readers get whole rows, so this changes only the number of bytes."""
+    """Whether the common leading tokens of a group's rows are stored only once, for PER_TOKEN only. A put finds these
+    tokens by comparing bytes, and readers get whole rows, so this changes only the number of bytes."""
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -82,10 +81,10 @@ class Field:
         if self.shared and self.kind is not Kind.PER_TOKEN:
             raise ValueError(f"field {self.name!r}: only per_token fields share tokens, got kind {self.kind.value}")
         if any(extent < 0 for extent in self.trailing):
-            raise ValueError(f"field {self.name!r}: trailing shape {self.trailing}, expected no extent below 0")
+            raise ValueError(f"field {self.name!r}: trailing shape {self.trailing}, expected sizes of 0 or more")
         if self.ndim < 1:
             raise ValueError(
-                f"field {self.name!r}: ndim {self.ndim}, expected at least 1; for single numbers there is per_sample"
+                f"field {self.name!r}: ndim {self.ndim}, expected at least 1; use per_sample for single numbers"
             )
         if self.dtype is not None and not _holds(self.dtype, self.pad_value):
             raise ValueError(f"field {self.name!r}: pad value {self.pad_value!r} does not fit dtype {self.dtype}")

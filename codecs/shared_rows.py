@@ -1,12 +1,13 @@
-"""Finds leading tokens that rows of a group have in common, and locates rows whose common part is stored once.
+"""Finds the common leading tokens of the rows of a group, and locates rows in blocks that store these tokens once.
 
-All rows of a prompt begin with the same tokens, and with the same routes for them. A block stores that part with the
-first row of the group alone:
+All rows of a prompt begin with the same tokens, which have the same routes. A block stores this common part only with
+the first row of the group:
 
     rows in memory   prompt a, prompt b, prompt c        positions count whole rows, as everywhere else
     values part      prompt a, b, c                      `stored_pieces` says where a row's two pieces are
 
-The part is found by comparing bytes, so that rows whose routes differ somewhere in the prompt share what is before.
+The common part is found by comparing bytes. Rows with routes that differ somewhere in the prompt share the tokens
+before the difference.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcmp.restype = ctypes.c_int
 
 LEAST_BYTES = 128
-"""Smallest number of bytes that a group must save for its rows to share them: receipts say where they are."""
+"""Smallest number of saved bytes for which the rows of a group share tokens. Sharing costs bytes in every receipt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ def shared_fields(batch: Batch) -> tuple[str, ...]:
 
 
 def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields: Sequence[str]) -> SharedRows | None:
-    """Return the groups among rows `start:stop` of `batch` whose rows begin with the same tokens; None without any. The
-    tokens must be the same in all of `fields`.
+    """Return the groups in rows `start:stop` of `batch` whose rows begin with the same tokens; None if there are none.
+    The tokens must be the same in all of `fields`.
 
     groups: number of each row's group, `[N]` for all rows of the batch. Only rows that follow one another form a group
     here.
@@ -65,7 +66,7 @@ def find_shared(batch: Batch, start: int, stop: int, groups: np.ndarray, fields:
     column = groups[start:stop]
     heads = start + np.concatenate([[0], np.flatnonzero(column[1:] != column[:-1]) + 1])
     sizes = np.diff(heads, append=stop)
-    named = sorted(fields, key=lambda name: batch.schema[name].item_bytes)  # the cheapest comparison comes first
+    named = sorted(fields, key=lambda name: batch.schema[name].item_bytes)  # The cheapest comparison comes first.
     columns = [(batch.schema[name].item_bytes, as_bytes(batch.jagged(name).values)) for name in named]
     bytes_per_token = sum(size for size, _ in columns)
     found: list[tuple[int, int, int, int]] = []
@@ -85,8 +86,8 @@ def _runs(
     """Divide the rows `start:stop` of one group into runs that begin alike. A run is (first row, number of rows, number
     of leading tokens in common). A row that begins with another token, such as one without routes, begins a run.
 
-    columns: bytes of a token, and bytes (uint8 1-D), of each column. begins, lengths: first token and number of tokens
-    of each row of the batch.
+    columns: for each column, the number of bytes of a token, and the column's bytes (uint8 1-D). begins, lengths: first
+    token and number of tokens of each row of the batch.
     """
     first, tokens = start, int(lengths[start])
     for row in range(start + 1, stop):
@@ -106,22 +107,23 @@ def _common(values: np.ndarray, one: int, other: int, item_bytes: int, tokens: i
     values: bytes of the column, uint8 1-D."""
     size, first, second = tokens * item_bytes, one * item_bytes, other * item_bytes
     address = values.ctypes.data
-    if not _memcmp(address + first, address + second, size):  # the usual case, in half the time that numpy takes
+    # Mostly all tokens are the same, which memcmp finds in half the time that numpy takes.
+    if not _memcmp(address + first, address + second, size):
         return tokens
-    width = next(width for width in (8, 4, 2, 1) if item_bytes % width == 0)  # wide words compare faster than bytes
+    width = next(width for width in (8, 4, 2, 1) if item_bytes % width == 0)  # Wide words compare faster than bytes.
     words = [values[start : start + size].view(f"u{width}") for start in (first, second)]
     return int((words[0] != words[1]).argmax()) * width // item_bytes
 
 
 def _saved_before(shared: SharedRows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of tokens that the groups before each group save, and that each group saves, int64 `[G]`."""
+    """Return the number of tokens saved by all groups before each group, and by each group itself, int64 `[G]` each."""
     saved = (np.array(shared.counts, np.int64) - 1) * np.array(shared.tokens, np.int64)
     return np.cumsum(saved) - saved, saved
 
 
 def kept_ranges(shared: SharedRows, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return the ranges of tokens (start, stop) of whole rows that a values part stores, in order. lengths: number of
-    tokens of each row of the block, int `[N]`."""
+    """Return the ranges of tokens (start, stop) that a values part stores, in order, counted as if every row were
+    stored whole. lengths: number of tokens of each row of the block, int `[N]`."""
     begins = np.cumsum(lengths, dtype=np.int64) - lengths
     ranges, start = [], 0
     for first, count, tokens in zip(shared.first, shared.counts, shared.tokens, strict=True):
@@ -143,8 +145,8 @@ def stored_ends(shared: SharedRows, lengths: np.ndarray) -> np.ndarray:
 def stored_pieces(
     block: np.ndarray, row: np.ndarray, start: np.ndarray, lengths: np.ndarray, shared: Mapping[int, SharedRows | None]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where the pieces of the wanted rows are stored, int64 `[P]`, in the order of the rows. They are block,
-    first token in the values part, and number of tokens of each piece. Pieces that follow one another are one.
+    """Return where the pieces of the wanted rows are stored, int64 `[P]` each, in the order of the rows. The arrays are
+    the block, the first token in the values part, and the number of tokens of each piece. Adjacent pieces are joined.
 
     block, row, start: block of each wanted row, its position there, and the position of its first token counted as if
     all rows were stored whole, `[N]`. lengths: number of tokens of each wanted row, `[N]`. shared: for each block, its
@@ -165,7 +167,8 @@ def stored_pieces(
         at, group = at[known], group[known]
         index = row[at] - firsts[group]
         inside, later = index < counts[group], (index > 0) & (index < counts[group])
-        # Rows after a group move by all the tokens that it saves, its own rows by those that the rows before them save.
+        # Rows after a group move forward by all tokens that the group saves. A row of the group moves by the tokens
+        # that the rows of the group before it save.
         moved = before[group] + np.where(inside, np.maximum(index - 1, 0) * tokens[group], saved[group])
         begin[at, 1] -= moved
         count[at[later], 1] -= tokens[group[later]]

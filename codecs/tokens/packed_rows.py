@@ -1,11 +1,11 @@
-"""Copies packed rows of tokens: into right-padded memory and back, and the slices that context-parallel ranks need.
+"""Copies packed rows of tokens into right-padded memory and back, and cuts the slices of context-parallel ranks.
 
-A slice is two zig-zag chunks and one token after each. A row of L tokens is treated as if padded to P, a multiple of
-`pad_multiple`, and is cut into 2 * cp chunks of P / (2 * cp) tokens. Rank r computes chunks r and 2 * cp - 1 - r, so
-that under causal attention all ranks have the same amount of work (Llama 3, arXiv:2407.21783, section 3.3.2;
-Megatron-core's layout). The log-prob of token p + 1 comes from the hidden state at p, so each chunk [a, b) is sent with
-one token of look-ahead, as tokens [a, b + 1), cut off at the end of the row. Nothing is sent for a chunk that begins at
-or after the end of the row.
+A slice consists of two zig-zag chunks, each with the token after it. A row of L tokens is treated as if padded to P, a
+multiple of `pad_multiple`, and is cut into 2 * cp chunks of P / (2 * cp) tokens. Rank r computes chunks r and
+2 * cp - 1 - r, so that under causal attention all ranks have the same amount of work (Llama 3, arXiv:2407.21783,
+section 3.3.2; Megatron-core's layout). The log-prob of token p + 1 comes from the hidden state at p, so each chunk
+[a, b) is sent with one token of look-ahead, as tokens [a, b + 1), cut off at the end of the row. Nothing is sent for a
+chunk that begins at or after the end of the row.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from ..schema import Field
 
 ROWWISE_BYTES = 2048
 """Smallest number of bytes of a padded row at which rows are copied one by one, each as one piece of bytes. Shorter
-rows are copied together through a mask of their valid tokens, because a copy of its own takes such a row longer than
-the look at the mask."""
+rows are copied together through a mask of their valid tokens, because separate copies of such rows take longer than the
+mask."""
 
 
 class PaddedRows:
     """Converts columns of the same N rows between their packed form and the right-padded one."""
 
     def __init__(self, lengths: np.ndarray, width: int) -> None:
-        """lengths: number of valid tokens of each row, int64 `[N]`. width: number of tokens of a padded row, none of
-        `lengths` is above it."""
+        """lengths: number of valid tokens of each row, int64 `[N]`. width: number of tokens of a padded row, at least
+        the largest of `lengths`."""
         self._lengths = lengths
         self._width = width
 
     def pad(self, field: Field, values: torch.Tensor) -> torch.Tensor:
-        """Return a PER_TOKEN field's packed values `[T, *trailing]` as a padded tensor `[N, width, *trailing]`. They
-        are contiguous on the CPU; each row is followed by the field's pad value."""
+        """Return a PER_TOKEN field's packed values `[T, *trailing]` as a padded tensor `[N, width, *trailing]`. The
+        tensor is contiguous on the CPU, and the field's pad value follows each row."""
         assert field.dtype is not None
-        # The whole tensor is filled: copies into memory that is in the cache by then save what that costs.
+        # Filling the whole tensor brings it into the CPU cache, which makes the copies faster by as much as the filling
+        # costs.
         out = fresh(field.dtype, (len(self._lengths), self._width, *field.trailing)).fill_(field.pad_value)
         if not values.numel():
             return out
@@ -86,9 +87,9 @@ def _tokens(memory: np.ndarray, item_bytes: int) -> np.ndarray:
 
 
 def _row_memory(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """Return the memory of a tensor `[N, width, *trailing]` as uint8 1-D, and its row stride in bytes. The stride runs
-    from the beginning of a row to that of the next. Copies the tensor only if its rows have gaps in them; gaps between
-    the rows do not matter, such as those of `tensor[:, :width]`."""
+    """Return the memory of a tensor `[N, width, *trailing]` as uint8 1-D, and its row stride in bytes. The stride is
+    the distance from the beginning of a row to the beginning of the next. The tensor is copied only if there are gaps
+    within its rows; gaps between the rows, as in `tensor[:, :width]`, need no copy."""
     if not tensor[0].is_contiguous():
         tensor = tensor.contiguous()
     step = tensor.stride(0)
@@ -143,7 +144,7 @@ def slice_batch(batch: Batch, lengths: np.ndarray, pad_multiple: int, cp: int, r
     if batch.lengths is None:
         return batch
     if not np.array_equal(batch.lengths, lengths):
-        raise ValueError("context slices: the batch's rows are not of the lengths given, expected whole rows")
+        raise ValueError("context slices: the batch's rows have other lengths than those given, expected whole rows")
     starts, stops = pieces(lengths, pad_multiple, cp, rank)
     taken = (stops - starts).sum(axis=1)
     full = (stops > starts).reshape(-1)

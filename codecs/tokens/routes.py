@@ -1,10 +1,10 @@
 """Defines routes, the experts that a model's routers choose for each token, and checks, cuts and joins arrays of them.
 
 The route of a token is an array `[layers, k]`: for each layer with experts, in the order of the model, the ids of the
-k experts that the layer's router chose while the model computed that token. It shapes the log-prob of the next token.
-A row of L tokens has routes for its tokens 0 .. L-2; its last token never went through the model, and its route is
-missing. A route is missing as a whole or not at all: then all its entries are the mark of `missing_mark`, which is
-never the id of an expert.
+k experts that the layer's router chose while the model computed that token. The route affects the log-prob of the next
+token. A row of L tokens has routes for its tokens 0 .. L-2; its last token never went through the model, and its route
+is missing. A route is missing as a whole or not at all. All entries of a missing route are the value of `missing_mark`,
+which is never the id of an expert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..schema import Field, Kind
 ROUTES = "routed_experts"
 """Name of the field that holds the routes of a row's tokens."""
 MOST_BYTE_EXPERTS = 255
-"""Largest number of experts whose ids leave one value of a byte (255) free, which marks a missing route."""
+"""Largest number of experts per layer whose ids are stored as bytes. The byte 255 remains free to mark a missing
+route."""
 
 
 def routes_dtype(num_experts: int) -> torch.dtype:
@@ -47,7 +48,7 @@ def num_experts(model: Any) -> int:
 
 
 def is_expert_layer(model: Any, layer: int) -> bool:
-    """Return whether decoder layer `layer` (from 0) of a model has experts in place of an MLP.
+    """Return whether decoder layer `layer` (from 0) of a model has experts instead of an MLP.
 
     model: a HF config, or an object with the content of a config.json as attributes.
     """
@@ -69,13 +70,13 @@ def expert_layers(model: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RouteSpec:
-    """Shape of the routes of one model, which engines, rows and train backends share."""
+    """Shape of the routes of one model, the same in engines, rows and train backends."""
 
     layers: tuple[int, ...]
     """Indices (from 0) of the model's decoder layers with experts, in order. Their number is the routes' first trailing
     dimension."""
     top_k: int
-    """Number of experts that each layer chooses for a token, the routes' last dimension."""
+    """Number of experts that each layer chooses for a token. It is the routes' last dimension."""
     num_experts: int
     """Number of experts of each of these layers; ids are 0 .. num_experts - 1."""
     hidden_layers: int
@@ -130,8 +131,8 @@ def select_moe_layers(routes: np.ndarray, spec: RouteSpec) -> np.ndarray:
     layers with experts.
 
     routes: integers `[tokens, hidden layers or layers with experts, k]`. Engines report layers without experts as
-    zeros, which would look like duplicates, so nothing may be checked before this selection. The order of the k experts
-    is kept. Raises ValueError for another shape.
+    zeros, which `check_routes` would take for duplicates, so select the layers before any check. The order of the k
+    experts is kept. Raises ValueError for another shape.
     """
     layers, top_k = spec.trailing
     if routes.ndim != 3 or routes.shape[1] not in (spec.hidden_layers, layers) or routes.shape[2] != top_k:
@@ -150,10 +151,10 @@ def select_moe_layers(routes: np.ndarray, spec: RouteSpec) -> np.ndarray:
 
 
 def missing_tokens(routes: np.ndarray | torch.Tensor, spec: RouteSpec) -> Any:
-    """Return which tokens have no route, bool `[tokens]`, of the kind (array or tensor) that `routes` is.
+    """Return which tokens have no route, bool `[tokens]`, as an array or a tensor like `routes`.
 
-    routes: `[tokens, layers, k]`. A route is missing as a whole, so its first entry is enough to see it; `check_routes`
-    refuses others.
+    routes: `[tokens, layers, k]`. Only the first entry of each route is read, because `check_routes` refuses routes
+    that are missing in part.
     """
     return routes[:, 0, 0] == spec.mark
 
@@ -190,9 +191,9 @@ def check_routes(routes: np.ndarray, spec: RouteSpec, key: str) -> None:
 def join_routes(pieces: Sequence[np.ndarray], starts: Sequence[int], spec: RouteSpec) -> np.ndarray:
     """Return the routes of one sequence whose pieces were generated one after another, `[tokens, layers, k]`.
 
-    pieces: for each request the routes `[n, layers, k]` of its tokens from index `starts[i]` of the sequence on. Where
-    pieces overlap, the earlier one is kept, since its routes are those with which the next tokens were sampled; what no
-    piece covers is missing.
+    pieces: for each request, the routes `[n, layers, k]` of its tokens, which begin at index `starts[i]` of the
+    sequence. Where pieces overlap, the earlier one is kept, because the next tokens were sampled with its routes.
+    Tokens that no piece covers have missing routes.
     """
     end = max((start + len(piece) for piece, start in zip(pieces, starts, strict=True)), default=0)
     joined = spec.missing(end)

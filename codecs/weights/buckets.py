@@ -1,15 +1,14 @@
 """Packs named weight tensors into byte buffers of bounded size (buckets), in full or as differences.
 
-Tensors follow one another in the order given, each at a multiple of ALIGN bytes. A tensor that does not fit into what
-is left of a bucket continues in the next one. So every bucket but the last is full (except for alignment), and none is
-larger than asked for. Laid end to end, each rounded up to ALIGN bytes, the buckets therefore hold every tensor in one
-piece.
+Tensors follow one another in the order given, each at a multiple of ALIGN bytes. A tensor that does not fit into the
+rest of a bucket continues in the next one. Every bucket but the last is therefore full (except for alignment). Laid end
+to end, each rounded up to ALIGN bytes, the buckets hold every tensor in one piece.
 
-The differences of a bucket from an earlier version are sent when they take fewer bytes. Such a payload is
-little-endian: a header, the positions of the changed elements, padding to 8 bytes, and the new bits of the changed
+The differences of a bucket from an earlier version are sent when they take fewer bytes than the bucket. Such a payload
+is little-endian: a header, the positions of the changed elements, padding to 8 bytes, and the new bits of the changed
 elements in order. The positions take the shortest of several forms. One is a bitmap, with one bit per element. The
-others give for each changed element the number of unchanged elements since the last changed one, as integers of 1, 2
-or 4 bytes; the largest such integer, L, means "L unchanged elements, and no changed one yet".
+others give for each changed element the number of unchanged elements since the last changed one, as integers of 1, 2 or
+4 bytes; the largest such integer, L, means "L unchanged elements, and no changed one yet".
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ..schema import DTYPES
 from .gpu_scatter import device_digest
 
 CHUNK_BYTES = 512 << 10
-"""Number of bytes copied and hashed at a time, so that the hash finds them in the CPU's cache."""
+"""Number of bytes copied and hashed at a time, so that they are still in the CPU cache when they are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,8 @@ class BucketEntry:
 class BucketPlan:
     """Location of every tensor in the buckets of a weight update; sender and receiver use the same plan.
 
-    It is plain data for `messages`. Its encoded form is cached (`message`), because most updates have the same plan as
-    the one before, and encoding, decoding or comparing 300 entries takes a millisecond.
+    `messages` can encode it. The encoded form is cached (`message`), because most updates have the same plan as the
+    previous update, and encoding, decoding or comparing 300 entries takes a millisecond.
     """
 
     entries: tuple[BucketEntry, ...]
@@ -70,7 +69,7 @@ class BucketPlan:
 
     @functools.cached_property
     def message(self) -> bytes:
-        """Plan encoded as bytes, which `read_plan` decodes."""
+        """The plan encoded as bytes; `read_plan` decodes them."""
         return messages.encode(self)
 
     @functools.cached_property
@@ -97,7 +96,7 @@ class BucketPlan:
     def in_bucket(self, bucket: int) -> tuple[BucketEntry, ...]:
         """Return the bucket's entries in order. Raises ValueError when there is no such bucket."""
         if not 0 <= bucket < len(self.sizes):
-            raise ValueError(f"bucket {bucket}: the plan has {len(self.sizes)} buckets")
+            raise ValueError(f"bucket {bucket}: not in the plan, which has {len(self.sizes)} buckets")
         first = bisect.bisect_left(self.entries, bucket, key=_bucket_of)
         return self.entries[first : bisect.bisect_right(self.entries, bucket, lo=first, key=_bucket_of)]
 
@@ -144,9 +143,9 @@ def write_piece(
     """Copy the piece of `tensor` that `entry` describes into its bucket `out`, and zero the padding after it.
 
     tensor: the whole tensor, on any device; may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any
-    device; on a GPU the copy is only queued. digest (CPU buckets only): hash that is fed the bytes written; after all
-    entries of the bucket, in order, it is the bucket's `checksum`. Raises ValueError when the tensor or `out` does not
-    match the plan.
+    device; on a GPU the copy is only queued. digest (CPU buckets only): hash to update with the written bytes. Once all
+    entries of the bucket have been written in order, it is the bucket's `checksum`. Raises ValueError when the tensor
+    or `out` does not match the plan.
     """
     check_planned(entry, tensor)
     end = entry.offset + entry.nbytes
@@ -156,7 +155,7 @@ def write_piece(
         )
     gap = min(-end % ALIGN, len(out) - end)
     if gap:
-        out[end : end + gap] = 0  # old bytes must not change the checksum
+        out[end : end + gap] = 0  # Old bytes must not change the checksum.
     if entry.nbytes:
         flat = flat_bytes(tensor.contiguous())
         copy_bytes(flat[entry.begin : entry.begin + entry.nbytes], out[entry.offset : end], digest)
@@ -165,11 +164,9 @@ def write_piece(
 
 
 def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """Queue the copy of a tensor that lies entirely in one GPU bucket, and zero the padding after it. It is a fast
-    `write_piece`.
-
-    place: where the tensor goes, a view of the bucket `out` with the tensor's dtype and shape. The copy is a single
-    torch call, so that all weights of a model (about 300) can be queued within 10 ms.
+    """Queue the copy of a tensor that lies entirely in one GPU bucket, and zero the padding after it. It is a faster
+    form of `write_piece`. place: destination of the tensor, a view of the bucket `out` with the tensor's dtype and
+    shape. The copy is a single torch call, so that all weights of a model (about 300) can be queued within 10 ms.
     """
     end = entry.offset + entry.nbytes
     if end % ALIGN and end < len(out):
@@ -227,12 +224,10 @@ def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
 
 
 def checksum(payload: torch.Tensor) -> int:
-    """Return a 64-bit checksum of `payload` (uint8 `[n]`, contiguous). A receiver checks with it that the payload
-    arrived intact.
-
-    Sender and receiver must hold the payload on the same kind of device. On the CPU the checksum is xxh3_64 of the
-    bytes; on a GPU it is `gpu_scatter.device_digest`, and this call waits for it. Raises ValueError for a tensor of
-    another dtype or shape, and for one that is not contiguous.
+    """Return a 64-bit checksum of `payload` (uint8 `[n]`, contiguous). With it a receiver checks that the payload
+    arrived intact. Sender and receiver must hold the payload on the same kind of device. On the CPU the checksum is
+    xxh3_64 of the bytes; on a GPU it is `gpu_scatter.device_digest`, and this call waits for it. Raises ValueError for
+    a tensor of another dtype or shape, and for one that is not contiguous.
     """
     if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
         raise ValueError(f"checksum: got {payload.dtype} {list(payload.shape)}, expected contiguous uint8 [n]")
@@ -242,8 +237,8 @@ def checksum(payload: torch.Tensor) -> int:
 
 
 def copy_bytes(source: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 | None = None) -> None:
-    """Copy `source` to `out` (both uint8 `[n]`, on any devices). digest: hash that is fed the bytes; only when `out` is
-    on the CPU."""
+    """Copy `source` to `out` (both uint8 `[n]`, on any devices). digest: hash to update with the bytes; only for an
+    `out` on the CPU."""
     if digest is None or source.device.type != "cpu":
         out.copy_(source)
         if digest is not None:
@@ -251,7 +246,8 @@ def copy_bytes(source: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 |
         return
     target = out.numpy()
     for start in range(0, len(target), CHUNK_BYTES):
-        # Not by a numpy view of the source: torch would never again let the trainer free that storage to offload it.
+        # The source is not viewed by numpy, because torch would then never let the trainer free its storage to offload
+        # it.
         out[start : start + CHUNK_BYTES].copy_(source[start : start + CHUNK_BYTES])
         digest.update(target[start : start + CHUNK_BYTES].data)
 
@@ -296,7 +292,7 @@ def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.n
     changed = _changed(new, base, element_bytes)
     count = len(changed) if changed.dtype != bool else int(np.count_nonzero(changed))
     if _HEADER.size + min(count, bitmap_bytes) + count * element_bytes >= len(new):
-        return None  # no form of the positions can make it shorter
+        return None  # No form of the positions makes the payload shorter.
     width, where = _write_where(changed, count, len(values))
     start = _HEADER.size + len(where)
     start += -start % 8
@@ -313,14 +309,14 @@ def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.n
 def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
     """Apply a payload to `target`, which holds the bytes of the base and becomes the new version in place.
 
-    payload: what `encode_sparse` returned; may be read-only. target: uint8 1-D, contiguous. Raises ValueError before
+    payload: the result of `encode_sparse`; it can be read-only. target: uint8 1-D, contiguous. Raises ValueError before
     anything is written when the payload is malformed or does not fit `target`.
     """
     if len(payload) < _HEADER.size:
         raise ValueError(f"bucket delta: got {len(payload)} bytes, expected a header of {_HEADER.size}")
     magic, element_bytes, width, num_elements, count, where_bytes = _HEADER.unpack(payload[: _HEADER.size].tobytes())
     if magic != _MAGIC or element_bytes not in _UNSIGNED or width not in (_BITMAP, *_POSITION_BYTES):
-        raise ValueError("not a bucket delta (bad header)")
+        raise ValueError("bucket delta: the payload has an invalid header")
     if len(target) != num_elements * element_bytes:
         raise ValueError(f"bucket delta: got a bucket of {len(target)} bytes, expected {num_elements * element_bytes}")
     start = _HEADER.size + where_bytes
@@ -337,7 +333,7 @@ def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
         changed = _read_gaps(where, width)
         found = len(changed) if not len(changed) or changed[-1] < num_elements else -1
     if found != count:
-        raise ValueError(f"bucket delta: its positions do not fit its {count} values of {num_elements} elements")
+        raise ValueError(f"bucket delta: the positions do not match its {count} values of {num_elements} elements")
     elements[changed] = values
 
 
@@ -349,7 +345,7 @@ def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarra
     differ = new_words != base_words
     if np.count_nonzero(differ) * 8 >= len(differ):
         return new.view(dtype) != base.view(dtype)
-    # Few words differ, so only their elements are compared, three times faster than all elements.
+    # Few words differ, so only their elements are compared. This is three times as fast as comparing all elements.
     words, each = np.flatnonzero(differ), _WORD // element_bytes
     inner = np.flatnonzero(new_words[words].view(dtype) != base_words[words].view(dtype))
     tail = np.flatnonzero(new[whole:].view(dtype) != base[whole:].view(dtype)) + whole // element_bytes
@@ -389,7 +385,7 @@ def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
     """Decode the positions that `_write_gaps` encoded, as ascending int64. Raises ValueError when the number of bytes
     in `where` is not a multiple of `width`."""
     if len(where) % width:
-        raise ValueError(f"bucket delta: {len(where)} bytes are no positions of {width} bytes")
+        raise ValueError(f"bucket delta: got {len(where)} bytes of positions, expected a multiple of {width}")
     steps = where.view(_UNSIGNED[width])
     chosen = steps != _longest(width)
     return np.cumsum(steps.astype(np.int64) + chosen)[chosen] - 1
@@ -398,7 +394,7 @@ def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
 def _read_bitmap(where: np.ndarray, num_elements: int) -> np.ndarray:
     """Decode a bitmap as one bool per element. Raises ValueError when `where` has the wrong size."""
     if len(where) != ceil_div(num_elements, 8):
-        raise ValueError(f"bucket delta: {len(where)} bytes are no bitmap of {num_elements} elements")
+        raise ValueError(f"bucket delta: got a bitmap of {len(where)} bytes, expected {num_elements} bits")
     return np.unpackbits(where, count=num_elements, bitorder="little").view(bool)
 
 
@@ -413,4 +409,4 @@ def _expect_pair(new: np.ndarray, base: np.ndarray, element_bytes: int) -> None:
             "expected equal lengths, a multiple of 1, 2, 4 or 8"
         )
     if any(array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous for array in (new, base)):
-        raise ValueError("bucket delta: got other arrays than contiguous uint8 [n]")
+        raise ValueError("bucket delta: got other arrays, expected contiguous uint8 [n]")

@@ -12,13 +12,13 @@ import torch
 
 from ..integers import round_up
 
-# ---------------- The GPU computes the digest of bytes that it holds, queued like any other work, so that the host does
-# not wait.
+# ---------------- A GPU computes the digest of its bytes as queued work, so that the host does not wait.
 #
-# It is one pass over the bytes. Each 8-byte word is added to a multiple of its position and mixed, by a function that
-# has an inverse, so that every bit of it reaches every bit of the result; the results are summed modulo 2**64. Any one
-# changed word changes the digest. Several changes, such as signs flipped in pairs, a bit that is stuck in every word or
-# blocks that changed places, cancel out as rarely as random numbers do; an adversary could choose some that do.
+# The digest takes one pass over the bytes. Each 8-byte word is added to a multiple of its position, and mixed by an
+# invertible function in which every bit of the word affects every bit of the result. The results are summed modulo
+# 2**64. A change of one word always changes the digest. Several changes, such as signs flipped in pairs, a bit that is
+# stuck in every word or blocks in exchanged places, cancel out as rarely as random numbers do. An adversary could
+# choose changes that cancel out.
 
 WORD = 8
 GOLDEN = 0x9E3779B97F4A7C15
@@ -28,7 +28,7 @@ MIX = ((32, 0xD6E8FEB86659FD93), (29, 0xBF58476D1CE4E5B9), (32, None))
 it by `factor`, if that is not None."""
 _MASK = (1 << 64) - 1
 _CHUNK_WORDS = 1 << 22
-"""Number of 8-byte words that torch mixes at a time, which needs temporary memory of three times their size."""
+"""Number of 8-byte words that torch mixes at a time. The mixing needs temporary memory of three times their size."""
 
 
 def device_digest(payload: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def device_digest(payload: torch.Tensor) -> torch.Tensor:
 def _digest_by_torch(payload: torch.Tensor) -> torch.Tensor:
     length = len(payload)
     if (payload.data_ptr() if payload.is_cuda else payload.storage_offset()) % WORD:
-        payload = payload.clone()  # an address of words is a multiple of a word's size
+        payload = payload.clone()  # Words must be aligned to their size.
     num_words = length // WORD
     words = payload[: num_words * WORD].view(torch.int64)
     found = torch.full((), length_part(length), dtype=torch.int64, device=payload.device)
@@ -86,9 +86,9 @@ def as_signed(digest: int) -> int:
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _START = 64
-"""Alignment in bytes of the pieces (tensors or parts of one) in the payload of a weight bucket."""
+"""Alignment in bytes of the pieces (tensors or parts of tensors) in the payload of a weight bucket."""
 _TARGET = 16
-"""Alignment in bytes that the kernel needs for payloads and for the memory that pieces are copied to."""
+"""Alignment in bytes that the kernel needs for payloads and for the destinations of pieces."""
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ class Scatter:
         return _digest_by_torch(payload)
 
     def _zeros_between(self) -> int:
-        """Return the contribution of the payload's length and of the zero padding after each piece to the digest."""
+        """Return the part of the digest that comes from the payload's length and from the zero padding after each
+        piece."""
         found = length_part(self._nbytes)
         for begin, target in self._pieces:
             end = begin + len(target)
@@ -182,7 +183,7 @@ def scatter_kernel(device: torch.device) -> Any:
         if check(kernel, device):
             return kernel
         reason = "its results are wrong"
-    except Exception as error:  # Triton or a compiler is missing, or the driver is unknown
+    except Exception as error:  # Triton or a compiler may be missing, or the driver unknown.
         reason = f"{type(error).__name__}: {error}"
     _log.warning("weights: buckets on %s are read twice, there is no Triton kernel: %s", device, reason)
     return None
@@ -194,7 +195,7 @@ def check(kernel: Any, device: torch.device) -> bool:
     first, second = _START, 2 * kernel.SEGMENT * WORD + 5 * WORD
     nbytes = 3 * _START + second + 10 * WORD
     payload = torch.arange(nbytes, device=device).mul_(41).to(torch.uint8)
-    payload[3 * _START + second : 4 * _START + second - 5 * WORD] = 0  # zeros fill the gap before the next piece
+    payload[3 * _START + second : 4 * _START + second - 5 * WORD] = 0  # Zeros fill the gap before the next piece.
     targets = [torch.zeros(length, dtype=torch.uint8, device=device) for length in (first, second)]
     pieces = [(_START, targets[0]), (3 * _START, targets[1])]
     found = Scatter(nbytes, pieces, device, kernel)(payload)

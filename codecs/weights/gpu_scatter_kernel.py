@@ -1,6 +1,6 @@
-"""Implements `gpu_scatter.Scatter` as one Triton kernel, which reads a payload once where torch reads it twice.
+"""Implements `gpu_scatter.Scatter` as one Triton kernel. The kernel reads a payload once, torch reads it twice.
 
-Needs Triton, which CUDA builds of torch include, and a C compiler.
+The kernel needs a C compiler and Triton, which CUDA builds of torch include.
 """
 
 # pyright: reportMissingImports=false
@@ -40,14 +40,14 @@ def _scatter(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    # Triton reads these annotations: it knows its own, and no others.
+    # Triton reads the annotations of this function, and accepts only its own types in them.
     row = table + tl.program_id(0) * 3
     begin = tl.multiple_of(tl.load(row).to(tl.int32), 8)
     num_words = tl.load(row + 1).to(tl.int32)
     target = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.int64)), 16)
     kept = tl.load(row + 2) != 0
     total = tl.zeros([BLOCK], dtype=tl.int64)
-    if num_words == BLOCK * STEPS:  # no mask is needed, so each load reads two words
+    if num_words == BLOCK * STEPS:  # No mask is needed, so each load reads two words.
         for step in range(STEPS):
             at = step * BLOCK + tl.arange(0, BLOCK)
             word = tl.load(payload + begin + at)
@@ -67,18 +67,17 @@ def _scatter(
 def scatter(
     words: torch.Tensor, table: torch.Tensor, golden: int, mix: Sequence[tuple[int, int | None]]
 ) -> torch.Tensor:
-    """Copy the words that `table` names to their destinations, and return their digest part as int64 `[1]`.
-
-    The contribution is the sum of `gpu_scatter.mixed` over the words, modulo 2**64. The work is queued on the current
-    stream. words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple of 8), the number of words
-    (at most SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing). All tensors are on one GPU.
-    golden, mix: `gpu_scatter.GOLDEN` and `MIX`.
+    """Copy the words that `table` names to their destinations, and return their part of the digest as int64 `[1]`. The
+    part is the sum of `gpu_scatter.mixed` over the words, modulo 2**64. The work is queued on the current stream.
+    words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple of 8), the number of words (at most
+    SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing). All tensors are on one GPU. golden,
+    mix: `gpu_scatter.GOLDEN` and `MIX`.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
     (first_shift, first), (second_shift, second), (last_shift, _) = mix
     assert (first_shift, second_shift, last_shift) == (32, 29, 32), "as in _mixed"
     kernel: Any = _scatter
     launch = kernel[(len(table),)]
-    with torch.cuda.device_of(words):  # Triton launches on the current device
+    with torch.cuda.device_of(words):  # Triton launches kernels on the current device.
         launch(words, table, out, GOLDEN=golden, FIRST=first, SECOND=second, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
     return out

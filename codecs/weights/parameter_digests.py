@@ -1,4 +1,4 @@
-"""Digests of single weights, by which an engine checks that it serves the weights that the trainer sent."""
+"""Computes digests of single weights, so that an engine can check that it serves the weights that the trainer sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..memory import flat_bytes
 from .gpu_scatter import device_digest
 
 Kind = Literal["xxh3", "device"]
-"""How a digest is computed: `xxh3` is xxh3_64 of the bytes, `device` is `gpu_scatter.device_digest`. Each can be
-computed of a tensor on any device, but only on its own kind of device is it fast."""
+"""How a digest is computed: `xxh3` is xxh3_64 of the bytes, `device` is `gpu_scatter.device_digest`. Both work for
+tensors on any device, but `xxh3` is fast only on the CPU, and `device` only on a GPU."""
 
 NUM_SAMPLED = 8
 """Number of weights in a sample."""
@@ -24,10 +24,10 @@ NUM_SAMPLED = 8
 
 @dataclass(frozen=True, slots=True)
 class ParameterDigest:
-    """Digest of one weight as the trainer has it."""
+    """Digest of one weight of the trainer."""
 
     name: str
-    """Hugging Face name."""
+    """Name of the weight in Hugging Face format."""
     dtype: str
     """Dtype in which the weight is sent, such as `bfloat16`."""
     shape: tuple[int, ...]
@@ -83,9 +83,9 @@ def compare_digests(
     """Compare an engine's weights with the trainer's digests. Returns the number of weights compared, and an error text
     that names the first weight that differs; "" if none does.
 
-    engine: the engine's name, for the text. served: function that returns the tensors in which the engine serves a
-    weight, each of the weight's dtype and shape; none if the weight cannot be compared, because the engine keeps it in
-    another form.
+    engine: the engine's name, for the text. served: function that returns the engine's tensors of a weight, each with
+    the weight's dtype and shape. It returns no tensors for a weight that cannot be compared, because the engine keeps
+    it in another form.
     """
     compared: list[ParameterDigest] = []
     queued: list[int | torch.Tensor] = []
@@ -110,20 +110,20 @@ def compare_digests(
 
 
 def _queued(tensor: torch.Tensor, kind: Kind) -> int | torch.Tensor:
-    """Return the digest of a tensor, for `device` as a tensor that the device may still be computing."""
+    """Return the digest of a tensor. For `device`, it is a tensor that the device may still be computing."""
     flat = flat_bytes(tensor.contiguous())
     return device_digest(flat) if kind == "device" else _xxh3(flat)
 
 
 def _xxh3(flat: torch.Tensor) -> int:
-    """Return xxh3_64 of the bytes, read where they are. Not through a numpy view: torch would never again let the
-    trainer free that storage to offload it."""
+    """Return xxh3_64 of the bytes without copying them on the CPU. They are not viewed by numpy, because torch would
+    then never let the trainer free their storage to offload it."""
     host = flat.cpu()
     return xxhash.xxh3_64_intdigest((ctypes.c_char * len(host)).from_address(host.data_ptr()) if len(host) else b"")
 
 
 def _unsigned(digests: Sequence[int | torch.Tensor]) -> list[int]:
-    """Return the digests as unsigned integers, waiting once for all that a device still computes."""
+    """Return the digests as unsigned integers, after one wait for all that a device still computes."""
     pending = [digest for digest in digests if isinstance(digest, torch.Tensor)]
     ready = iter(torch.stack(pending).tolist() if pending else ())
     return [(next(ready) if isinstance(digest, torch.Tensor) else digest) & (1 << 64) - 1 for digest in digests]

@@ -73,9 +73,9 @@ def test_other_types_are_refused(obj, sentence):
 @pytest.mark.parametrize(
     ("obj", "sentence"),
     [
-        ([2**64], r"object\[0\]: 18446744073709551616 does not fit 64 bit"),
+        ([2**64], r"object\[0\]: 18446744073709551616 does not fit 64 bits"),
         ({"a": -(2**63) - 1}, r"object\['a'\]: -9223372036854775809 does not fit"),
-        ({2**70: 1}, "does not fit 64 bit"),
+        ({2**70: 1}, "does not fit 64 bits"),
         (["\ud800"], r"a string holds '\\ud800', expected valid Unicode text"),
     ],
 )

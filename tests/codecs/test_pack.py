@@ -141,7 +141,7 @@ def test_lazily_stacked_tensordict_of_ragged_rows():
     assert batch.objects("log") == ["row 2", "row 0", "row 3"]
     assert batch.lengths is not None and batch.lengths.tolist() == [2, 0, 3]
     rows[1] = TensorDict({"log": "x"}, [])
-    with pytest.raises(ValueError, match="field 'logprobs', row 1: missing there, but other rows have it"):
+    with pytest.raises(ValueError, match="field 'logprobs', row 1: it is missing there, but other rows have it"):
         pack(SCHEMA, LazyStackedTensorDict(*rows, stack_dim=0))
 
 
@@ -188,7 +188,7 @@ BAD = {
     "int for bool": ({"done": [[1, 0]]}, "'done': .* int64, expected bool"),
     "None among numbers": ({"input_ids": [[1, None]]}, "'input_ids': row 0 .* object, expected int32"),
     "text for numbers": ({"reward": ["high"]}, "'reward': row 0 is a str"),
-    "ragged lists": ({"experts": [[[1], [1, 2]]]}, "'experts': row 0 is no array of numbers"),
+    "ragged lists": ({"experts": [[[1], [1, 2]]]}, "'experts': row 0 is not an array of numbers"),
     "missing token dimension": ({"input_ids": torch.zeros(3, dtype=torch.int32)}, r"shape \[3\], expected \[N, L\]"),
     "one dimension more": ({"input_ids": [[[1, 2]]]}, r"row 0 has shape \[1, 2\], expected \[L\]"),
     "trailing shape": ({"experts": [torch.zeros(2, 2, dtype=torch.int8)]}, r"row 0 .* \[2, 2\], expected \[L, 2, 2\]"),
