@@ -1,8 +1,8 @@
 """Defines the exceptions for mistakes that only the user can correct.
 
 ValueError
-└── UserError      any such mistake, in one sentence that the command line prints before it exits with status 2
-    └── ConfigError  a mistake in the configuration file or in an override of it
+└── UserError      any such mistake, as one sentence; the command line prints it and exits with status 2
+    └── ConfigError  a mistake in the configuration file or in an override
 """
 
 from __future__ import annotations

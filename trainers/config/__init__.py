@@ -1,1 +1,1 @@
-"""The configuration of a run: its sections, how it is loaded, and what is checked."""
+"""Declares the configuration of a run, loads it and checks it."""

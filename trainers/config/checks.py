@@ -1,4 +1,4 @@
-"""Checks keys of different sections against each other, and describes each contradiction in one sentence."""
+"""Checks config keys of different sections against each other, and describes each contradiction in one sentence."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from .evaluation_sets import EvaluationConfig, ValidationConfig
 from .staleness import Mode, Overlap
 
 ROLLOUT_TOKEN_BYTES = 9
-"""Number of bytes that a rollout writes for each token: input_ids int32, response_mask uint8, rollout_logprobs
-float32."""
+"""Bytes that a rollout writes per token: input_ids int32, response_mask uint8, rollout_logprobs float32."""
 WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
-"""Values of `advantage.kind` that need all rows of a step at once (their estimators set `whole_step`)."""
+"""Values of `advantage.kind` that need all rows of a step at once. Their estimators set `whole_step`."""
 ROLLOUT_ROW_BYTES = 64
-"""Number of bytes assumed for a row's version_spans: a few pairs (first token, version) of int32."""
+"""Assumed bytes of a row's version_spans: a few pairs (first token, version) of int32."""
 LOGPROB_BYTES = 4
-"""Number of bytes per token of each column that the train workers write back: log-probs in float32 of the reference
-model, and of the policy before a step with several updates."""
+"""Bytes per token of each float32 log-prob column that the train workers write. One column is for the reference model,
+another for the policy before a step with several updates."""
 
 
 def contradictions(config: Config) -> list[str]:
@@ -47,8 +46,8 @@ def contradictions(config: Config) -> list[str]:
 
 
 def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, *, window: int) -> list[str]:
-    """Return one line for each setting that is allowed but makes training differ from what the user may expect.
-    window: largest number of versions by which a row is older than the policy that trains on it."""
+    """Return one line for each allowed setting with an effect on training that users may not expect. window: largest
+    number of versions by which a row can be older than the policy being trained."""
     if trainer.backend == "scripted" or loss.kind != "reinforce" or loss.correction != "none":
         return []
     lines = []
@@ -67,7 +66,7 @@ def cautions(algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfi
 
 @dataclass(frozen=True, slots=True)
 class StoreDemand:
-    """The room that a run's rows take in the data plane's store if every row has the maximum length."""
+    """The size of a run's rows in the data plane's store if every row has the maximum length."""
 
     rows: int
     """Number of rows of a step."""
@@ -76,13 +75,13 @@ class StoreDemand:
     step_bytes: int
     """Number of bytes of a step's rows."""
     steps: float
-    """Number of steps whose rows the store must be able to hold at the same time. It is above 1 if rollouts run ahead
-    or oversample, and can be a fraction."""
+    """Number of steps for which the store must hold all rows at the same time. It is above 1 if rollouts run ahead or
+    oversample, and can be a fraction."""
 
     @classmethod
     def of(cls, config: Config, route_bytes: int = 0) -> StoreDemand:
-        """Return the demand of the run that `config` describes. route_bytes: bytes of the routes of one token, which
-        only the model's config gives; 0 without router replay."""
+        """Return the demand of the run that `config` describes. route_bytes: bytes of the routes of one token, from the
+        model's config; 0 without router replay."""
         longest, algorithm = config.data.max_prompt_tokens + config.rollout.max_new_tokens, config.algorithm
         columns = config.with_reference + (algorithm.prev_logprobs == "recompute" and algorithm.updates_per_step > 1)
         row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns + route_bytes) + ROLLOUT_ROW_BYTES
@@ -93,8 +92,8 @@ class StoreDemand:
         return cls(rows, longest, rows * row, steps)
 
     def problems(self, capacity_mib: int) -> list[str]:
-        """Return one sentence in a list if a store of `capacity_mib` MiB may be too small; else an empty list. The run
-        would stop."""
+        """Return one sentence in a list if a store of `capacity_mib` MiB can fill up, which would stop the run; else
+        []."""
         needed = math.ceil(self.step_bytes * self.steps)
         if needed <= capacity_mib << 20:
             return []
@@ -105,11 +104,11 @@ class StoreDemand:
 
 
 def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool) -> float:
-    """Return the number of steps whose rows the store must be able to hold at the same time.
-
-    Two chunks suffice, one that is trained on and one that comes, if a step is trained on by chunk and any groups can
-    be in a chunk: more groups then wait for room, which each chunk makes. Where groups have an order, the next ones
-    needed could be among the waiting. With a reference model, the room could be that of its log-probs.
+    """Return the number of steps for which the store must hold all rows at the same time. If a step is trained on by
+    chunk and a chunk can consist of any groups, room for two chunks suffices: the one in training and the next one.
+    Further groups then wait until a chunk is cleared. This does not work if groups have an order, because a group that
+    is needed next could be waiting. It does not work with a reference model either, because the log-probs of that model
+    need room, too.
     """
     if overlap.window:
         return 1 + overlap.window
@@ -121,8 +120,8 @@ def _steps_in_store(overlap: Overlap, oversample: float, *, chunks_suffice: bool
 def size_problems(
     algorithm: AlgorithmConfig, trainer: TrainerConfig, rollout: RolloutConfig, data: DataConfig, needed: int
 ) -> Iterator[str]:
-    """Yield one sentence for each mismatch of sizes. Sizes are compared between groups and replicas, groups and
-    rollout actors, or rows and microbatches. needed: number of tokens that an engine must take."""
+    """Yield one sentence for each mismatch of sizes, such as groups and replicas, groups and rollout actors, or rows
+    and microbatches. needed: number of tokens that an engine must hold for a sequence."""
     prompts, dp = algorithm.prompts_per_step, trainer.dp
     if prompts % dp:
         yield (
@@ -233,7 +232,7 @@ def meaning_problems(config: Config) -> Iterator[str]:
 
 
 def sync_problems(sync: SyncConfig, resources: ResourcesConfig) -> Iterator[str]:
-    """Yield one sentence for each setting of the weight sync that contradicts another, or a time limit."""
+    """Yield one sentence for each setting of the weight sync that contradicts another setting or a time limit."""
     bound_s, key = min(
         (resources.stage_timeout_s, "stage_timeout_s"),
         (resources.collective_timeout_s, "collective_timeout_s"),
@@ -258,8 +257,8 @@ def switch_obstacles(
     evaluation: Mapping[str, EvaluationConfig],
     replay: str | None,
 ) -> Iterator[str]:
-    """Yield one clause for each setting with which engines and train workers cannot take turns on their GPUs. It says
-    the setting, what it would have to be, and why. replay: the folder in `run.replay`."""
+    """Yield one clause for each setting that prevents engines and train workers from taking turns on their GPUs. The
+    clause names the setting, the necessary value and the reason. replay: the folder in `run.replay`."""
     if mode != "sync":
         yield (
             f"algorithm.mode={mode!r}, expected algorithm.mode='sync', because in other modes both roles are busy at "
@@ -307,8 +306,8 @@ def update_problems(algorithm: AlgorithmConfig, trainer: TrainerConfig, overlap:
 
 
 def metric_problems(validation: ValidationConfig, known: Sequence[str], data: DataConfig) -> list[str]:
-    """Return one sentence in a list if `validation.metric` names no usable metric; else an empty list. The metric is
-    unknown, or it needs reference answers that the data lacks."""
+    """Return one sentence in a list if `validation.metric` is unknown or needs reference answers that the data lacks;
+    else an empty list."""
     metric = validation.metric
     key = find_figure(metric, known)
     if key is None:
@@ -319,7 +318,7 @@ def metric_problems(validation: ValidationConfig, known: Sequence[str], data: Da
 
 
 def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConfig, run: RunConfig) -> Iterator[str]:
-    """Yield one sentence for each contradiction inside the named evaluation sets, and between them and the run."""
+    """Yield one sentence for each contradiction within a named evaluation set, or between such a set and the run."""
     for name, one in sets.items():
         key = f"evaluation.{name}"
         labels = [function.label for function in (one.reward or reward).functions]
@@ -343,8 +342,8 @@ def evaluation_problems(sets: Mapping[str, EvaluationConfig], reward: RewardConf
 
 
 def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> Iterator[str]:
-    """Yield one sentence for each sampler or oversampling setting that conflicts with the order of groups. It is the
-    order in which a step must take its groups."""
+    """Yield one sentence for each sampler or oversampling setting that conflicts with the order in which a step must
+    take its groups."""
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
     key = "algorithm.dynamic_sampling.oversample"
     if over and (in_order or run.deterministic):
@@ -363,8 +362,8 @@ def admission_problems(algorithm: AlgorithmConfig, run: RunConfig) -> Iterator[s
 def replay_problems(
     run: RunConfig, validation: ValidationConfig, algorithm: AlgorithmConfig, *, window: int
 ) -> Iterator[str]:
-    """Yield one sentence for each key that cannot be combined with `run.replay`. A replay trains on the recorded
-    groups of another run. window: number of versions that rollouts run ahead."""
+    """Yield one sentence for each key that cannot be combined with `run.replay`, which trains on the recorded groups of
+    another run. window: number of versions by which rollouts run ahead."""
     if run.record:
         yield "run.record: got true with run.replay set, expected false, because a replay generates no groups"
     if validation.every:
@@ -388,11 +387,11 @@ NO_ROUTES_WITH = {
     "kv_transfer_config": (None,),
     "enable_eplb": (None, False),
 }
-"""Argument of vLLM with which it reports no routes (0.26 to 0.32) -> its values with which it does."""
+"""Argument of vLLM 0.26 to 0.32 that can disable the report of routes -> the values that leave it enabled."""
 
 
 def route_problems(environment: EnvironmentConfig, rollout: RolloutConfig) -> list[str]:
-    """Return one sentence for each setting with which rows cannot carry the experts that the engine chose."""
+    """Return one sentence for each setting that keeps rows from carrying the engine's choice of experts."""
     several = [
         f"environment.max_rows: got {environment.max_rows} with router_replay.enabled=true, expected 1, because "
         "routes are recorded for the first row of an episode only"
@@ -431,7 +430,8 @@ def objective_problems(
 
 
 def pool_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence for each setting with which a run cannot borrow its GPUs from a pool; none without a pool."""
+    """Yield one sentence for each setting that prevents a run from borrowing its GPUs from a pool; none without a
+    pool."""
     if config.pool.address is None:
         return
     because = "with pool.address set"

@@ -1,4 +1,4 @@
-"""Defines `Config`, all sections of a run's YAML file, and declares those sections that concern the whole run."""
+"""Defines `Config`, all sections of a run's YAML file, and declares the sections about the run as a whole."""
 
 from __future__ import annotations
 
@@ -35,29 +35,30 @@ class PoolConfig(Section):
     name: str = Field(default="pool", min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the pool in that cluster."""
     weight: Positive = 1.0
-    """Share of the GPUs that this run gets for its rollouts, relative to other runs with as much work left."""
+    """Weight of this run when the pool divides GPUs for rollouts. Compared with another run with equal remaining work,
+    a run with twice the weight gets about twice as many GPUs."""
     sleep_level: Literal[1, 2] = 2
-    """Level at which engines sleep. With 1 they keep their weights in host memory. With 2 they drop them and get the
-    newest version when they wake."""
+    """Level at which engines sleep. At level 1 they keep their weights in host memory. At level 2 they drop the
+    weights, and get the newest version when they wake."""
     other_runs: CountOrZero = 3
     """Largest number of other runs whose processes sleep on a GPU while an engine of this run is awake there. Engines
     leave `resources.residual_mib` for each of these processes, unless `rollout.gpu_memory_utilization` or
-    `rollout.kv_cache` sets how much they take."""
+    `rollout.kv_cache` sets the engines' memory."""
     order_timeout_s: Positive = 180.0
-    """Seconds that the run has to carry out an order of the pool, to put engines to sleep or to wake them. The pool
-    ends the processes of a run that takes longer."""
+    """Seconds within which the run must carry out an order of the pool to put engines to sleep or to wake them. If the
+    run takes longer, the pool ends its processes."""
 
 
 SET_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*$"
-"""Regular expression that the name of an evaluation set, a part of metric keys, must match."""
+"""Regular expression for the names of evaluation sets, which are parts of metric keys."""
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups that teach nothing because their rewards are all equal (DAPO, arXiv:2503.14476)."""
+    """Replacement of groups with equal rewards, which teach the policy nothing (DAPO, arXiv:2503.14476)."""
 
     enabled: bool = False
-    """Whether groups whose rewards are all equal are cleared and other prompts are generated in their place. The
-    comparison leaves out the reward `overlong`, which only shapes the others."""
+    """Whether groups with equal rewards are cleared and replaced by groups of other prompts. The comparison leaves out
+    the reward `overlong`, which only shapes the others."""
     max_factor: float = Field(default=4.0, ge=1.0)
     """Largest number of prompts that are generated for a step, as a multiple of `algorithm.prompts_per_step`. When it
     is reached, groups with equal rewards are trained on too, so that each step has its full size."""
@@ -67,20 +68,20 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The size, number and order of steps, and how far rollouts can run ahead of training. The order is that in which
-    groups are trained on."""
+    """The size and number of steps, the order in which groups are trained on, and how far rollouts can run ahead of
+    training."""
 
     mode: Mode = "sync"
     """Overlap of rollouts and training. In `sync` mode rollout, training and weight sync take turns. In `async` mode
-    rollouts run ahead of training by up to `algorithm.max_staleness` versions. `streaming` takes turns as `sync` does,
-    but trains on groups as they become ready. `async_streaming` does both: rollouts run ahead as in `async`, and groups
-    are trained on as they become ready."""
+    rollouts run ahead of training by up to `algorithm.max_staleness` versions. `streaming` is like `sync`, but trains
+    on groups as they become ready. `async_streaming` combines both: rollouts run ahead as in `async`, and groups are
+    trained on as they become ready."""
     max_staleness: CountOrZero = 1
     """Largest number of versions between the policy that generated a row's first token and the policy that is trained
     on the row."""
     stale_groups: StaleGroups = "requeue"
     """Treatment of groups that have become too old for `algorithm.max_staleness`. `requeue` generates them again;
-    `drop` generates other prompts in their place. With the sampler `in_order` no group ever becomes too old."""
+    `drop` generates groups of other prompts instead. With the sampler `in_order` groups never become too old."""
     sampler: str = "auto"
     """Order in which ready groups are trained on. `in_order` keeps the order of their prompts. `windowed` takes any
     ready group from the next few prompts. `ready_first` takes groups in the order in which they became ready.
@@ -100,21 +101,22 @@ class AlgorithmConfig(Section):
     prompts_per_step: Count = 32
     """Number of groups that a step trains on."""
     minibatches: Count = 1
-    """Number of mini-batches into which a step's groups are dealt. Each is one update of the optimizer. The ratio of
-    probabilities then moves away from 1 within a step, so that the bounds of `loss.kind` have something to clip."""
+    """Number of mini-batches into which a step's groups are divided. Each mini-batch is one update of the optimizer.
+    With more than one, the probability ratio moves away from 1 within a step, so the bounds of `loss.kind` begin to
+    clip."""
     epochs: Count = 1
-    """Number of times that a step trains on its rows; each epoch deals the mini-batches again. Needs a mode that trains
-    on a step as a whole."""
+    """Number of times that a step trains on its rows. Each epoch divides the groups into mini-batches in a new way.
+    More than one epoch needs a mode that trains on a step as a whole."""
     group_size: int = 8
     """Number of samples of each prompt, which form a group. At least 2."""
     mask_truncated: bool = False
     """If true, samples that were cut off at `rollout.max_new_tokens` are not trained on (overlong filtering, DAPO,
     arXiv:2503.14476). Their rewards still count in the baselines of their groups."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Source of the old policy's log-probs in the probability ratio. `rollout` takes the engine's, so that the ratio
-    also reflects how the policy has changed since. `recompute` takes the trainer's own from before the step's first
-    update. In that update the ratio is then 1 at every token and nothing is clipped. Rows that an older policy sampled
-    need a `loss.correction`."""
+    """Source of the old policy's log-probs in the probability ratio. `rollout` uses the engine's log-probs, so the
+    ratio also reflects how the policy has changed since the rollout. `recompute` uses the trainer's own log-probs from
+    before the step's first update. In that update the ratio is then 1 at every token, and nothing is clipped. Rows from
+    an older policy then need a `loss.correction`."""
 
     @property
     def updates_per_step(self) -> int:
@@ -139,8 +141,8 @@ class RunConfig(Section):
     seed: CountOrZero = 0
     """Seed of the prompts, the sampling and the weights of the built-in model."""
     checkpoint_every: CountOrZero = 0
-    """Number of steps between checkpoints, which are written in addition to those of `run.checkpoint_minutes`; 0
-    disables step-based checkpoints."""
+    """Number of steps between checkpoints, in addition to the checkpoints of `run.checkpoint_minutes`. 0 disables
+    step-based checkpoints."""
     checkpoint_minutes: float = Field(default=15.0, ge=0.0)
     """Minutes between checkpoints; 0 disables time-based checkpoints. Unless both this and `run.checkpoint_every` are
     0, a checkpoint is also written at the end of the run and when the run is interrupted (Ctrl-C, SIGTERM)."""
@@ -153,19 +155,17 @@ class RunConfig(Section):
     """Whether all finished groups are kept on disk, even after a checkpoint covers them, so that `run.replay` can train
     on them again."""
     replay: str | None = None
-    """Folder of a recorded run (`run.record`) whose groups this run trains on instead of generating any. The model,
-    data, sampling, rewards and seed decide what is generated, so they must be those of that run; loss, trainer and mesh
-    can differ."""
+    """Folder of a recorded run (`run.record`). This run trains on the recorded groups instead of generating any. Model,
+    data, sampling, rewards and seed must be those of the recorded run; loss, trainer and mesh can differ."""
     keep_best: bool = False
     """Whether the model with the best validation, judged by `validation.metric`, is exported to `best/` in the run
-    folder. The validation before the first step sets the value that later ones must beat; the initial model is never
-    exported."""
+    folder. Later validations must beat the validation before the first step; the initial model is never exported."""
     max_restarts: CountOrZero = 3
     """Number of times that a run recovers from the death of one of its processes. A rollout actor or engine that died
     is replaced. Train workers return to the last checkpoint, while rollouts continue if a journal is kept. After any
     other death the whole run returns to the last checkpoint. With 0 the first death ends the run."""
     deterministic: bool = False
-    """Whether a run with the same seed repeats exactly, including runs that were killed and resumed. Groups are then
+    """Whether runs with the same seed give exactly the same results, even after a kill and resume. Groups are then
     trained on in the order of their prompts, weights change only between rollouts, and engines generate each group by
     itself."""
     trace_step: CountOrZero = 5
@@ -186,15 +186,15 @@ class RunConfig(Section):
 
 
 class WarmupConfig(Section):
-    """Supervised warm-up of the built-in model, a separate phase before step 1 that no training metric includes."""
+    """Supervised warm-up of the built-in model before step 1. Training metrics do not include this phase."""
 
     corpus: Literal["none", "digit_skills"] = "none"
-    """Texts that the model learns. `digit_skills` generates texts about digits, which are not the task that RL trains.
+    """Texts that the model learns. `digit_skills` generates texts about digits that differ from the RL task.
     `none` disables the warm-up."""
     steps: Count = 1000
     """Largest number of steps. The warm-up ends sooner when the model has learned the corpus."""
     target_loss: Positive = 0.12
-    """Loss, in nats per token, at which the model has learned the corpus."""
+    """Loss at which the warm-up ends early, in nats per token."""
     batch_size: Count = 128
     """Number of texts in a step."""
     lr: Positive = 5e-3
@@ -224,26 +224,25 @@ class ResourcesConfig(Section):
     workers, whichever is larger; at most 4 for workers on GPUs, whose operations on the host are small."""
     stage_timeout_s: Positive = 300.0
     """Seconds after which a stage of a step (train, log-probs, sync) fails. Rollouts, validation and checkpoints can
-    take longer: there an actor fails when it makes no progress (no token, no group, no answer) for this many
-    seconds."""
+    take longer: in these stages, an actor fails after this many seconds without progress (a token, a group or an
+    answer)."""
     start_timeout_s: Positive = 300.0
     """Seconds that each part of the start can take: Ray, the data plane, and the actors with their models. It also
     bounds the start of an actor that replaces another."""
     collective_timeout_s: Positive = 300.0
-    """Seconds after which a collective operation between train workers (NCCL, gloo) fails, as does their rendezvous at
-    the start. It bounds how long one train worker can wait for another."""
+    """Seconds after which a collective operation between train workers (NCCL, gloo), or their rendezvous at the start,
+    fails. This bounds how long one train worker can wait for another."""
     switch_roles: Literal["auto", "always", "never"] = "auto"
     """Whether engines and train workers that share GPUs take turns in their memory, in `sync` mode. With `always` the
     engines sleep while the train workers compute, and the train workers keep their state in host memory while the
-    engines generate. With `never` both keep their memory. `auto` takes turns if the GPUs cannot hold both, and says at
-    the start what it has chosen. On a machine without GPUs, `auto` is `never`."""
+    engines generate. With `never` both keep their memory. `auto` becomes `always` if the GPUs cannot hold both, else
+    `never`, and the run prints the choice at the start. On a machine without GPUs, `auto` is `never`."""
     residual_mib: Count = 1536
-    """Largest GPU memory in MiB that a process can keep while it sleeps or is offloaded, such as its CUDA context:
-    while the other side works, or other runs of a pool. An engine that keeps more is replaced, and a train worker that
-    keeps more fails."""
+    """Largest GPU memory in MiB that a sleeping engine or an offloaded train worker can keep, for example for its CUDA
+    context. An engine that keeps more is replaced; a train worker that keeps more fails."""
     watchdog: bool = True
-    """Whether a separate process ends the run, with a report, when a stage takes longer than
-    `resources.stage_timeout_s` and a margin."""
+    """Whether a separate process ends the run, with a report, when a stage exceeds `resources.stage_timeout_s` by more
+    than a margin."""
 
 
 class LoggingConfig(Section):
@@ -252,19 +251,19 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     """Whether TensorBoard files are written."""
     trackers: tuple[TrackerConfig, ...] = ()
-    """Further trackers that get the metrics of every step, and the episodes of samples.jsonl: a list of `wandb`,
-    `trackio`, `mlflow`, `tensorboard`, or of sections with the keys below (extra `trackers`). A tracker that fails is
-    reported and never ends the run."""
+    """Further trackers, which receive the metrics of every step and the episodes of samples.jsonl. The entries of the
+    list are `wandb`, `trackio`, `mlflow`, `tensorboard`, or sections with the keys below. The extra `trackers` installs
+    them. A failing tracker is reported and never ends the run."""
     progress: bool = True
     """Whether progress is shown: a live display on a terminal, short lines elsewhere."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of an HTTP endpoint for Prometheus, which is open while the run lasts. With 0 the system picks a free port,
-    and the address is printed and written to prometheus.txt in the run folder. Unset: there is no endpoint."""
+    """Port of an HTTP endpoint for Prometheus, open during the run. With 0 the system picks a free port, and the run
+    prints the address and writes it to prometheus.txt in the run folder. Unset: there is no endpoint."""
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)
-    """Address on which the Prometheus endpoint listens. Anyone who can reach it can read the run's metrics."""
+    """Address on which the Prometheus endpoint listens. Every client that can connect can read the run's metrics."""
     report_minutes: NonNegative = 5.0
-    """Minutes between two builds of report.html during the run, by a process of its own. With 0 the report is
-    built only at the end."""
+    """Minutes between two builds of report.html during the run, in a separate process. With 0 the report is built only
+    at the end."""
     samples: SamplesConfig = SamplesConfig()
     """Episodes that are written to samples.jsonl."""
 
@@ -279,8 +278,8 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    """All sections of one run's configuration. A section is declared beside the code that reads it; this file declares
-    those of the whole run."""
+    """All sections of one run's configuration. Each section is declared beside the code that reads it; this file
+    declares the sections about the run as a whole."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -308,7 +307,7 @@ class Config(Section):
 
     @property
     def overlap(self) -> Overlap:
-        """How far rollouts and training overlap, as numbers: what `algorithm.mode` names."""
+        """How far rollouts and training overlap, as numbers that follow from `algorithm.mode`."""
         groups = self.algorithm.prompts_per_step
         return overlap_of(
             self.algorithm.mode,
@@ -320,8 +319,8 @@ class Config(Section):
 
     @property
     def resolved_sampler(self) -> str:
-        """Name of the run's sampler: what `algorithm.sampler` says, or what `auto` means. The sampler decides in what
-        order groups that are ready are trained on."""
+        """Name of the run's sampler: `algorithm.sampler`, with `auto` resolved. The sampler decides the order in which
+        ready groups are trained on."""
         if self.algorithm.sampler != "auto":
             return self.algorithm.sampler
         if self.run.deterministic or self.overlap.window:
@@ -346,7 +345,7 @@ class Config(Section):
 
     @property
     def rows_per_step(self) -> int:
-        """Number of samples of each step. Each is a row, if its episode has one."""
+        """Number of samples of each step, which is its number of rows if every episode has one row."""
         return self.algorithm.prompts_per_step * self.algorithm.group_size
 
     @property
@@ -365,7 +364,7 @@ class Config(Section):
 
     @property
     def engine_length(self) -> int:
-        """Largest number of tokens of a prompt and its answer together that the engines take."""
+        """Largest number of tokens of a prompt and its answer together that the engines must support."""
         return self.rollout.max_model_len or self.longest_sequence
 
     @property
@@ -378,7 +377,7 @@ class Config(Section):
 
     @property
     def rubrics(self) -> dict[str, RewardConfig]:
-        """Rubrics of training, under the name "", and of the evaluation sets that have their own: name -> rubric."""
+        """Rubrics by name: that of training under the name "", and those of evaluation sets that set one."""
         return {"": self.reward} | {name: one.reward for name, one in self.evaluation.items() if one.reward}
 
     @property
@@ -388,7 +387,7 @@ class Config(Section):
 
     @property
     def figures(self) -> list[str]:
-        """Keys of the validation metrics that `validation.metric` can name."""
+        """Keys of validation metrics that are valid for `validation.metric`."""
         return figure_names([function.label for function in self.reward.functions], self.validation.n)
 
     @property
@@ -403,9 +402,8 @@ class Config(Section):
 
 
 def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
-    """Return `config` with `run.dir` filled in, absolute paths, and the Ray cluster of its pool, if it has one. The
-    paths are those of `run.dir` and `run.replay`. now: time in the default folder's name; None: the current local
-    time."""
+    """Return `config` with `run.dir` set, and with the Ray cluster of its pool if it uses one. The paths `run.dir` and
+    `run.replay` become absolute. now: time in the default folder's name; None: the current local time."""
     folder = config.run.dir
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")

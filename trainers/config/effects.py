@@ -1,4 +1,4 @@
-"""Lists the conditions under which each key of the configuration has an effect, and finds keys that have none.
+"""Lists the conditions under which each config key has an effect, and finds keys that are set without effect.
 
 A key that is not in `EFFECTS` has an effect in every run.
 """
@@ -22,16 +22,16 @@ class Need:
     """One condition that must hold for a config key to have an effect."""
 
     key: str
-    """Dotted name of the other key that the condition is about."""
+    """Dotted name of the key that the condition tests."""
     words: str
     """The condition in words, such as `algorithm.mode=async`."""
     holds: Callable[[Config], bool]
     switch: bool = False
-    """Whether `key` turns a part of the run on or off, rather than choosing between two ways of doing it."""
+    """Whether `key` turns a part of the run on or off, rather than choosing between variants of it."""
 
 
 def value_of(section: Section, key: str) -> Any:
-    """Return the value of the dotted key `key` in `section`, which can be the whole configuration."""
+    """Return the value of the dotted key `key` in `section`. `section` can be the whole configuration."""
     here: Any = section
     for name in key.split("."):
         here = getattr(here, name)
@@ -242,7 +242,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "scripted.train_row_s": (_is("trainer.backend", "scripted"),),
     "scripted.train_step_s": (_is("trainer.backend", "scripted"),),
 }  # fmt: skip
-"""Conditions of the keys that have an effect only in some runs: config key -> conditions, which must all hold."""
+"""Conditions of the keys that have an effect only in some runs: config key -> conditions. All conditions of a key must
+hold."""
 
 _DEFAULTS = Config()
 
@@ -250,10 +251,10 @@ _DEFAULTS = Config()
 def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[str]:
     """Return one sentence for each key that is set where it has no effect.
 
-    A key with its default value is never a problem, because a resolved configuration, which has all keys, must load
-    again. overridden: dotted keys given on the command line. A key of the file is not reported either if it has no
-    effect because of one of these overrides. The same holds for any key if an override turns off the part of the run
-    that the key belongs to: `validation.every=0` requires no other change.
+    A key with its default value is never reported, because a resolved configuration sets all keys and must load.
+    overridden: dotted keys given on the command line. A key of the file is not reported if one of these overrides is
+    the reason for its lack of effect. A key is also not reported if an override turns off the part of the run that the
+    key belongs to. For example, `validation.every=0` requires no other change.
     """
     problems = []
     problems += _doubtful(config.algorithm, config.loss, config.trainer, config.overlap.window, overridden)
@@ -276,7 +277,7 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
 def _doubtful(
     algorithm: AlgorithmConfig, loss: LossConfig, trainer: TrainerConfig, window: int, overridden: Collection[str]
 ) -> list[str]:
-    """Return one sentence for each setting that has an effect, but not the one that its name suggests."""
+    """Return one sentence for each setting with an effect other than its name suggests."""
     problems = []
     # An override that shortens the run requires no other change.
     excused = _among("algorithm.steps", overridden) and not _among("trainer.warmup_steps", overridden)

@@ -38,15 +38,16 @@ ENVIRONMENT_KEYS: Mapping[str, str] = {
     "tools": "environment.options.tools",
     "max_turns": "environment.options.max_turns",
 }
-"""Former key of section `rollout` -> present name of the setting of the environment."""
+"""Former key of section `rollout` -> present name of that setting of the environment."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, of_old_run: bool = False) -> Config:
     """Load the configuration from the YAML file `path`, apply `overrides`, and check everything. An override is
     `key.sub=value`, where the value is YAML; later overrides win.
 
-    of_old_run: True for the configuration of an existing run. A key that it sets without effect is then only a warning,
-    because the version that began the run may have accepted it. Raises ConfigError with one sentence for each problem.
+    of_old_run: True for the configuration of an existing run. A key that is set without effect then only causes a
+    warning, because the version that began the run can have accepted it. Raises ConfigError with one sentence for each
+    problem.
     """
     overridden = {override.partition("=")[0].strip() for override in overrides}
     return _checked(read_sections(path, overrides), overridden, of_old_run)
@@ -54,7 +55,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 def read_sections(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the sections of the YAML file `path` with `overrides` applied, unchecked. Raises ConfigError if the file
-    is not YAML with keys, or an override does not fit it."""
+    is not YAML with keys, or an override does not fit the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -87,7 +88,7 @@ def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
 
 
 def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_run: bool = False) -> Config:
-    # A section whose keys are all commented out is null in YAML; it means the defaults.
+    # YAML reads a section with all its keys commented out as null. Such a section has its defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
     config = validated(Config, _with_kind_of_advantage(_environment_keys(renamed_keys(given, RENAMED), of_old_run)))
     problems, idle = contradictions(config), idle_key_problems(config, overridden)
@@ -103,8 +104,8 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
 
 
 def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of `data` in which values under the former name of a key are moved to its present name. Warns about
-    each of them.
+    """Return a copy of `data` with values moved from former names of keys to their present names. Warns about each
+    move.
 
     renamed: former dotted name -> present one. Raises ConfigError if both names of a key are set to different values.
     """
@@ -119,7 +120,7 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
         value = path[-1].pop(name)
         for holder, section in reversed(list(zip(path, sections, strict=False))):
             if not holder[section]:
-                del holder[section]  # its last key was moved, so the section is removed
+                del holder[section]  # The section is removed, because its last key was moved.
         *sections, new_name = new.split(".")
         there = moved
         for section in sections:
@@ -134,15 +135,13 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
 
 def _environment_keys(data: dict[str, Any], of_old_run: bool) -> dict[str, Any]:
     """Move the keys of section `rollout` that once named the environment to section `environment`, in place. Warns
-    about each of them.
-
-    They had an effect only while `environment.kind` was unset, `tools` and `max_turns` only with `tool_use`. Raises
-    ConfigError if `environment.kind` is set too, unless the configuration is that of an old run (`of_old_run`), which
-    lists all keys.
+    about each of these keys. They had an effect only while `environment.kind` was unset, `tools` and `max_turns` only
+    with `tool_use`. Raises ConfigError if `environment.kind` is set too, unless the configuration is that of an old run
+    (`of_old_run`), which lists all keys.
     """
     rollout, environment = data.get("rollout"), data.get("environment")
     if isinstance(environment, dict) and environment.get("kind", "") is None:
-        del environment["kind"]  # null once left the kind to `rollout.environment`
+        del environment["kind"]  # In older versions, null left the kind to `rollout.environment`.
     if not isinstance(rollout, dict):
         return data
     former = {name: rollout.pop(name) for name in ENVIRONMENT_KEYS if name in rollout}
@@ -171,14 +170,15 @@ def _environment_keys(data: dict[str, Any], of_old_run: bool) -> dict[str, Any]:
 
 
 def _with_kind_of_advantage(data: dict[str, Any]) -> dict[str, Any]:
-    """Return `data` with the former key `advantage.normalize_std` said by `advantage.kind`. Warns if it was false."""
+    """Return `data` with the former key `advantage.normalize_std` expressed by `advantage.kind`. Warns if the former
+    key was false."""
     advantage = data.get("advantage")
     if not isinstance(advantage, dict) or not isinstance(advantage.get("normalize_std"), bool):
         return data
     others = {key: value for key, value in advantage.items() if key != "normalize_std"}
     if not advantage["normalize_std"]:
         if others.get("kind", "grpo") not in ("grpo", "dr_grpo"):
-            return data  # the key had no effect, and is refused as unknown
+            return data  # The key had no effect here, so it is refused as unknown.
         others["kind"] = "dr_grpo"
         warnings.warn(
             "advantage.normalize_std=false is now advantage.kind=dr_grpo, please say it so in your configuration",
@@ -268,12 +268,13 @@ def _apply(data: dict[str, Any], override: str) -> None:
             here = here[place]
 
 
-# ---------------------------------------------------------------- sentences
+# ---------------------------------------------------------------- messages for the user
 
 
 def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
     """Translate a pydantic error about `root` into sentences that name the key, the value and what was expected."""
-    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")  # the name of a section, not a value in it
+    # "[key]" marks an error about the name of a section instead of a value in it.
+    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         text = str(context["error"])
@@ -312,7 +313,7 @@ _PLAIN_EXPECTATIONS = {
     "string_too_short": "text of at least {min_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-"""Type of a pydantic error -> text that says what was expected, with placeholders for the error's context."""
+"""Type of a pydantic error -> text about the expected value, with placeholders for the error's context."""
 
 
 def _expected(kind: str, value: Any, context: Mapping[str, Any], message: str) -> str:
@@ -340,8 +341,8 @@ _NO_COUNTERPART = "it has no counterpart here"
 
 
 def _of_another_library(location: Sequence[str | int], value: Any, root: type[BaseModel]) -> list[str]:
-    """Return one sentence for each key in an unknown section that another library writes just so. [] if there is no
-    such key, so that the section itself is what is wrong."""
+    """Return one sentence for each key in an unknown section that has the same name in another library. Returns [] if
+    there is no such key; the error is then about the section itself."""
     if not isinstance(value, dict):
         return []
     above, own = [str(part) for part in location], {last for _, last in _all_keys(root, "")}
@@ -353,9 +354,8 @@ def _of_another_library(location: Sequence[str | int], value: Any, root: type[Ba
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """Return a hint for an unknown key: the key that was probably meant, or else the keys of the section.
-
-    The candidates, in order of preference: keys that do what this name means in other libraries, the same name in
+    """Return a hint for an unknown key: the key that was probably meant, or else the keys of the section. The
+    candidates are, in order of preference, keys with the meaning of this name in other libraries, the same name in
     another section, the most similar name in this section, and the most similar name elsewhere.
     """
     *parents, name = (str(part) for part in location)
@@ -404,13 +404,13 @@ def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[Base
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return the section class of a key that may be unset, and any other annotation as it is."""
+    """Return the section class in the annotation of an optional section. Other annotations are returned unchanged."""
     parts = [part for part in typing.get_args(annotation) if part is not type(None)]
     return parts[0] if isinstance(annotation, types.UnionType) and len(parts) == 1 else annotation
 
 
 def _missing_paths(model: str, sources: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return one sentence for each setting whose value can only be a local path but does not exist."""
+    """Return one sentence for each setting with a value that can only be a local path and does not exist."""
     problems = []
     if _only_a_path(model) and not Path(model).expanduser().is_dir():
         problems.append(f"model.path: got {model!r}, expected an existing model folder")

@@ -1,8 +1,8 @@
-"""Lists the settings of TRL, verl, prime-rl and NeMo-RL with the config keys that do the same here.
+"""Maps the settings of TRL, verl, prime-rl and NeMo-RL to the config keys of this project.
 
 The names are those of TRL's GRPOConfig, verl's ppo_trainer.yaml, prime-rl's rl.toml and NeMo-RL's grpo_math_1B.yaml, as
-published in 2025 and 2026. A user who types one of them gets ours in the error, and docs/start/coming-from.md shows the
-table.
+published in 2025 and 2026. If a user types one of these names, the error message suggests our key.
+docs/start/coming-from.md shows the tables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Row = tuple[str, str, str]
-"""A setting of another library, our keys (separated by spaces), and what differs; "" if nothing does."""
+"""A setting of another library, our keys (separated by spaces), and a note on differences ("" if there are none)."""
 
 _MICRO = "counted in tokens"
 _EPOCHS = "counted in steps: prompts of the data set x epochs / prompts per step"
@@ -241,7 +241,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": ("rollout.tp", "trainer.tp"),
     "tensor_parallel_size": ("rollout.tp", "trainer.tp"),
 }
-"""Last part of a setting's name -> our keys, for names that are common to several libraries or are in no table."""
+"""Last part of a setting's name -> our keys, for names that several libraries share or that no table contains."""
 
 MOST_MEANT = 3
 """Largest number of keys that are suggested for one name."""
@@ -253,14 +253,13 @@ class Meant:
 
     keys: tuple[str, ...]
     parts: int
-    """Number of parts at the end of the dotted name that were recognised; 0 if it is unknown."""
+    """Number of parts at the end of the dotted name that were recognised; 0 for an unknown name."""
 
 
 def meant_keys(path: Sequence[str], own_names: Collection[str] = ()) -> Meant:
-    """Return our keys for the setting that another library writes at `path`, the parts of its dotted name.
-
-    The settings whose names agree with the most parts at the end of `path` decide. If only the last part of several
-    agrees, and it is among `own_names`, the last parts of our own keys, it says too little, and nothing is returned.
+    """Return our keys for the setting of another library with the dotted name whose parts are `path`. The settings that
+    agree with the most parts at the end of `path` decide. own_names: last parts of our own keys. If only the last of
+    several parts agrees and it is in `own_names`, the match is too weak, and no keys are returned.
     """
     best, found = 0, list[str]()
     for theirs, ours, _ in (row for rows in PEERS.values() for row in rows):

@@ -1,6 +1,5 @@
-"""Renders the configuration reference: every key with its type, default, meaning, and where it has an effect.
-
-Keys are list entries and not table rows, since a table with a column of long keys does not fit on a phone.
+"""Renders the configuration reference: type, default, meaning and conditions of every key. Keys are list entries
+instead of table rows, because a table with a column of long keys does not fit on a phone.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class Key:
     """One key of the configuration, or one section."""
 
     name: str
-    """Dotted name, in which `N` stands for an index into a list, and `NAME` for a name that the user gives."""
+    """Dotted name. `N` in it stands for an index into a list, and `NAME` for a name that the user chooses."""
     type: str
     """Type and bounds in words; empty for a section."""
     default: str
-    """Default as YAML shows it; empty for a section and for a key that must be set."""
+    """Default value in YAML; empty for a section and for a required key."""
     description: str
     """Docstring of the key or section, on one line."""
     effect: str
-    """Conditions under which the key has an effect, in words; empty when it has one in every run."""
+    """Conditions under which the key has an effect, in words; empty if the key has an effect in every run."""
 
 
 def walk_keys(sections: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
@@ -48,8 +47,8 @@ def walk_keys(sections: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
 
 
 def run_sections() -> dict[str, type[BaseModel]]:
-    """Return the sections of a run's configuration: name -> class. A section that there may be several of has the name
-    `evaluation.NAME`."""
+    """Return the sections of a run's configuration: name -> class. The section that can occur several times has the
+    name `evaluation.NAME`."""
     sections = {}
     for name, field in Config.model_fields.items():
         section = _section_in(field.annotation)
@@ -100,14 +99,13 @@ START_HERE = (
     "logging.trackers",
     "resources.layout",
 )
-"""The forty keys to read first: the keys to set in a first run on your own model, data and reward."""
+"""The forty keys to read first, for a first run with your own model, data and reward."""
 
 
 def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:
     """Return the configuration reference as Markdown: the keys to read first, then all keys, section by section.
 
-    tools: further sections of the configuration file, which only tools read, such as `{"simulation":
-    SimulationConfig}`.
+    tools: further sections of the configuration file that only tools read, such as `{"simulation": SimulationConfig}`.
     """
     sections = {**run_sections(), **tools}
     return f"{start_markdown(sections)}\n\n{keys_markdown(sections)}\n"
@@ -123,7 +121,7 @@ def start_markdown(sections: Mapping[str, type[BaseModel]]) -> str:
 
 
 def keys_markdown(sections: Mapping[str, type[BaseModel]], level: str = "##") -> str:
-    """Return a Markdown list of keys for each of `sections` (name -> class). level: marks of their headings."""
+    """Return a Markdown list of keys for each of `sections` (name -> class). level: Markdown prefix of the headings."""
     lines: list[str] = []
     for key in walk_keys(sections):
         if not key.type:
@@ -144,7 +142,7 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[.]) (?=[A-Z`0-9])", text, maxsplit=1)[0]
 
 
-# ---------------- Keys of one section.
+# ---------------- keys of one section
 
 
 def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
@@ -170,8 +168,8 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 @functools.cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
-    """Return the docstrings of a section's keys, each on one line: key -> docstring. Those of the sections that it
-    extends come first."""
+    """Return the docstrings of a section's keys, each on one line: key -> docstring. Keys of base sections come
+    first."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]).body
     found: dict[str, str] = {}
     for base in section.__bases__:

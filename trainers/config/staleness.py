@@ -1,4 +1,4 @@
-"""Defines by how many versions rollouts may run ahead of training, and how both overlap, in each `algorithm.mode`."""
+"""Defines, for each `algorithm.mode`, how far rollouts can run ahead of training and how the two overlap."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ StaleGroups = Literal["requeue", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How far rollouts and training overlap. All code behind the configuration reads these numbers, and none of it
-    reads the name of the mode."""
+    """How far rollouts and training overlap. All code outside the configuration reads these numbers instead of the name
+    of the mode."""
 
     window: int
-    """Largest number of policy versions by which rollouts run ahead of training; 0 is strictly on-policy."""
+    """Largest number of policy versions by which rollouts can run ahead of training; 0 is strictly on-policy."""
     groups: int
     """Number of groups that a step trains on."""
     chunk: int
     """Least number of ready groups that are trained on together. Equal to `groups` if a step is trained on as a
     whole."""
     stale: StaleGroups
-    """Treatment of groups that have become too old for `window`: `requeue` generates them again, `drop` generates other
-    prompts in their place."""
+    """Treatment of groups that have become too old for `window`: `requeue` generates them again, `drop` generates
+    groups of other prompts instead."""
 
     @property
     def by_chunk(self) -> bool:
@@ -32,10 +32,8 @@ class Overlap:
 
 
 def overlap_of(mode: Mode, *, max_staleness: int, groups: int, chunk: int, stale: StaleGroups) -> Overlap:
-    """Return the numbers that `mode` names.
-
-    max_staleness: window of the modes whose rollouts run ahead. groups: number of groups of a step. chunk: chunk of the
-    modes that train on groups as they become ready.
+    """Return the overlap in `mode`. max_staleness: window in modes with rollouts that run ahead. groups: number of
+    groups of a step. chunk: least number of groups in a chunk, for modes that train on groups as they become ready.
     """
     ahead = mode in ("async", "async_streaming")
     by_chunk = mode in ("streaming", "async_streaming")

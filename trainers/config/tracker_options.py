@@ -1,4 +1,4 @@
-"""Declares the trackers of a run, services and files that get its metrics besides metrics.jsonl, and their options."""
+"""Declares the trackers of a run, which are services and files that also receive its metrics, and their options."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class WandbOptions(Section):
 
     project: str = Field(default=PROJECT, min_length=1)
     entity: str | None = None
-    """User or team that owns the project. Unset: that of the login."""
+    """User or team that owns the project. Unset: the default of the logged-in user."""
     mode: Literal["online", "offline"] | None = None
-    """`offline` writes to the run folder only, for `wandb sync`. Unset: the variable WANDB_MODE, else online."""
+    """`offline` writes only to the run folder, from where `wandb sync` uploads it. Unset: the variable WANDB_MODE, else
+    online."""
     group: str | None = None
     tags: tuple[str, ...] = ()
 
@@ -48,7 +49,7 @@ class TensorboardOptions(Section):
     """Options of the tracker `tensorboard`."""
 
     flush_s: Positive = 10.0
-    """Seconds after which written metrics can be read at the latest."""
+    """Largest number of seconds until written metrics can be read."""
 
 
 OPTIONS: Mapping[str, type[Section]] = {
@@ -61,8 +62,8 @@ OPTIONS: Mapping[str, type[Section]] = {
 
 
 class TrackerConfig(Section):
-    """One tracker, which gets the metrics of every step and the episodes of samples.jsonl. In a list it may also be
-    given by its kind alone."""
+    """One tracker, which receives the metrics of every step and the episodes of samples.jsonl. An entry of the list can
+    also be just the kind."""
 
     kind: TrackerKind
     """Kind of the tracker. `wandb` is Weights & Biases, online or offline; `trackio` writes a database in a local
@@ -92,5 +93,6 @@ class TrackerConfig(Section):
 
 
 def options_section(kind: str, options: Mapping[str, Any]) -> Section:
-    """Return the options of a tracker as their section in OPTIONS. Raises ValidationError if they do not fit."""
+    """Return the options of a tracker as an instance of its section in OPTIONS. Raises ValidationError for invalid
+    options."""
     return OPTIONS[kind].model_validate(options)
