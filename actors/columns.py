@@ -13,19 +13,19 @@ from ..dataplane.config import Section
 
 
 class ColumnConfig(Section):
-    """A column of numbers in addition to a row's tokens, which a loss of your own reads."""
+    """A column of numbers that accompanies a row's tokens. A loss of your own can read it."""
 
     name: str
     """Name of the column."""
     kind: Literal["per_sample", "per_token"] = "per_sample"
-    """Shape of the column. `per_sample`: one number per row, that of the data set's column of the same name or the
-    one that the environment sets for its episode. `per_token`: one number per token, which the environment sets for
-    turns of the policy."""
+    """Shape of the column. `per_sample`: one number per row, from the data set's column of the same name or from the
+    environment, which can set it for its episode. `per_token`: one number per token. The environment sets these numbers
+    for turns of the policy."""
     dtype: Literal["float32", "int32", "int64"] = "float32"
     """Type of the numbers."""
     default: float | None = None
-    """Number of rows, or tokens, that are given none. Unset: a `per_sample` column must be given one, or its row is not
-    trained on and counts as failed; a `per_token` column is 0 there."""
+    """Number used for rows or tokens without one. If it is unset, a row without a number in a `per_sample` column is
+    not trained on and counts as failed, and a token without one in a `per_token` column gets 0."""
 
     @field_validator("name")
     @classmethod
@@ -35,20 +35,20 @@ class ColumnConfig(Section):
         return name
 
     def numbers(self, value: Any) -> np.ndarray:
-        """Return `value`, a number or a sequence of numbers, as an array of the column's dtype. Raises ValueError if it
-        is something else, is not finite, or does not fit the dtype."""
+        """Return `value`, a number or a sequence of numbers, as an array of the column's dtype. Raises ValueError if
+        `value` is something else, is not finite, or does not fit the dtype."""
         wrong = f"data.columns: column {self.name!r} got {value!r}, expected {self.dtype} numbers"
         try:
             given = np.asarray(value)
             if given.dtype.kind not in "biuf" or not np.isfinite(given).all():
                 raise ValueError(wrong)
-            with np.errstate(over="ignore", invalid="ignore"):  # values that do not fit are refused below
+            with np.errstate(over="ignore", invalid="ignore"):  # Values that do not fit are refused below.
                 numbers = given.astype(self.dtype)
         except (TypeError, OverflowError):
             raise ValueError(wrong) from None
         if self.dtype != "float32" and not np.array_equal(numbers, given):
             raise ValueError(wrong)
-        if not np.isfinite(numbers).all():  # some exceed the largest float32
+        if not np.isfinite(numbers).all():  # Some numbers exceed the largest float32.
             raise ValueError(wrong)
         return numbers
 
@@ -68,14 +68,14 @@ class TokenValues:
 
 
 def column_named(columns: Sequence[ColumnConfig], name: str) -> ColumnConfig:
-    """Return the column `name`. Raises ValueError, which lists the columns, if there is none."""
+    """Return the column `name`. Raises ValueError, which lists the columns, if there is no such column."""
     for column in columns:
         if column.name == name:
             return column
     known = ", ".join(column.name for column in columns) or "no columns"
-    raise ValueError(f"data.columns: no column {name!r}, the run has {known}")
+    raise ValueError(f"data.columns: there is no column {name!r}; the run has {known}")
 
 
 def made_up(column: ColumnConfig, count: int) -> np.ndarray:
-    """Return `count` numbers of the column's dtype, 0 and 1 by turns, for trying a loss without rows."""
+    """Return `count` numbers of the column's dtype, alternately 0 and 1, for trying out a loss without rows."""
     return (np.arange(count) % 2).astype(column.dtype)

@@ -1,8 +1,8 @@
 """Ray actors that start before their settings are known, and import what they will need in the meantime.
 
-A process and its imports take seconds, and so do the data plane and the model, which an actor's settings name. So the
-driver starts the processes first. `configure` then delivers the settings, from which the actual actor is made, and all
-later calls go to that one.
+A process and its imports take seconds. An actor's settings name the data plane and the model, and these take seconds to
+start, too. So the driver starts the actors' processes first. `configure` then delivers the settings, from which the
+actual actor is made, and all later calls go to that one.
 
 This module itself imports nothing that takes time, so that vLLM's engine process can start before its actor has
 imported torch.
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 CONFIGURE = "configure"
 """Name of the call that delivers the settings."""
 BUILD = "build"
-"""Name of the call that builds what the actual actor hosts; the objects that then exist live as long as the actor."""
+"""Name of the call that builds what the actual actor hosts. All objects that exist after it live as long as the
+actor."""
 
 
 def enter(folder: str) -> None:
-    """Make `folder` the working folder of this process. Relative paths of the configuration then mean the same files as
-    in the driver. Ray starts the processes of a cluster that was running before in the folder of `ray start`. A no-op
-    on a host that has no such folder."""
+    """Make `folder` the working folder of this process, if this host has that folder. Relative paths of the
+    configuration then mean the same files as in the driver. Ray starts the processes of a cluster that was running
+    before in the folder of `ray start`. A no-op on a host that has no such folder."""
     if os.path.isdir(folder):
         os.chdir(folder)
 
@@ -52,7 +53,8 @@ class EarlyEngineActor:
         EngineHost, as `package.module:Class`. vllm_ahead: whether to start vLLM's engine process before that. gpus:
         CUDA's names of the GPUs that the process may use; None leaves it those that Ray shows it. folder: the driver's
         working folder."""
-        show_gpus(gpus)  # before an import looks for GPUs
+        # The imports below may look for GPUs, so the limit comes first.
+        show_gpus(gpus)
         enter(folder)
         keep_freed_memory()
         if vllm_ahead:
@@ -67,7 +69,7 @@ class EarlyEngineActor:
         if method == CONFIGURE:
             return _encoded(self.configure(*arguments))
         if self._actor is None:
-            raise RuntimeError(f"{method}: not configured yet (configure comes first)")
+            raise RuntimeError(f"{method}: the actor is not configured yet (configure comes first)")
         if self._imports.is_alive():
             await asyncio.to_thread(self._imports.join)
         reply = await self._actor.call(method, message, *arguments)
@@ -88,10 +90,11 @@ class EarlyTrainActor:
     def __init__(self, modules: Sequence[str], gpus: Sequence[str] | None, folder: str) -> None:
         """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; None leaves it those that
         Ray shows it. folder: the driver's working folder."""
-        show_gpus(gpus)  # before an import looks for GPUs
+        # The imports below may look for GPUs, so the limit comes first.
+        show_gpus(gpus)
         enter(folder)
         keep_freed_memory()
-        from .train.actor import TrainActor  # a late import, for the reason in this module's docstring
+        from .train.actor import TrainActor  # This module must not import torch at its top.
 
         self._make: Any = TrainActor
         self._imports = import_ahead(modules)
@@ -103,7 +106,7 @@ class EarlyTrainActor:
         if method == CONFIGURE:
             return _encoded(self.configure(*arguments))
         if self._actor is None:
-            raise RuntimeError(f"{method}: not configured yet (configure comes first)")
+            raise RuntimeError(f"{method}: the actor is not configured yet (configure comes first)")
         self._imports.join()
         reply = self._actor.call(method, message)
         if method == BUILD:
@@ -119,6 +122,6 @@ class EarlyTrainActor:
 
 
 def _encoded(info: ActorInfo) -> bytes:
-    from ..codecs import messages  # a late import, for the reason in this module's docstring
+    from ..codecs import messages  # This module must not import slow modules at its top.
 
     return messages.encode(info)

@@ -1,4 +1,4 @@
-"""An engine in a Ray actor of its own: `EngineActor` hosts it, and `RemoteEngine` is its client in another process.
+"""Runs an engine in a Ray actor: `EngineActor` hosts the engine, and `RemoteEngine` is its client in another process.
 
 Their messages are `GenerateCall` and `GenerateReply`. `EngineHost` is the base class that rollout actors share.
 """
@@ -171,7 +171,7 @@ class EngineHost(ABC):
     @property
     def _engine(self) -> ServingEngine:
         if self._hosted is None:
-            raise RuntimeError(f"{self._name}: not built yet (build comes first)")
+            raise RuntimeError(f"{self._name}: the engine is not built yet (build comes first)")
         return self._hosted
 
 
@@ -204,7 +204,7 @@ class EngineActor(EngineHost):
         """Generate completions with the hosted engine; see `Generator.generate`. Returns None if the caller abandoned
         the request, because the reply is not read in that case."""
         request_id = call.request_id
-        while request_id in self._abandoned:  # the caller resent it before the first attempt had ended
+        while request_id in self._abandoned:  # The caller resent the request before the cancelled attempt had ended.
             await asyncio.wait({self._running[request_id]})
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
@@ -226,7 +226,7 @@ class EngineActor(EngineHost):
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its `generate` call then returns the tokens generated so far."""
-        await asyncio.sleep(0)  # lets a `generate` call that came just before reach the engine first
+        await asyncio.sleep(0)  # A `generate` call that came just before reaches the engine first.
         await self._engine.abort(request_id)
 
     async def abandon(self, request_id: str) -> None:
@@ -297,7 +297,7 @@ class RemoteEngine:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Generate completions with the actor's engine. Cancelling this call also ends the request in the actor."""
         call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)
-        if request_id in self._leaving:  # Ray keeps no order between the calls of an async actor
+        if request_id in self._leaving:  # Ray does not keep the order of the calls of an async actor.
             await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
         try:
             reply = await self._call(EngineActor.generate, call)
@@ -316,7 +316,8 @@ class RemoteEngine:
         def left(task: asyncio.Future[Any]) -> None:
             self._leaving.pop(request_id, None)
             if not task.cancelled():
-                task.exception()  # a dead engine has no request to end
+                # Reading the exception marks it as retrieved. A dead engine has no request to end.
+                task.exception()
 
         leaving = asyncio.ensure_future(self._submit(EngineActor.abandon, request_id))
         self._leaving[request_id] = leaving
@@ -326,7 +327,7 @@ class RemoteEngine:
         await self._call(EngineActor.abort, request_id)
 
     async def close(self) -> None:
-        """Close this client, but not the actor, which its owner closes. Calls that still wait for a reply raise
+        """Close this client, but not the actor, which its owner closes. Calls that still wait for a reply then raise
         EngineDied. Idempotent."""
         self._die("this end was closed")
         if self._health is not None:
@@ -384,9 +385,9 @@ class RemoteEngine:
                 async with asyncio.timeout(self._health_timeout_s):
                     await self._submit(EngineActor.info)
             except TimeoutError:
-                self._die(f"no sign of life for {self._health_timeout_s:g} s")
+                self._die(f"it did not answer a health check within {self._health_timeout_s:g} s")
             except EngineDied:
-                return  # `_answer` has already recorded the death
+                return  # `_answer` has already recorded the death.
 
     def _die(self, reason: str) -> None:
         if not self._dead.done():

@@ -24,12 +24,12 @@ Message = Mapping[str, Any]
 TEMPLATE = "template"
 """Value of `model.renderer` for the chat template of the model's own tokenizer."""
 _MARK = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
-"""Text that stands for the policy's answer when the template is asked what it puts after one."""
+"""Placeholder for the policy's answer. It shows which text the template puts after an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that the policy asks for."""
+    """A tool call that the policy requests."""
 
     id: str
     name: str
@@ -86,7 +86,8 @@ class ChatFormat(Protocol):
         tools: Sequence[Message] = (),
     ) -> list[int] | None:
         """Return the token ids of a conversation that continues with new messages. They begin with exactly `prompt_ids`
-        and `answer_ids`. None if the format cannot do that, as when it would change an earlier turn."""
+        and `answer_ids`. Returns None if the format cannot do that, for example because it would change an earlier
+        turn."""
         ...
 
     def parse(self, answer_ids: Sequence[int], tools: Sequence[Message] = ()) -> Reply:
@@ -138,10 +139,10 @@ class TemplateFormat:
         ended = self._text(before, tools, prompted=False)
         whole = self._text([*before, *messages], tools, prompted=True)
         if not whole.startswith(ended) or ended.count(_MARK) != 1:
-            return None  # the template changes an earlier turn once another follows
+            return None  # The template changes an earlier turn when another turn follows.
         added = self._encode(whole[whole.index(_MARK) + len(_MARK) :])
         if added[:1] and list(answer_ids[-1:]) == added[:1] and added[0] in self.stop_token_ids:
-            added = added[1:]  # the policy has ended its turn itself
+            added = added[1:]  # The answer already has the token that ends a turn.
         return [*prompt_ids, *answer_ids, *added]
 
     def parse(self, answer_ids: Sequence[int], tools: Sequence[Message] = ()) -> Reply:
@@ -177,7 +178,7 @@ class RendererFormat:
         try:
             config = kinds.validate_python({"name": name, **_with_all_thinking(name, options)})
             self._renderer = package.create_renderer(tokenizer, config)
-        except Exception as error:  # the package raises pydantic errors, KeyError and ValueError
+        except Exception as error:  # The package raises pydantic errors, KeyError and ValueError.
             raise ValueError(
                 f"model.renderer: got {name!r} with model.renderer_options={dict(options)}, expected a renderer that "
                 f"fits the tokenizer: {' '.join(str(error).split())}"
@@ -189,7 +190,7 @@ class RendererFormat:
             return list(
                 self._renderer.render_ids(_plain(messages), tools=_enveloped(tools), add_generation_prompt=True)
             )
-        except Exception as error:  # the renderer or its template failed
+        except Exception as error:  # The renderer or its template failed.
             raise ValueError(f"the renderer does not take the messages: {error}") from error
 
     def extend(
@@ -231,7 +232,8 @@ def _with_all_thinking(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with contents as texts: lists of text parts are joined, and no content is an empty text."""
+    """Return the messages with contents as texts: lists of text parts are joined, and missing content becomes an empty
+    text."""
     return [{**message, "content": text_of(message.get("content"))} for message in messages]
 
 
@@ -244,11 +246,11 @@ def text_of(content: Any) -> str:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type", "text") not in ("text", "refusal"):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(f"messages: got a part of type {kind!r}, expected text alone")
+            raise ValueError(f"messages: got a part of type {kind!r}, expected only parts of type 'text'")
         texts.append(str(part.get("text", part.get("refusal", ""))))
     return "".join(texts)
 
 
 def _enveloped(tools: Sequence[Message]) -> list[dict[str, Any]] | None:
-    """Return the declarations of tools as renderers take them, in OpenAI's form; None for no tools."""
+    """Return the declarations of tools in OpenAI's form, as renderers expect them; None if there are no tools."""
     return [dict(tool) for tool in tools] or None

@@ -17,8 +17,8 @@ def apply_chat_template(
 ) -> str:
     """Return the text of a conversation.
 
-    arguments: arguments of the template. tools: declarations of tools; the template is not asked about any if it is
-    None. prompted: True ends the text where the model begins to answer. refusal: beginning of the error message. Raises
+    arguments: arguments of the template. tools: declarations of tools; with None the template gets no argument `tools`.
+    prompted: True ends the text where the model begins to answer. refusal: beginning of the error message. Raises
     ValueError if the template does not take the messages.
     """
     given = {} if tools is None else {"tools": list(tools) or None}
@@ -26,5 +26,5 @@ def apply_chat_template(
         return tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=prompted, **given, **arguments
         )
-    except Exception as error:  # a template is a program of its own and may raise anything
+    except Exception as error:  # A template is a program and can raise any error.
         raise ValueError(f"{refusal}: {error}") from error

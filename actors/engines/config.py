@@ -1,4 +1,4 @@
-"""The sections `model`, `router_replay` and `scripted`, and the keys of `rollout` for engines: how these generate."""
+"""Config sections `model`, `router_replay` and `scripted`, and the keys of section `rollout` for engines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...dataplane.config import Count, CountOrZero, NonNegative, Section, Share
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3", "builtin:tiny-qwen3-moe")
 GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.45
-"""Largest share of each GPU's memory that an engine takes by default, first on GPUs of its own, then on GPUs that train
-workers use at the same time."""
+"""Largest share of each GPU's memory that an engine takes by default: first on GPUs that it has to itself, then on GPUs
+that train workers use at the same time."""
 MOST_OF_A_GPU, SMALLEST_SHARE = 0.95, 0.1
-"""Largest share of a GPU's memory that all processes on a pool's GPU take together, and smallest that an engine can do
-with."""
+"""Largest share of a GPU's memory that all processes on a pool's GPU take together, and smallest share that is enough
+for an engine."""
 GPU_BATCH, CPU_BATCH = 512, 256
 """Largest number of samples that an engine generates at the same time by default, first for vLLM on GPUs, then for all
 other engines."""
@@ -36,8 +36,9 @@ class ModelConfig(Section):
 
     renderer: str = "template"
     """Chat format with which an environment speaks to the model in messages. `template` is the chat template of the
-    model's tokenizer, which must only append as a conversation continues. Other names are those of the package
-    `renderers`, such as `qwen3`, which also read calls of tools; `auto` finds one by the model's hub id."""
+    model's tokenizer; it must only append text as a conversation continues. All other names are names of renderers in
+    the package `renderers`, such as `qwen3`, which can also read tool calls. `auto` picks the renderer by the model's
+    hub id."""
     renderer_options: dict[str, Any] = {}
     """Options of the renderer, such as `{enable_thinking: false}` for `qwen3`."""
 
@@ -58,8 +59,8 @@ class EngineKeys(Section):
 
     engine: Literal["hf", "vllm", "scripted"] = "hf"
     """Kind of the engines. `hf` generates with transformers. `vllm` generates with vLLM, which `make vllm` installs on
-    a CPU and the extra `vllm` on GPUs. `scripted` makes up answers without a model, to try out everything around the
-    engine."""
+    a CPU and the extra `vllm` on GPUs. `scripted` makes up answers without a model, for trying out everything around
+    the engine."""
     num_engines: Count = 1
     """Number of engines, each with a complete copy of the model."""
     tp: Count = 1
@@ -69,9 +70,9 @@ class EngineKeys(Section):
     engine dies, the router sends its requests to the other engines. Unset: there are as many rollout actors as engines,
     and each of them contains one engine."""
     max_model_len: Count | None = None
-    """Largest number of tokens of a prompt and its answer together that an engine takes; the size of its key-value
-    cache depends on it. Unset: what the run needs, which is `data.max_prompt_tokens` and the larger one of
-    `rollout.max_new_tokens` and `validation.max_new_tokens`."""
+    """Largest number of tokens of a prompt and its answer together that an engine takes. The size of its key-value
+    cache depends on it. Unset: `data.max_prompt_tokens` plus the larger one of `rollout.max_new_tokens` and
+    `validation.max_new_tokens`."""
     kv_cache: Literal["auto"] | Count = "auto"
     """Size in MiB of the key-value cache in each process of an engine. With `auto`, an engine on GPUs takes what
     `rollout.gpu_memory_utilization` leaves beside the weights, and an engine on CPUs takes 256 MiB, or more if a few
@@ -86,15 +87,15 @@ class EngineKeys(Section):
     logprobs: LogprobWay = "auto"
     """Way in which the log-probs of sampled tokens leave vLLM. With `arrays` the process that samples keeps them and
     returns one array per sample. With `vllm` they come token by token with vLLM's own answers, which takes 1.4 times as
-    long. The values are the same. `auto` is `arrays` unless this vLLM or `rollout.vllm` does not allow it, which is
-    logged."""
+    long. The values are the same. `auto` is `arrays`, or `vllm` if the installed vLLM or `rollout.vllm` does not allow
+    `arrays`; the log then says so."""
     max_batch: Count | None = None
     """Largest number of samples that an engine generates at the same time. Unset: 512 with vLLM on GPUs, else 256."""
 
     @field_validator("kv_cache", mode="before")
     @classmethod
     def _is_auto_or_a_size(cls, size: Any) -> Any:
-        # The union's own error would name the key twice, once for each of its types.
+        # Pydantic's error for a union would name the key twice, once for each type of the union.
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise ValueError(f"got {size!r}, expected auto or a whole number >= 1, the size in MiB")
         return size
@@ -136,28 +137,29 @@ def memory_share(rollout: EngineKeys, *, shared: bool, kept_free: int = 0, gpu_b
 
 class RouterReplayConfig(Section):
     """Training of a mixture-of-experts policy on the experts that generated its rows. Engines record the experts that
-    their routers choose, and the train workers' routers use the same."""
+    their routers choose, and the train workers' routers use the same experts."""
 
     enabled: bool = False
     """Whether engines record the experts of each token, rows carry them as the column `routed_experts`, and the train
     workers' forward and backward passes use them. Log-probs of the reference model are computed with its own
     experts."""
     missing: Literal["native", "mask", "error"] = "native"
-    """Treatment of tokens that an engine reported no experts for. `native`: the train workers' routers choose the
+    """Treatment of tokens for which an engine reported no experts. `native`: the train workers' routers choose the
     experts of these tokens themselves. `mask`: rows in which more than `router_replay.max_missing_share` of the tokens
-    lack them are not trained on and count as failed. `error`: the run ends."""
+    lack experts are not trained on and count as failed. `error`: the run ends."""
     max_missing_share: Share = 0.01
-    """Largest share of the tokens of a step that can lack experts, whatever `router_replay.missing` says; with more the
-    run ends. With `missing=mask`, it is also the largest share of a row."""
+    """Largest share of a step's tokens that can lack experts, whatever `router_replay.missing` says. The run ends if
+    the share is larger. With `missing=mask`, this is also the largest share of a row's tokens."""
     verify: Literal["off", "values", "forward"] = "off"
     """Checks of the experts that train workers replay. `values` checks before each microbatch that the ids are
-    possible. `forward` also compares, during the first `router_replay.verify_steps` steps, the experts to which each
-    layer sends its tokens with those of the rows; a difference ends the run."""
+    possible. `forward` also checks, during the first `router_replay.verify_steps` steps, that each layer sends its
+    tokens to the experts that the rows name; a difference ends the run."""
     verify_steps: Count = 1
-    """Number of steps, from the first step of the run or of its continuation on, in which `verify=forward` compares."""
+    """Number of steps in which `verify=forward` compares experts. They are counted from the start of the run, or from
+    the point at which it is resumed."""
     native_agreement_every: CountOrZero = 20
-    """Number of steps between measurements of `routes/native_agreement`, the share of choices in which the train
-    workers' own routers agree with the engine's; 0 turns them off."""
+    """Number of steps between measurements of `routes/native_agreement`; 0 turns them off. The metric is the share of
+    choices in which the train workers' own routers agree with the engine's."""
 
 
 class ScriptedConfig(Section):
@@ -169,8 +171,8 @@ class ScriptedConfig(Section):
     latency_s: NonNegative = 0.0
     """Median time in seconds that the engine takes for a request. One request generates all samples of a prompt."""
     latency_sigma: NonNegative = 0.0
-    """Sigma of the log-normal distribution from which the latency of each request is drawn, with one seed per request.
-    0 gives all requests the same latency."""
+    """Sigma of the log-normal distribution of request latencies. Each request has its own seed. 0 gives all requests
+    the same latency."""
     train_row_s: NonNegative = 0.0
     """Seconds that a data-parallel replica takes for the forward and backward pass of one row."""
     train_step_s: NonNegative = 0.0

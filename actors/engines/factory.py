@@ -30,7 +30,7 @@ class EngineConfig:
     shared_gpu: bool = False
     """True if train workers use the engine's GPUs at the same time."""
     kept_free_bytes: int = 0
-    """Number of bytes of each GPU that the engine leaves for processes that sleep there while it is awake."""
+    """Number of bytes of each GPU's memory that the engine leaves free for sleeping processes on the same GPU."""
     max_model_len: int | None = None
     """Largest number of tokens of a prompt and its answer together that a `vllm` engine takes; None: the model's own
     limit."""
@@ -58,7 +58,8 @@ MODULES = {
     "vllm": f"{__package__}.vllm.engine",
     "scripted": f"{__package__}.scripted",
 }
-"""Module of each kind of engine, which takes seconds to import: `rollout.engine` -> name."""
+"""Import path of each kind of engine's module: `rollout.engine` -> path. Importing one of these modules takes
+seconds."""
 
 
 def build_engine(config: EngineConfig) -> GenerationEngine:
@@ -73,7 +74,7 @@ def build_engine(config: EngineConfig) -> GenerationEngine:
         return _build_vllm(config)
     if kind == "scripted":
         return _build_scripted(config)
-    raise ValueError(f"rollout.engine: got {kind!r}, which no engine here has")
+    raise ValueError(f"rollout.engine: got {kind!r}, but there is no such engine")
 
 
 def _shared(config: EngineConfig) -> dict[str, Any]:
@@ -81,7 +82,8 @@ def _shared(config: EngineConfig) -> dict[str, Any]:
 
 
 def _build_hf(config: EngineConfig) -> GenerationEngine:
-    from .hf.engine import HfEngine  # imported here, so that scripted runs do not wait for transformers' model code
+    # The import stands here so that scripted runs do not wait for transformers' model code.
+    from .hf.engine import HfEngine
 
     return HfEngine(
         config.model.path,

@@ -20,7 +20,7 @@ from .protocol import CommitReport, EngineBroken, EngineStats, KeysAndValues, Pa
 Ready = TypeVar("Ready")
 
 DROPPED = "its weights were dropped (sleep level 2), commit a version"
-"""Why an engine that sleeps at level 2 has no complete version of the weights."""
+"""Reason, for error messages, why an engine that sleeps at level 2 has no complete version of the weights."""
 _ASLEEP = "asleep: wake it first"
 
 
@@ -61,7 +61,7 @@ class IncomingWeights(Generic[Ready]):
         if self._inbox is None:
             raise RuntimeError("weights: this engine was built without a weight receiver")
         if self._arriving is not None:
-            self.drop(self._arriving)  # the latest announcement replaces the one before
+            self.drop(self._arriving)  # The latest announcement replaces the previous one.
         async with self._turn:
             if update.version == served():
                 return "staged"
@@ -77,7 +77,7 @@ class IncomingWeights(Generic[Ready]):
                 ready = await asyncio.shield(work)
                 if self._dropped:
                     raise WeightTransferError(f"weights: version {update.version} was dropped while it was checked")
-            except BaseException:  # even a cancelled call keeps the lock until the thread has ended
+            except BaseException:  # Even a cancelled call keeps the lock until the thread has ended.
                 self._inbox.drop(update.version)
                 await asyncio.wait({work})
                 work.exception()
@@ -118,7 +118,8 @@ class IncomingWeights(Generic[Ready]):
                 self._committing = None
             assert self._inbox is not None
             self._ready = None
-            self._inbox.committed(version)  # releases the staged bytes, or keeps them as base of a later delta
+            # The inbox releases the staged bytes, or keeps them as the base of a later delta.
+            self._inbox.committed(version)
 
     def drop(self, version: int) -> None:
         """Discard `version`, or abort its transfer if it is still being received. Idempotent; has no effect while
@@ -146,15 +147,15 @@ class IncomingWeights(Generic[Ready]):
 
 
 class InProcessEngine(ABC, Generic[Ready]):
-    """Base class of engines that run in this process. It holds the version that they serve, the next one, which they
-    receive meanwhile, and the reason why they refuse requests."""
+    """Base class of engines that run in this process. It holds the version that the engine serves, the next version,
+    and the reason why the engine refuses requests."""
 
     died = ""
 
     def __init__(
         self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready], version: int
     ) -> None:
-        """receiver, check: see `IncomingWeights`. version: policy version of the weights that are served first."""
+        """receiver, check: see `IncomingWeights`. version: policy version of the weights at the start."""
         self._incoming = IncomingWeights(receiver, check)
         self._name = "" if receiver is None else receiver.engine
         self._version = version
@@ -180,7 +181,7 @@ class InProcessEngine(ABC, Generic[Ready]):
         return self._unusable == _ASLEEP
 
     def _expect_usable(self, request_id: str, in_flight: Container[str]) -> None:
-        """Refuse a request that the engine cannot take. Raises RuntimeError if the engine is asleep or closed,
+        """Check that the engine can take a request. Raises RuntimeError if the engine is asleep or closed,
         EngineBroken if it has no weights, and ValueError if the id is already in flight."""
         if self._unusable:
             raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
@@ -206,8 +207,8 @@ class InProcessEngine(ABC, Generic[Ready]):
     ) -> CommitReport:
         """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
         froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
-        far. A sleeping engine stays asleep. kv: whether requests that continue keep their keys and values, see
-        KeysAndValues."""
+        far. A sleeping engine stays asleep. kv: treatment of the keys and values of requests that continue (see
+        KeysAndValues)."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
@@ -234,7 +235,7 @@ class InProcessEngine(ABC, Generic[Ready]):
 
     def _expect_served(self, digests: ParameterDigests) -> None:
         if not self._serves(digests.version):
-            raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+            raise ValueError(f"weights: version {digests.version} cannot be verified, the engine serves {self._version}")
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)

@@ -1,7 +1,7 @@
 """Protocols of an engine: `Generator` samples tokens, `WeightHost` takes new weights, `Sleeper` pauses and sleeps.
 
 Code that uses an engine asks for the narrowest protocol that it needs. `ServingEngine` is a generator with counters and
-an end, and `GenerationEngine` is one that also takes weights and sleeps.
+a method to close it. `GenerationEngine` can also take weights and sleep.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def expect_pause_mode(mode: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """A sample that was cut off, and that another request continues."""
+    """A sample that was cut off and is continued by another request."""
 
     request_id: str
-    """Id of the request that began it."""
+    """Id of the request that began the sample."""
     sample: int
     """Index of the sample in that request."""
     tokens: int
-    """Number of tokens that it has."""
+    """Number of tokens that the sample has so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end a completion, wherever they fall in its tokens. The tokens that complete such a text are kept."""
     routes_from: int = 0
-    """Index of the first token of the prompt whose route is wanted, from engines that record routes. A request that
-    continues an earlier one asks for the missing ones."""
+    """Index of the first prompt token whose route is wanted, for engines that record routes. A request that continues
+    an earlier one asks only for the routes that are still missing."""
     continues: CutOff | None = None
-    """The sample that this request continues, from the tokens at the end of its prompt; None for one that begins."""
+    """The sample that this request continues; the sample's tokens so far are the end of the prompt. None for a request
+    that begins a sample."""
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
@@ -108,9 +109,9 @@ class Completion:
     """Policy version that produced each token, int32 `[T]`; it never decreases from one token to the next."""
     routes: np.ndarray | None = None
     """Experts that the model's routers chose, `[P + T - 1 - routes_from, layers, k]` (see `codecs.routes`): one route
-    for each token of the prompt and the completion from `SamplingParams.routes_from` on, except for the last. A route
-    has the version of the token after it, whose log-prob it shaped. None if the engine records no routes, or if the
-    completion has no tokens."""
+    for each token of the prompt and the completion from `SamplingParams.routes_from` on, except for the last token. A
+    route belongs to the policy version of the next token, because it affects the log-prob of that token. None if the
+    engine records no routes, or if the completion has no tokens."""
 
     @staticmethod
     def empty() -> Completion:
@@ -161,8 +162,8 @@ class EngineDied(RuntimeError):
 
 
 class Generator(Protocol):
-    """Protocol of an engine that turns prompt token ids into sampled completions. Environments and rollout workers need
-    nothing else of an engine.
+    """Protocol of an engine that turns prompt token ids into sampled completions. Environments and rollout workers use
+    no other part of an engine.
 
     Methods are asynchronous and requests run concurrently.
     """
@@ -191,8 +192,8 @@ class Generator(Protocol):
 
 
 class WeightHost(Protocol):
-    """Protocol of an engine that serves one version of the weights and can receive the next. A weight update needs
-    nothing else of an engine."""
+    """Protocol of an engine that serves one version of the weights and can receive the next. A weight update uses no
+    other part of an engine."""
 
     @property
     def version(self) -> int:
@@ -223,25 +224,25 @@ class WeightHost(Protocol):
         """Start serving the prepared `version`: pause, replace all parameters, resume. Every token generated from then
         on carries `version`, including tokens of requests that were in flight and continue.
 
-        in_flight: treatment of running requests. kv: treatment of the keys and values of those that continue; engines
-        without keys and values (`scripted`) have nothing to treat.
+        in_flight: treatment of running requests. kv: treatment of the keys and values of requests that continue;
+        engines without keys and values (`scripted`) ignore it.
 
-        A sleeping engine takes back the memory of its weights alone and stays asleep; `wake` does the rest.
+        A sleeping engine allocates only the memory of its weights and stays asleep; `wake` allocates the rest.
 
-        Does nothing if `version` is served already. Raises ValueError if `version` is not the prepared one. Without
-        staging it may raise WeightTransferError; the engine then holds no complete version, and its requests, including
-        those in flight, wait for the next commit.
+        Does nothing if the engine already serves `version`. Raises ValueError if `version` is not the prepared one.
+        Without staging it may raise WeightTransferError; the engine then holds no complete version, and its requests,
+        including those in flight, wait for the next commit.
         """
         ...
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
-        """Compare the served weights with the trainer's `digests`, and return how many were compared. Compared are all
-        weights that the engine keeps in the form in which they were sent. Nothing may be generated meanwhile: pause the
-        engine before the commit.
+        """Compare the served weights with the trainer's `digests`, and return how many were compared. It compares all
+        weights that the engine keeps in the form in which they were sent. The engine must not generate tokens during
+        the comparison: pause it before the commit.
 
-        Raises ValueError if the engine does not serve the version of `digests`, and EngineBroken, naming a weight, if
-        one differs. The engine then counts as one without a complete version: its requests, including those in flight,
-        wait for the next commit, which may be of the same version.
+        Raises ValueError if the engine does not serve the version of `digests`, and EngineBroken, which names a weight,
+        if a weight differs. The engine then has no complete version: its requests, including those in flight, wait for
+        the next commit, which may be of the same version.
         """
         ...
 
@@ -265,8 +266,8 @@ class Sleeper(Protocol):
 
     async def sleep(self, level: int = 1) -> None:
         """Free memory and refuse requests until `wake`. Level 1 keeps the weights in host memory. Level 2 drops them,
-        so a version must be committed before requests are answered again, before or after `wake`. Engines that cannot
-        free memory only refuse requests. Idempotent."""
+        so a version must be committed, before or after `wake`, before the engine can answer requests. Engines that
+        cannot free memory only refuse requests. Idempotent."""
         ...
 
     async def wake(self) -> None:
@@ -274,14 +275,14 @@ class Sleeper(Protocol):
         ...
 
     async def memory(self) -> ProcessMemory:
-        """Return the memory that the engine's processes hold now, asleep or awake. Raises EngineDied if its process is
-        gone."""
+        """Return the memory that the engine's processes hold now, asleep or awake. Raises EngineDied if the engine's
+        process is gone."""
         ...
 
 
 class ServingEngine(Generator, Protocol):
-    """Protocol of an engine for the actor that generates with it: it has counters, can die, and is closed at the end. A
-    `Router` in front of several engines is one, too."""
+    """Protocol of an engine as the actor that generates with it sees it: it has counters, can die, and is closed at the
+    end. A `Router` in front of several engines also implements it."""
 
     @property
     def stats(self) -> EngineStats:
@@ -299,7 +300,7 @@ class ServingEngine(Generator, Protocol):
 
     @property
     def died(self) -> str:
-        """Text that says why the engine has died and can never answer again; "" if it is alive."""
+        """Reason why the engine has died; "" if it is alive. A dead engine never answers again."""
         ...
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ from .protocol import (
 _log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
-"""Largest number of sessions (episodes of several turns) whose engine the router remembers. The next turn of a
+"""Largest number of sessions (episodes of several turns) for which the router remembers the engine. The next turn of a
 forgotten session may go to another engine, which costs only a new prefill."""
 
 
@@ -61,14 +61,15 @@ class Suspension:
     """Result of suspending an engine: how its requests ended."""
 
     ended: int
-    """Number of samples whose requests ended by themselves."""
+    """Number of samples in requests that ended by themselves."""
     moved: int
-    """Number of samples whose requests were cut off. They continue elsewhere from the tokens that they have."""
+    """Number of samples in requests that were cut off. They continue on other engines from the tokens that they
+    have."""
     kept_tokens: int
     """Number of tokens that the cut-off samples kept."""
     lost_tokens: int
-    """Largest number of tokens that can be lost, because the engine died before it returned them: as many as its
-    requests may have."""
+    """Upper bound on the number of tokens that were lost because the engine died before it returned them: the largest
+    number that its requests may have."""
 
 
 class Router:
@@ -89,11 +90,11 @@ class Router:
         self._left_out: dict[str, str] = {}
         self._requests: dict[str, _Routed] = {}
         self._suspended: set[str] = set()
-        """Names of the engines that will take requests again; some may have died meanwhile."""
+        """Names of the suspended engines. Some of them may have died meanwhile."""
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._changed = asyncio.Event()  # the event is replaced each time it is set
+        self._changed = asyncio.Event()  # The event is replaced each time it is set.
         self._closed = False
-        self._past = EngineStats()  # counters of removed engines
+        self._past = EngineStats()  # These counters belong to removed engines.
 
     # ---------------------------------------------------------------- engines
 
@@ -109,7 +110,7 @@ class Router:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Engines that failed and were removed from routing, without those added again later: engine name -> reason."""
+        """Engines that failed, were removed from routing and have not been added since: engine name -> reason."""
         return self._left_out
 
     @property
@@ -126,7 +127,7 @@ class Router:
         """Start sending requests to `engine`, beginning with requests that already wait for an available engine. Raises
         ValueError if `name` is in use."""
         if name in self._members:
-            raise ValueError(f"engine {name!r} is already there; names must be unique")
+            raise ValueError(f"engine {name!r} exists already; names must be unique")
         self._members[name] = _Member(name, engine)
         self._left_out.pop(name, None)
         self._suspended.discard(name)
@@ -146,17 +147,17 @@ class Router:
         except TimeoutError:
             for request in list(member.requests):
                 request.move()
-            await member.idle.wait()  # a cancelled call ends at once
+            await member.idle.wait()  # A cancelled call ends at once.
         self._forget(member)
         return member.engine
 
     async def suspend(self, name: str, *, cut: bool = True) -> Suspension:
         """Stop sending requests to an engine until `readmit`, and wait until none of its requests is in flight.
 
-        cut: whether these are aborted. Their callers get the tokens so far and continue from there
-        (`continuation.generate_whole`). Otherwise, they are left to end. Idempotent. An engine that has been left out
-        counts as suspended, too: another one will be added under its name. Cancelling the call leaves the engine
-        suspended.
+        cut: True aborts these requests; their callers get the tokens so far and continue from there
+        (`environments.turns.generate_whole`). False lets the requests end by themselves. Idempotent. An engine that has
+        been left out also counts as suspended, because another one will be added under its name. Cancelling the call
+        leaves the engine suspended.
         """
         self._suspended.add(name)
         member = self._members.get(name)
@@ -166,7 +167,7 @@ class Router:
         tally = member.tally = _Tally()
         while not member.idle.is_set():
             for request in list(member.requests) if cut else ():
-                try:  # repeated, because an abort can overtake its request
+                try:  # The abort is repeated, because it can overtake its request.
                     await member.engine.abort(request.request_id)
                 except (EngineDied, EngineBroken) as error:
                     self._exclude(member, error)
@@ -179,15 +180,15 @@ class Router:
         return Suspension(tally.ended, tally.moved, tally.kept_tokens, tally.lost_tokens)
 
     def readmit(self, name: str) -> None:
-        """Send requests to a suspended engine again, beginning with requests that wait. Raises KeyError if there is no
-        engine of this name."""
+        """Resume sending requests to a suspended engine, beginning with requests that wait. Raises KeyError if there is
+        no engine of this name."""
         self._members[name].accepting = True
         self._suspended.discard(name)
         self._wake()
 
     def _exclude(self, member: _Member, error: Exception) -> None:
         if self._members.get(member.name) is not member:
-            return  # another request has already left the engine out
+            return  # Another request has already left the engine out.
         reason = f"{type(error).__name__}: {error}"
         self._forget(member)
         self._left_out[member.name] = reason
@@ -242,12 +243,13 @@ class Router:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not request.aborted:
             if self._closed:
-                raise RuntimeError(f"request {request.request_id!r}: the router was closed before it was answered")
+                raise RuntimeError(f"request {request.request_id!r}: the router was closed before the request was answered")
             member = self._pick(request.request_id)
             if member is not None:
                 return member
             try:
-                # Not `wait_for`, which in Python 3.11 swallows a cancellation that comes together with the change.
+                # `asyncio.wait_for` is not used, because in Python 3.11 it swallows a cancellation that coincides with
+                # the change.
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
@@ -256,8 +258,8 @@ class Router:
                     continue
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
                 raise NoEngineAvailable(
-                    f"request {request.request_id!r}: no engine for {self._timeout_s:g} s "
-                    f"({reasons or 'none was ever added'})"
+                    f"request {request.request_id!r}: no engine was available for {self._timeout_s:g} s "
+                    f"({reasons or 'no engine was ever added'})"
                 ) from None
         return None
 
@@ -282,7 +284,7 @@ class Router:
             return
         request.aborted = True
         self._wake()
-        await asyncio.sleep(0)  # an attempt made in this loop turn reaches its engine first
+        await asyncio.sleep(0)  # An attempt that was made in this turn of the event loop reaches its engine first.
         member = request.member
         if member is None:
             return
@@ -326,12 +328,12 @@ class _Member:
     engine: ServingEngine
     accepting: bool = True
     tally: _Tally | None = None
-    """Counts how the requests in flight end while the engine is being suspended; None at other times."""
+    """Counter of how the requests in flight end while the engine is being suspended; None at other times."""
     outstanding: int = 0
     """Number of samples that the engine is generating now."""
     assigned: int = 0
-    """Number of samples ever sent to the engine. Of engines with an equal load, the one with the lowest number gets the
-    next request."""
+    """Number of samples ever sent to the engine. If several engines have an equal load, the one with the lowest number
+    gets the next request."""
     requests: set[_Routed] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -341,7 +343,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Tally:
-    """Counts how the requests of an engine end that is being suspended; see `Suspension`."""
+    """Counts how requests end on an engine that is being suspended; see `Suspension`."""
 
     ended: int = 0
     moved: int = 0
@@ -390,7 +392,7 @@ class _Routed:
 
 
 class _Moved(Exception):
-    """Signals that `Router.remove` cancelled a request on its engine, so that another engine must take it."""
+    """Raised when `Router.remove` cancelled a request on its engine, so that another engine must take it."""
 
 
 async def _attempt(

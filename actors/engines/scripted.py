@@ -40,7 +40,7 @@ def random_tokens(vocab_size: int, seed: int = 0, median: int = 8) -> Script:
 def scripted_routes(token_ids: np.ndarray, spec: RouteSpec) -> np.ndarray:
     """Return made-up routes of a sequence, `[tokens, layers, k]`, which depend on token, position and layer alone.
 
-    Each route has k successive expert ids, so none of them twice. token_ids: int64 `[tokens]`.
+    Each route has k successive, and therefore different, expert ids. token_ids: int64 `[tokens]`.
     """
     layers, top_k = spec.trailing
     position = np.arange(len(token_ids))[:, None, None]
@@ -82,10 +82,9 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         """Create an engine that serves `version`.
 
         latency_s: median latency of a request in seconds. latency_sigma: sigma of the log-normal distribution of
-        latencies, each drawn with a seed of its own; 0.0 makes all latencies equal. logprob: log-prob reported for
-        every token. tokenizer: needed only for requests with stop texts. receiver: settings of the receiver of new
-        weights; None when weights never change. routes: shape of the routes that it makes up (see `scripted_routes`);
-        None to report none.
+        latencies; 0.0 makes all latencies equal. logprob: log-prob reported for every token. tokenizer: needed only for
+        requests with stop texts. receiver: settings of the receiver of new weights; None when weights never change.
+        routes: shape of the routes that the engine makes up (see `scripted_routes`); None to report none.
         """
         super().__init__(receiver, _copied, version)
         self._script = script
@@ -124,7 +123,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         if not len(prompt_ids):
             raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
         if params.stop and self._tokenizer is None:
-            raise ValueError(f"request {request_id!r}: stop texts need a tokenizer, this engine was built without one")
+            raise ValueError(f"request {request_id!r}: stop texts need a tokenizer, but this engine was built without one")
         responses, latency_s = self._responses(request_id, prompt_ids, params)
         request = self._requests[request_id] = _Request(latency_s)
         started = time.perf_counter()
@@ -143,7 +142,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
     ) -> tuple[list[Sequence[int]], float]:
         """Return the responses to a request and its latency in seconds. A request that continues a sample gets the rest
-        of that one's response and latency, at least one token."""
+        of that sample's response and latency, at least one token."""
         begun = params.continues
         if begun is None:
             responses = [self._script(request_id, prompt_ids, sample) for sample in range(params.n)]
@@ -185,9 +184,10 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
             if left_s <= 0.0:
                 return
             request.changed.clear()
-            frozen = self._clock.frozen  # while frozen, only a change ends the wait
+            frozen = self._clock.frozen  # While the engine is frozen, only a change ends the wait.
             try:
-                # Not `wait_for`, which in Python 3.11 swallows a cancellation that comes together with the change.
+                # `asyncio.wait_for` is not used, because in Python 3.11 it swallows a cancellation that coincides with
+                # the change.
                 async with asyncio.timeout(None if frozen else left_s):
                     await request.changed.wait()
             except TimeoutError:
@@ -246,14 +246,14 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         if mode == "keep":
             self._clock.freeze()
             self._tell_all()
-        elif mode == "abort" or not self._clock.frozen:  # frozen requests stay frozen until `resume`
+        elif mode == "abort" or not self._clock.frozen:  # Frozen requests stay frozen until `resume`.
             await self._idle.wait()
 
     async def resume(self) -> None:
         if not self._differs:
             self._clock.thaw()
         self._resumed.set()
-        self._idle.set()  # ends a `pause` that still waits
+        self._idle.set()  # This ends a `pause` that still waits.
         if self._num_flowing:
             self._idle.clear()
         self._tell_all()
@@ -273,7 +273,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
     async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
         """Serve the prepared version. `kv` has no effect, because there are no keys and values."""
         kept = [request for request in self._requests.values() if request.versions]
-        if not self._serves(version):  # otherwise an earlier commit has already loaded it
+        if not self._serves(version):  # Otherwise an earlier commit has already loaded the version.
             async with self._incoming.committing(version) as weights:
                 self.loaded = weights
                 self._put_in_service(version)
@@ -297,7 +297,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         """Wait until running requests have ended, and refuse others until `wake`. Level 2 drops `loaded`, the copies of
         the weights, and requests are then also refused until a version is committed."""
         self._fall_asleep(level)
-        if not self._clock.frozen:  # frozen requests stay where they are
+        if not self._clock.frozen:  # Frozen requests do not end, so they are not awaited.
             await self._idle.wait()
         if level == 2:
             self.loaded, self._broken = {}, DROPPED

@@ -31,14 +31,14 @@ def uniforms(keys: np.ndarray, step: int) -> np.ndarray:
     """Return random number `step` of each row's stream, uniform in [0, 1), float64 `[B]` (SplitMix64, Steele et al.
     2014).
 
-    Each number depends only on the row's key and the step, so a row gets the same tokens in whatever batch it is
+    Each number depends only on the row's key and the step, so a row's tokens do not depend on the batch in which it is
     decoded. The process's global generators are neither read nor advanced.
     """
     state = keys + _GOLDEN * np.full(1, step + 1, dtype=np.uint64)
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     state ^= state >> np.uint64(31)
-    # Only 32 bits, so that `u * total` in float64 stays strictly below `total` (see `draw`).
+    # Only 32 bits are used, so that `u * total` in float64 stays strictly below `total` (see `draw`).
     return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32
 
 
@@ -127,10 +127,10 @@ class StopTexts:
     """Finds any of `texts` at the end of rows of tokens, even where a text begins or ends inside a token."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
-        """tokenizer: a Hugging Face tokenizer."""
+        """tokenizer: the model's Hugging Face tokenizer."""
         self._tokenizer = tokenizer
         self._texts = tuple(texts)
-        # Every token with text has at least one byte of it.
+        # Every token that has text has at least one byte of text.
         self._window = max(len(text.encode()) for text in texts) + _LEAD_IN
 
     def ended(self, rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -18,20 +18,20 @@ _SUFFIXES = (".model", ".tiktoken")
 def load_tokenizer(path: str) -> Any:
     """Load the Hugging Face tokenizer of a local folder or hub id. Raises ValueError with a one-sentence message when
     it cannot be loaded."""
-    from transformers import AutoTokenizer  # it takes seconds to import, and scripted or dry runs may not need it
+    from transformers import AutoTokenizer  # The import takes seconds, and scripted or dry runs may not need it.
 
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise ValueError(f"model.path: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
     expected = "expected a model whose tokenizer can be loaded"
-    # transformers makes an empty tokenizer of a config.json that has no tokenizer beside it.
+    # If a folder has a config.json but no tokenizer, transformers makes an empty tokenizer.
     if folder.is_dir() and not any(
         path.name.startswith(_FILES) or path.suffix in _SUFFIXES for path in folder.iterdir()
     ):
-        raise ValueError(f"model.path: got {path!r}, {expected}: its folder has no tokenizer.json or the like")
+        raise ValueError(f"model.path: got {path!r}, {expected}: the folder has no tokenizer.json or similar file")
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path)
-    except Exception as error:  # a damaged file can make the libraries below raise any error
+    except Exception as error:  # A damaged file can make the libraries below raise any error.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"model.path: got {path!r}, {expected}: {reason}") from error
 
@@ -67,7 +67,7 @@ def _by_special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[bool, list[
     """Split the indices of `texts` into two groups. True: texts to which the tokenizer adds its special tokens. False:
     texts that already begin with the beginning-of-sequence token."""
     begin = tokenizer.bos_token
-    # A text that starts with the begin token must not get a second one.
+    # A text that starts with the beginning-of-sequence token must not get a second one.
     plain = [not (begin and text.startswith(begin)) for text in texts]
     return {add: [index for index, is_plain in enumerate(plain) if is_plain == add] for add in (True, False)}
 
@@ -95,6 +95,6 @@ def response_texts(tokenizer: Any, completions: Sequence[Completion], params: Sa
 
 
 def _without_stop(completion: Completion) -> np.ndarray:
-    """Return the response's token ids without the stop token. This is needed because decoding does not leave out a stop
-    token that is an ordinary token."""
+    """Return the response's token ids without the stop token. Decoding does not leave out a stop token that is an
+    ordinary token, so it is removed here."""
     return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids

@@ -106,7 +106,7 @@ class EndpointServer:
             while not server.started:
                 if serving.done():
                     serving.result()
-                    raise RuntimeError("rollout.endpoint: the server ended while it started")
+                    raise RuntimeError("rollout.endpoint: the server ended before it had started")
                 await asyncio.sleep(0.005)
 
     def _listen(self) -> None:

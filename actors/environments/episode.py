@@ -78,8 +78,8 @@ class Clock:
     def exceeded(self) -> str:
         """Text that names the bound that an environment without time left has exceeded."""
         if self._episode_s - self._spent_s < self._turn_s:
-            return f"it took longer than environment.episode_timeout_s={self._episode_s:g} s in all"
-        return f"it took longer than environment.turn_timeout_s={self._turn_s:g} s for one turn"
+            return f"the environment took longer than environment.episode_timeout_s={self._episode_s:g} s in all"
+        return f"the environment took longer than environment.turn_timeout_s={self._turn_s:g} s for one turn"
 
 
 class OutOfTokens(RuntimeError):
@@ -173,7 +173,7 @@ class Episode:
         """Address at which an agent reaches the policy, with the secret of this episode. Raises ValueError if the run
         has no endpoint."""
         if self.address is None:
-            raise ValueError("rollout.endpoint.enabled: got false, expected true, as the environment asks for it")
+            raise ValueError("rollout.endpoint.enabled: got false, expected true, because the environment needs it")
         return self.address
 
     @property

@@ -63,7 +63,7 @@ def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> No
     """
     kind = config.kind
     if kind == "verifiers" and not endpoint.enabled:
-        raise ValueError("rollout.endpoint.enabled: got false, expected true, as the environment is verifiers")
+        raise ValueError("rollout.endpoint.enabled: got false, expected true, because the environment is verifiers")
     if endpoint.enabled:
         build_endpoint(endpoint)
     if ":" not in kind:
@@ -81,7 +81,7 @@ def _target(kind: str) -> Any:
     if kind == "verifiers":
         return VerifiersEnvironment
     if ":" not in kind:
-        raise ValueError(f"environment.kind: got {kind!r}, which no environment here has")
+        raise ValueError(f"environment.kind: got {kind!r}, but there is no such environment")
     target = import_object(kind, "environment.kind")
     if not callable(target):
         raise ValueError(f"environment.kind: {kind!r} is a {type(target).__name__}, expected a function or class")

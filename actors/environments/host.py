@@ -177,7 +177,7 @@ class EpisodeHost:
         async with self._gate.place(engine):
             if len(self._hung) >= MAX_HUNG:
                 raise TooManyHang(
-                    f"environments: {len(self._hung)} cancelled episodes do not end, each for {GRACE_S:g} s"
+                    f"environments: {len(self._hung)} cancelled episodes have not ended within {GRACE_S:g} s"
                 )
             first = episodes[0]
             if self._endpoint is not None:

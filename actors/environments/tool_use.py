@@ -187,7 +187,7 @@ class ToolUse:
         error, so that the policy can react to it."""
         tool = self._tools.get(name)
         if tool is None:
-            return f"error: no tool {name}, there is {', '.join(self._tools)}"
+            return f"error: there is no tool {name}, expected {', '.join(self._tools)}"
         try:
             if name in self._processes:
                 return str(await self._processes[name].call([arguments], self._timeout_s, self._retries))

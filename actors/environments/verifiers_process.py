@@ -48,7 +48,7 @@ class VerifiersEnvironment:
                 "taskset.id"
             )
         if python is not None and not os.access(os.path.expanduser(python), os.X_OK):
-            raise ValueError(f"environment.options.python: got {python!r}, expected the path of a Python")
+            raise ValueError(f"environment.options.python: got {python!r}, expected the path of a Python interpreter")
         self._env = dict(env)
         self._python = os.path.expanduser(python) if python else sys.executable
         self._path = [os.path.abspath(os.path.expanduser(folder)) for folder in (*path, ".")]
@@ -61,7 +61,7 @@ class VerifiersEnvironment:
         verifiers reports that the episode failed, and TimeoutError if one of its own time limits was exceeded."""
         number = episode.prompt.fields.get(TASK)
         if not isinstance(number, int):
-            raise ValueError(f"prompt {episode.prompt.uid!r} has no number of a task, expected data.train=environment")
+            raise ValueError(f"prompt {episode.prompt.uid!r} has no task number, expected data.train=environment")
         with episode.clock.stopped():  # the start has its own time limit and must not count against the episode
             child = await self._started()
         address = episode.endpoint

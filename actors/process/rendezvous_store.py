@@ -292,7 +292,7 @@ class RendezvousStore(Store):
         bound_s = (request.wait_s or self._bound_s()) + _GRACE_S
         what = f"rendezvous at {self._host}:{self._port}: {request.op} {', '.join(request.keys[:3])}"
         if not self._lock.acquire(timeout=bound_s):
-            raise DistStoreError(f"{what}: another request has taken {bound_s:g} s")
+            raise DistStoreError(f"{what}: another request has used the connection for {bound_s:g} s")
         try:
             self._connection.settimeout(bound_s)
             _send(self._connection, request)
@@ -326,7 +326,7 @@ def _receive_exactly(connection: socket.socket, nbytes: int) -> bytearray:
     while len(data) < nbytes:
         more = connection.recv(min(nbytes - len(data), 1 << 18))
         if not more:
-            raise ConnectionResetError("closed by the other end")
+            raise ConnectionResetError("the connection was closed by the other end")
         data += more
     return data
 

@@ -173,8 +173,8 @@ class UserThreads:
         async with self._places:
             if self._num_hung >= MAX_HUNG:
                 raise TooManyHang(
-                    f"{self._what}: {self._num_hung} calls hang, each for longer than its bound of {timeout_s:g} s, "
-                    f"and keep a thread each; the next was to be {name}: give the function a time limit of its own"
+                    f"{self._what}: {self._num_hung} calls hang, each for longer than its limit of {timeout_s:g} s, "
+                    f"and each keeps a thread; {name} was not started: give the function a time limit of its own"
                 )
             loop, started = asyncio.get_running_loop(), time.monotonic()
             result: asyncio.Future[T] = loop.create_future()

@@ -56,8 +56,8 @@ class Decoding:
 
         params: sampling parameters of all requests; its `n`, `seed`, `stop` and `routes_from` are not read. model: a
         Hugging Face causal LM in eval mode. stop_ids: ids of tokens that end a row and are kept in it, int64.
-        stop_texts: finds texts that end a row; None when there are none. recorder: records the routes of `model`; None
-        if completions have no routes.
+        stop_texts: finder of texts that end a row; None when no text does. recorder: recorder of the routes of `model`;
+        None if completions have no routes.
         """
         self._model = model
         self._requests = requests
@@ -119,8 +119,8 @@ class Decoding:
         return self._window
 
     def _note_routes(self, window: _Window) -> None:
-        """Keep the routes of a forward pass. The first pass has those of all prompts. Later ones have those of each
-        row's last token, whose earlier tokens were recomputed if there are any."""
+        """Keep the routes of a forward pass. The first pass has the routes of all prompts. Of a later pass, only the
+        routes of each row's last token are kept, because any other tokens in it were recomputed."""
         if self._recorder is None:
             return
         if not self._routes:
@@ -132,8 +132,8 @@ class Decoding:
         self._routes.append(routes)
 
     def _prefilled(self) -> _Window:
-        """Compute all keys and values from the start. Before the first token that is each prompt, once for all its
-        rows; later it is the prompt and the tokens of each running row."""
+        """Compute all keys and values from the start. Before the first decoding step, each prompt is computed once for
+        all its rows. Later, the prompt and the tokens of each running row are computed."""
         rows, prompts = self._rows, [request.prompt_ids for request in self._requests]
         owners = np.repeat(np.arange(len(prompts)), [len(request.keys) for request in self._requests])
         if not self._step:
@@ -161,7 +161,7 @@ class Decoding:
         ]
 
     def _row_routes(self, request: int, row: int, num_tokens: int) -> np.ndarray | None:
-        """Return the routes of one row, from the token on that the request asks for; None without tokens."""
+        """Return the routes of one row, from the first token whose route is wanted; None if the row has no tokens."""
         if not num_tokens:
             return None
         prompts, *steps = self._routes
@@ -237,9 +237,10 @@ class _Window:
     """The B rows that are still in the key-value cache, and the logits of their next token."""
 
     def __init__(self, model: Any, known: Sequence[np.ndarray], owners: np.ndarray, rows: np.ndarray) -> None:
-        """Run a forward pass over `known`, the token ids that different rows may have in common, each int64 `[L]`.
+        """Run a forward pass over the token sequences `known`, each int64 `[L]`. Several rows may share one of them.
 
-        owners: index in `known` of each row's tokens, int64 `[B]`. rows: number of each row in its batch, int64 `[B]`.
+        owners: index of each row's sequence in `known`, int64 `[B]`. rows: number of each row in its batch, int64
+        `[B]`.
         """
         self.model = model
         self.cache = DynamicCache(config=model.config)
@@ -265,7 +266,8 @@ class _Window:
         its row."""
         self.rows = self.rows[indices]
         at = torch.from_numpy(indices).to(self.model.device)
-        # It copies whole rows; `batch_select_indices` copies number by number, which takes six times as long on a CPU.
+        # `reorder_cache` copies whole rows. `batch_select_indices` copies number by number, which takes six times as
+        # long on a CPU.
         self.cache.reorder_cache(cast(torch.LongTensor, at))
         self.logits = self.logits[at]
         self.next_position = self.next_position[at]
@@ -304,7 +306,7 @@ class Pending:
 
     @property
     def batch_key(self) -> tuple:
-        """Sampling parameters that requests must have in common to be decoded in one batch."""
+        """Sampling parameters that must be equal in all requests of a batch."""
         p = self.params
         return (p.temperature, p.top_p, p.top_k, p.max_new_tokens, p.stop_token_ids, p.stop)
 

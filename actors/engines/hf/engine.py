@@ -55,9 +55,8 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
 
         max_batch: largest number of rows decoded together. A request is never split, so one whose `n` is larger runs
         alone. receiver: settings of the receiver of new weights; None when weights never change. version: policy
-        version of the loaded weights. routes: shape of the model's routes, which are then recorded; None to record
-        none. Raises ValueError if there is no such model, if it is not a decoder-only causal LM, or if its routers are
-        of an unknown class.
+        version of the loaded weights. routes: shape of the routes to record; None records no routes. Raises ValueError
+        if there is no such model, if it is not a decoder-only causal LM, or if its routers are of an unknown class.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
@@ -73,18 +72,18 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         self._context: int | None = getattr(text_config, "max_position_embeddings", None)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._stop_ids = model_stop_ids(self._model)
-        self._tokenizer: Any = None  # it is loaded at the first stop text
+        self._tokenizer: Any = None  # The tokenizer is loaded at the first stop text.
         self._in_flight: dict[str, Pending] = {}
-        self._held: deque[Pending] = deque()  # requests that arrived while paused
+        self._held: deque[Pending] = deque()  # These requests arrived while the engine was paused.
         self._queue: deque[Pending] = deque()
         self._batch: Batch | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
-        self._exclusive = asyncio.Lock()  # this lock is held while a batch decodes or weights change
-        self._swapping = asyncio.Lock()  # one commit at a time changes weights
-        self._interrupt = threading.Event()  # this makes the thread return at the next step
+        self._exclusive = asyncio.Lock()  # This lock is held while a batch decodes or weights change.
+        self._swapping = asyncio.Lock()  # Only one commit at a time changes weights.
+        self._interrupt = threading.Event()  # This event makes the thread return at the next step.
         self._serving: asyncio.Task[None] | None = None
-        self._paused = False  # new requests are held
-        self._frozen = False  # no batch is decoded either
+        self._paused = False  # While this is True, new requests wait.
+        self._frozen = False  # While this is True, no batch is decoded.
 
     @property
     def progress(self) -> int:
@@ -141,7 +140,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     async def pause(self, mode: PauseMode = "wait") -> None:
         expect_pause_mode(mode)
         self._paused = True
-        self._frozen = self._frozen or mode == "keep"  # a frozen engine stays frozen until `resume`
+        self._frozen = self._frozen or mode == "keep"  # A frozen engine stays frozen until `resume`.
         if mode == "abort":
             for pending in list(self._in_flight.values()):
                 self._end(pending)
@@ -164,14 +163,15 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
 
     async def _replace_weights(self, version: int, kv: KeysAndValues) -> int:
         kept = self._num_running
-        # Finished even if this call is cancelled, or the new weights would be served as the old version.
+        # The swap finishes even if this call is cancelled; otherwise the new weights could be served as the old
+        # version.
         await asyncio.shield(self._swap(version, kv))
         return kept
 
     async def _swap(self, version: int, kv: KeysAndValues) -> None:
         async with self._swapping:
             if self._serves(version):
-                return  # an earlier commit has already loaded this version
+                return  # An earlier commit has already loaded this version.
             async with self._incoming.committing(version) as pairs, self._exclusive:
                 if self._asleep:
                     await self._take_back()
@@ -254,12 +254,12 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
 
     @property
     def _num_running(self) -> int:
-        """Number of unanswered requests, without those held back by a pause."""
+        """Number of unanswered requests, not counting those that a pause holds back."""
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
     def _serve_on(self) -> None:
-        """Start a task that decodes the waiting requests, unless one is running already. A frozen engine (paused in
-        mode `keep`) starts none, nor does one that is asleep, broken or closed."""
+        """Start a task that decodes the waiting requests, unless one is running already. Does nothing if the engine is
+        frozen (paused in mode `keep`), asleep, broken or closed."""
         if (self._batch is None and not self._queue) or self._frozen or not self._usable:
             return
         if self._serving is None or self._serving.done():
@@ -268,7 +268,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
     async def _serve(self) -> None:
         """Decode batch after batch until no request is left. A freeze (a pause in mode `keep`), sleep, a fault or
         `close` ends it earlier."""
-        await asyncio.sleep(0)  # calls made in the same loop turn join the first batch
+        await asyncio.sleep(0)  # Calls that were made in the same turn of the event loop join the first batch.
         while (self._batch is not None or self._queue) and not self._frozen and self._usable:
             async with self._exclusive:
                 if not self._frozen and self._usable:
@@ -287,7 +287,7 @@ class HfEngine(InProcessEngine[list[tuple[str, torch.Tensor]]]):
         batch.stepping = True
         try:
             finished = await self._in_thread(self._run, batch, self._version)
-        except Exception as error:  # every caller in the batch gets this error
+        except Exception as error:  # Every caller in the batch gets this error.
             batch.fail(error)
             finished = True
         finally:

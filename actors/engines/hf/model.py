@@ -20,10 +20,11 @@ from ....codecs.tokens.routes import RouteSpec
 from ....codecs.weights.parameter_digests import ParameterDigest
 
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
-_CACHE_ARGUMENTS = ("cache", "past_key_values")  # the name since transformers 5.24, and the one before
+# The first name is used since transformers 5.24, the second one before that.
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
 _ROUTER_SUFFIXES = ("TopKRouter", "TopkRouter")
-"""Ends of the names of transformers' router classes (5.23) that return (logits, scores, indices), such as
-Qwen3MoeTopKRouter."""
+"""Suffixes of the names of transformers' router classes (5.23), such as Qwen3MoeTopKRouter. These classes return
+(logits, scores, indices)."""
 _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -35,7 +36,7 @@ def model_stop_ids(model: Any) -> np.ndarray:
 
 @functools.cache
 def cache_argument(model: type) -> str | None:
-    """Return the name of the argument in which this class of models takes a key-value cache; None if it takes none."""
+    """Return the name of the argument for the key-value cache in this class of models; None if there is none."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in _CACHE_ARGUMENTS if name in accepted), None)
 
@@ -51,7 +52,7 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
         raise ValueError(f"model: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model: {path!r} has no config.json, expected a Hugging Face model folder")
-    disable_progress_bar()  # the bars of all actors would be drawn over the run's own display
+    disable_progress_bar()  # The progress bars of all actors would be drawn over the run's own display.
     try:
         model = AutoModelForCausalLM.from_pretrained(str(folder) if folder.is_dir() else path, dtype=dtype)
     except (OSError, ValueError) as error:
@@ -63,7 +64,7 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
         missing.append("key-value cache")
     if missing:
         raise ValueError(
-            f"model: {type(model).__name__} takes no {', '.join(missing)}; the hf engine needs a decoder-only model"
+            f"model: {type(model).__name__} has no argument {', '.join(missing)}; the hf engine needs a decoder-only model"
         )
     return model.eval()
 
@@ -87,7 +88,7 @@ class RouteRecorder:
             if len(routers) != 1:
                 raise ValueError(
                     f"router_replay.enabled: got true with a {type(model).__name__}, expected false, because the hf "
-                    f"engine found {len(routers)} routers of a known class in its layer {layer}, and not one"
+                    f"engine found {len(routers)} routers of a known class in its layer {layer}, expected one"
                 )
             routers[0].register_forward_hook(partial(self._record, index))
 
@@ -98,7 +99,8 @@ class RouteRecorder:
         """Return the routes of the last forward pass over `rows` rows of equal width, and forget them. They have the
         shape `[rows, width, layers, k]` and the dtype of the spec.
 
-        Padding has the routes that the routers chose for it. Raises RuntimeError if a router was not called.
+        Padding tokens have routes too, because the routers do not treat them specially. Raises RuntimeError if a router
+        was not called.
         """
         chosen = [one for one in self._chosen if one is not None]
         if len(chosen) != len(self._chosen):
@@ -178,8 +180,8 @@ class ParameterSet:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def allocate(self) -> None:
-        """Allocate memory, filled with zeros, for the parameters that `drop` freed. It is aligned as theirs was, so
-        that the same weights give the same bits."""
+        """Allocate memory, filled with zeros, for the parameters that `drop` freed. The new memory has the same
+        alignment as the old, so that the same weights give the same bits."""
         for tensor in self._parameters():
             name = self._names_of[id(tensor)][0]
             _, shape = self._specs[name]

@@ -451,7 +451,7 @@ class VllmEngine:
     async def _verify(self, digests: ParameterDigests) -> int:
         async with self._updates.turn:
             if not self._serves(digests.version):
-                raise ValueError(f"weights: version {digests.version} cannot be verified, served is {self._version}")
+                raise ValueError(f"weights: version {digests.version} cannot be verified, the engine serves {self._version}")
             try:
                 return await self._updates.verify(digests)
             except Exception as error:
@@ -501,7 +501,7 @@ class VllmEngine:
             if self._process.can_sleep:
                 await self._process.sleep(level)
             if level == 2:
-                self._dropped = "sleep(2) dropped its weights"
+                self._dropped = "sleep(2) dropped the weights"
 
         await self._alone(sleep())
 
@@ -571,7 +571,7 @@ class VllmEngine:
         if self._asleep:
             raise RuntimeError(f"{what}: the engine is asleep: wake it first")
         if self._dropped:
-            raise EngineBroken(f"{what}: {self._dropped}; commit a version")
+            raise EngineBroken(f"{what}: {self._dropped}; commit a version first")
 
 
 def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:

@@ -269,7 +269,7 @@ def check_attention(config: Any) -> None:
     head_size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if on_cpu() and not config.model_config.use_mla and head_size not in sizes:
         raise ValueError(
-            f"its attention heads have size {head_size}, there are CPU kernels for {', '.join(map(str, sizes))}"
+            f"its attention heads have size {head_size}, but vLLM has CPU kernels only for {', '.join(map(str, sizes))}"
         )
 
 

@@ -143,7 +143,7 @@ def _tap(runner: Any, keep: Keep) -> Callable[[], None]:
         return _tap_first(runner, keep)
     if hasattr(runner, "req_states") and hasattr(runner, "sample"):
         return _tap_second(runner, keep)
-    raise ValueError(f"log-probs: vLLM's {type(runner).__name__} is of no kind that is known here")
+    raise ValueError(f"log-probs: vLLM's {type(runner).__name__} is not a known model runner")
 
 
 def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:

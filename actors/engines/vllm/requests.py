@@ -60,7 +60,7 @@ class RequestChecks:
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         if 0.0 < params.temperature < library.MIN_TEMPERATURE:
             raise ValueError(
-                f"sampling temperature: got {params.temperature}, but vLLM takes 0 (greedy) or "
+                f"sampling temperature: got {params.temperature}, expected 0 (greedy) or at least "
                 f"{library.MIN_TEMPERATURE} and more"
             )
         return prompt.tolist()
@@ -103,7 +103,7 @@ def completion(
     Raises RuntimeError when vLLM ended the sample with an error, and FloatingPointError when log-probs are not finite.
     """
     if output.finish_reason not in _REASONS:
-        raise RuntimeError(f"request {request_id!r}: vLLM ended it with {output.finish_reason!r}")
+        raise RuntimeError(f"request {request_id!r}: vLLM ended the request with {output.finish_reason!r}")
     tokens = np.array(output.token_ids, dtype=np.int32)
     if logprobs is None:
         logprobs = np.array(output.logprobs.logprobs if len(tokens) else [], dtype=np.float32)

@@ -337,7 +337,7 @@ class WeightUpdates:
             reports = await self._moving(self._links.load(version, meanwhile), CALL_PATIENCE_S)
         except TimeoutError:
             raise RuntimeError(
-                f"weights of version {version}: not loaded, and no bucket came for {CALL_PATIENCE_S:.0f} s"
+                f"weights of version {version}: the workers have not loaded them, and no bucket came for {CALL_PATIENCE_S:.0f} s"
             ) from None
         finally:
             self.loading = None
@@ -360,7 +360,8 @@ class WeightUpdates:
             reports = await self._moving(self._links.verify(digests), CALL_PATIENCE_S)
         except TimeoutError:
             raise RuntimeError(
-                f"weights of version {digests.version}: not compared with the trainer's for {CALL_PATIENCE_S:.0f} s"
+                f"weights of version {digests.version}: the workers have not compared them with the trainer's weights "
+                f"within {CALL_PATIENCE_S:.0f} s"
             ) from None
         failed = [f"worker {worker}: {report.error}" for worker, report in enumerate(reports) if report.error]
         if failed:

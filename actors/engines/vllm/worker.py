@@ -230,7 +230,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
     def _opened(self) -> tuple[WeightInbox, WeightNames]:
         if self._inbox is None or self._names is None:
-            raise RuntimeError("weights: the worker was given no receiver")
+            raise RuntimeError("weights: the worker has no receiver for them")
         return self._inbox, self._names
 
 

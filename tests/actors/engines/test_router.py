@@ -300,7 +300,7 @@ def test_without_an_engine_requests_wait_bounded_and_say_who_died() -> None:
         await until(lambda: bool(engine.calls))
         engine.die(EngineDied("process 7 is gone"))
         with pytest.raises(
-            NoEngineAvailable, match="request 'lost': no engine for 0.1 s .e0: EngineDied: process 7 is gone"
+            NoEngineAvailable, match="request 'lost': no engine was available for 0.1 s .e0: EngineDied: process 7 is gone"
         ):
             await lost
         router._timeout_s = 20.0
@@ -311,7 +311,7 @@ def test_without_an_engine_requests_wait_bounded_and_say_who_died() -> None:
         assert [c.finish_reason for c in await ended] == ["abort"] * 3
         router.add("e1", MortalEngine())
         assert len((await waiting)[0].token_ids) == 20
-        with pytest.raises(NoEngineAvailable, match="none was ever added"):
+        with pytest.raises(NoEngineAvailable, match="no engine was ever added"):
             await (await routed(timeout_s=0.01)).generate("a", [1], SamplingParams())
 
     run(main)
@@ -334,7 +334,7 @@ def test_what_a_sound_engine_raises_is_no_reason_to_try_another() -> None:
         with pytest.raises(asyncio.CancelledError):
             await twice
         assert not router._requests and not any(engine._requests for engine in engines)
-        with pytest.raises(ValueError, match="'e0' is already there"):
+        with pytest.raises(ValueError, match="'e0' exists already"):
             router.add("e0", MortalEngine())
         await router.close()
         with pytest.raises(RuntimeError, match="closed"):

@@ -226,7 +226,7 @@ def test_the_calls_of_an_episode_end_with_it() -> None:
         (b'{"model": "m", "messages": [null]}', "messages"),
         (b'{"model": "m", "messages": [{"role": "ghost", "content": "x"}]}', "messages"),
         (b'{"model":"m","messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]}',
-         "expected text alone"),
+         "expected only parts of type 'text'"),
         (body_of("x", n=3), "n: got 3"),
         (body_of("x", max_tokens=0), "max_tokens: got 0"),
         (body_of("x", max_tokens="many"), "max_tokens"),

@@ -147,7 +147,7 @@ def test_an_error_and_a_hang_cost_their_own_episodes_only(monkeypatch: pytest.Mo
     samples = play(moody, TalkingEngine(TOKENIZER, "ab"), n=5, config=config)
     assert [sample.finish_reason for sample in samples] == ["error"] * 4 + ["stop"]
     assert "RuntimeError: the sandbox" in samples[0].error
-    late = "TimeoutError: it took longer than environment.turn_timeout_s=0.2 s for one turn"
+    late = "TimeoutError: the environment took longer than environment.turn_timeout_s=0.2 s for one turn"
     assert [sample.error for sample in samples[1:3]] == [late, late]
     assert "expected a finite number" in samples[3].error and samples[4].rewards == {"reward": 1.0}
     assert all(len(sample.turns) == 1 for sample in samples)
@@ -218,7 +218,7 @@ def test_too_many_hanging_episodes_end_the_run(monkeypatch: pytest.MonkeyPatch) 
         host = EpisodeHost(stubborn, EnvironmentConfig(turn_timeout_s=0.01))
         engine, params = TalkingEngine(TOKENIZER, "a"), SamplingParams(n=MAX_HUNG)
         await host.run(Prompt("p", "q", "", {}), engine, TOKENIZER, params)
-        with pytest.raises(TooManyHang, match="16 cancelled episodes do not end"):
+        with pytest.raises(TooManyHang, match="16 cancelled episodes have not ended"):
             await host.run(Prompt("p", "q", "", {}), engine, TOKENIZER, params)
         release = True
         await asyncio.sleep(0.1)

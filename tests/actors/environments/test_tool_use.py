@@ -97,7 +97,7 @@ def test_an_episode_with_two_calls(ascii_tokenizer: Any) -> None:
     [
         ("<tool>calculator: 1/0</tool>", "error: division by zero"),
         ("<tool>calculator: open('x')</tool>", "error: \"open('x')\" is not made of numbers"),
-        ("<tool>search: cats</tool>", "error: no tool search, there is calculator"),
+        ("<tool>search: cats</tool>", "error: there is no tool search, expected calculator"),
     ],
 )
 def test_a_wrong_call_is_answered_with_what_is_wrong(ascii_tokenizer: Any, call: str, result: str) -> None:

@@ -132,7 +132,7 @@ def test_a_task_is_played_over_the_endpoint_and_its_rewards_come_back(fake: str)
     [
         ("bad", "RuntimeError: EnvError: it was bad"),
         ("late", "TimeoutError: a time limit of the verifiers environment was exceeded"),
-        ("hang", "TimeoutError: it took longer than environment.turn_timeout_s=3 s"),
+        ("hang", "TimeoutError: the environment took longer than environment.turn_timeout_s=3 s"),
         ("die", "RuntimeError: the verifiers process has ended"),
     ],
 )

@@ -92,7 +92,7 @@ def test_what_does_not_fit_a_column_fails_the_episode_that_set_it(column: Column
     [sample] = played(wrong, {}, columns=(column,))
     assert f"column {column.name!r}" in sample.error and "expected" in sample.error
     [sample] = played(wrong, {}, columns=())
-    assert f"no column {column.name!r}, the run has no columns" in sample.error
+    assert f"there is no column {column.name!r}; the run has no columns" in sample.error
 
 
 def test_prompts_are_checked_before_a_run() -> None:

@@ -132,7 +132,7 @@ def test_sleeping_engines_take_weights_but_no_requests(unstaged: Subject) -> Non
         await engine.sleep(2)
         assert (await engine.memory()).host_bytes > 0
         await engine.wake()
-        with pytest.raises(EngineBroken, match="dropped its weights; commit a version"):
+        with pytest.raises(EngineBroken, match="dropped the weights; commit a version"):
             await engine.generate("y", PROMPT, SHORT)
         await engine.prepare_weights(unstaged.update())
         await engine.commit_weights(old + 2)

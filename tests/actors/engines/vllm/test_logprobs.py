@@ -151,5 +151,5 @@ def test_the_second_runners_tokens_are_placed_by_their_length(monkeypatch: pytes
 
 
 def test_an_unknown_runner_is_refused() -> None:
-    with pytest.raises(ValueError, match="vLLM's SimpleNamespace is of no kind that is known here"):
+    with pytest.raises(ValueError, match="vLLM's SimpleNamespace is not a known model runner"):
         module("logprobs").SampledLogprobs(SimpleNamespace())
