@@ -235,7 +235,7 @@ class InProcessEngine(ABC, Generic[Ready]):
 
     def _expect_served(self, digests: ParameterDigests) -> None:
         if not self._serves(digests.version):
-            raise ValueError(f"weights: version {digests.version} cannot be verified, the engine serves {self._version}")
+            raise ValueError(f"weights: version {digests.version} cannot be verified, expected {self._version}")
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)

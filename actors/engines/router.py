@@ -243,7 +243,7 @@ class Router:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not request.aborted:
             if self._closed:
-                raise RuntimeError(f"request {request.request_id!r}: the router was closed before the request was answered")
+                raise RuntimeError(f"request {request.request_id!r}: the router was closed before it answered")
             member = self._pick(request.request_id)
             if member is not None:
                 return member

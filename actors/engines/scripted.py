@@ -123,7 +123,7 @@ class ScriptedEngine(InProcessEngine[dict[str, torch.Tensor]]):
         if not len(prompt_ids):
             raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
         if params.stop and self._tokenizer is None:
-            raise ValueError(f"request {request_id!r}: stop texts need a tokenizer, but this engine was built without one")
+            raise ValueError(f"request {request_id!r}: stop texts need a tokenizer, but this engine has none")
         responses, latency_s = self._responses(request_id, prompt_ids, params)
         request = self._requests[request_id] = _Request(latency_s)
         started = time.perf_counter()

@@ -51,7 +51,7 @@ class _Copy:
     target: torch.Tensor
     """View of the live parameter that the copy writes to."""
     part: _Part | None
-    """Part of the weight that is copied; None when all of it is copied in its own shape."""
+    """The part of the weight that is copied; None when the whole weight is copied in its own shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class CopyPlan:
         return sum(map(len, self.copies.values()))
 
     def loads(self, names: Collection[str]) -> bool:
-        """Return whether the plan can load the weights `names`. They must be those that were recorded, with every
-        parameter still at the same place in memory."""
+        """Return whether the plan can load the weights `names`. They can be loaded if they are the recorded weights and
+        every parameter is still at the same place in memory."""
         return len(names) == len(self.specs) and all(map(self.specs.__contains__, names)) and self.places.stand()
 
     def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> bool:
@@ -86,7 +86,8 @@ class CopyPlan:
             if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
                 return False
             for copy in self.copies.get(name, ()):
-                if tensor.data_ptr() != copy.target.data_ptr():  # otherwise it was written to `targets` already
+                # Equal addresses mean that the weight was written to `targets` already.
+                if tensor.data_ptr() != copy.target.data_ptr():
                     targets.append(copy.target)
                     sources.append(tensor if copy.part is None else copy.part.of(tensor))
         if targets:
@@ -117,7 +118,7 @@ class CopyPlan:
 
 
 class PlanRecorder:
-    """Watches a model's loaders and makes a copy plan of what they do. Put `watching` around each load, then call
+    """Watches a model's loaders and makes a copy plan from their copies. Put `watching` around each load, then call
     `plan`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -159,7 +160,7 @@ class PlanRecorder:
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor, weights: _Areas) -> None:
         if not target.numel() or (place := self._parameters.find(target)) is None:
-            return  # not a parameter; a later copy from it into one is noticed then
+            return  # The target is not a parameter. A later copy from it into a parameter is noticed then.
         parameter, offset = place
         origin = weights.find(source)
         if origin is None:

@@ -1,9 +1,9 @@
 """Records the experts that routers choose on CPUs, where vLLM from 0.31 on does not.
 
-From that release on only vLLM's second model runner records routes, and it needs Triton, which CPUs do not have. Here
-a worker class of Headrace's own reads them from the first model runner, with vLLM's own hooks in the routers, and the
-scheduler keeps them by the slot of each token in the key-value cache, as vLLM 0.26 to 0.30 do. Cached prefixes and
-requests that are put off thereby keep their routes. Delete this module when vLLM records routes on CPUs again.
+From that release on, only vLLM's second model runner records routes. It needs Triton, which does not run on CPUs. Here
+a worker class of Headrace reads them from the first model runner through vLLM's own hooks in the routers. The scheduler
+keeps them by the slot of each token in the key-value cache, as vLLM 0.26 to 0.30 do. Cached prefixes and preempted
+requests therefore keep their routes. Delete this module when vLLM records routes on CPUs again.
 
     worker      routers -> buffer of a step -> `RecordedRoutes` in the outputs of the model runner
     scheduler   `SlotRoutes.store_batch` -> routes of a prompt with `SlotRoutes.get`
@@ -35,11 +35,11 @@ class SlotRoutes:
     the token's place in the block."""
 
     def __init__(self, config: Any, cache: Any) -> None:
-        """config: vLLM's configuration. cache: its KVCacheConfig, one of whose groups must have full attention."""
+        """config: vLLM's configuration. cache: vLLM's KVCacheConfig; one of its groups must have full attention."""
         self.attn_gid = library.full_attention_group(cache)
         self._block_size = cache.kv_cache_groups[self.attn_gid].kv_cache_spec.block_size
         shape = library.routes_shape(config)
-        # The largest id is one less than the number of experts.
+        # The largest expert id is one less than the number of experts.
         dtype = np.uint8 if config.model_config.get_num_experts() <= 256 else np.uint16
         self.routed_experts_by_slot = np.zeros((cache.num_blocks * self._block_size, *shape), dtype)
 
@@ -58,7 +58,8 @@ class SlotRoutes:
 
 
 class RecordingWorker(library.cpu_worker()):
-    """vLLM's worker on CPUs, whose model runner adds a step's routes to its outputs as `routed_experts`."""
+    """vLLM's worker on CPUs, extended so that its model runner adds a step's routes to its outputs as
+    `routed_experts`."""
 
     model_runner: Any
 
@@ -77,7 +78,7 @@ def record_routes(runner: Any, recorded: Any, cache: Any) -> None:
 
     def sample_tokens(grammar: Any) -> Any:
         state, found = runner.execute_model_state, None
-        if state is not None:  # copied here, because a draft model that runs next has routers and slots, too
+        if state is not None:  # The copy is made here, because a draft model that runs next also has routers and slots.
             tokens = state.scheduler_output.total_num_scheduled_tokens
             slots = runner.input_batch.block_table[group].slot_mapping.gpu
             found = RecordedRoutes(recorded[:tokens].numpy().copy(), slots[:tokens].numpy().copy())

@@ -116,16 +116,17 @@ class VllmEngine:
     def _begin(self) -> None:
         self._in_flight: dict[str, RunningRequest] = {}
         self._anew: set[str] = set()
-        """Ids of samples that are withdrawn from vLLM, to be submitted to it once more."""
+        """Ids of samples that are withdrawn from vLLM and then submitted a second time."""
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self._control = asyncio.Lock()  # pause, resume, commit, sleep and wake run one at a time
-        self._frozen = False  # this says whether vLLM runs no step
-        self._held = False  # whether a caller has paused the engine
+        self._control = asyncio.Lock()  # Pause, resume, commit, sleep and wake run one at a time.
+        self._frozen = False  # True means that vLLM runs no step.
+        self._held = False  # True means that a caller has paused the engine.
         self._asleep = 0
         self._closed = False
-        self._dropped = ""  # why it holds no weights: requests are refused
-        self._partial = ""  # why its weights mix two versions: requests wait for the next whole one
+        self._dropped = ""  # If the engine holds no weights, this is the reason, and requests are refused.
+        # If the weights mix two versions, this is the reason, and requests wait for the next complete version.
+        self._partial = ""
         self._death: asyncio.Task[None] | None = None
         self.stats = EngineStats()
         self._busy = BusyClock(self.stats)
@@ -162,12 +163,12 @@ class VllmEngine:
         return self._logprobs.way
 
     async def change_logprobs(self, way: LogprobWay) -> None:
-        """Take log-probs in another way from now on. For benchmarks; no request may be running."""
+        """Switch to another way of taking log-probs. For benchmarks; no request may be running."""
         await self._logprobs.change(way)
 
     @property
     def process(self) -> VllmProcess:
-        """vLLM's processes, for benchmarks that compare with bare requests."""
+        """vLLM's processes, for benchmarks that submit requests to vLLM directly."""
         return self._process
 
     @property
@@ -252,7 +253,7 @@ class VllmEngine:
     ) -> Completion:
         versions = self._process.versions
         versions.open(sample_id)
-        final, taken = None, params.logprobs is not None  # vLLM itself returns log-probs that it was asked for
+        final, taken = None, params.logprobs is not None  # If log-probs were requested from vLLM, its output has them.
         try:
             # An abort may have come before this task started, when vLLM did not know the id yet.
             while final is None and not request.aborted.is_set():
@@ -276,15 +277,15 @@ class VllmEngine:
             self._anew.discard(sample_id)
 
     async def _submit_anew(self) -> None:
-        """Withdraw the samples without tokens from vLLM, which is frozen, and submit them once more. They then read no
-        keys and values of older weights.
+        """Withdraw the samples without tokens from vLLM, which is frozen, and submit them a second time. They then read
+        no keys and values of older weights.
 
         Their prompts may have been computed with those weights, for themselves or for another sample of the same
         prompt. The versions of their tokens would not show it.
         """
         self._anew = self._process.versions.without_tokens()
         while waiting := list(self._anew):
-            # Repeated, because vLLM ignores an abort of a request that is still on its way to it.
+            # The abort is repeated, because vLLM ignores an abort of a request that has not reached it yet.
             await self._process.llm.abort(waiting)
             await asyncio.sleep(0.02 if self._anew else 0)
             self._expect_alive("samples without tokens")
@@ -297,7 +298,7 @@ class VllmEngine:
         for request in requests:
             request.aborted.set()
         while running := [request for request in requests if not request.done.is_set()]:
-            # Repeated, because vLLM ignores an abort of a request that is still on its way to it.
+            # The abort is repeated, because vLLM ignores an abort of a request that has not reached it yet.
             await self._process.llm.abort([sample for request in running for sample in request.sample_ids])
             try:
                 async with asyncio.timeout(0.02):
@@ -309,7 +310,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- pausing
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop generating until `resume`. Requests that arrive in between wait. mode: what happens to running requests,
+        """Stop generating until `resume`. Requests that arrive in between wait. mode: treatment of running requests,
         see PauseMode."""
         expect_pause_mode(mode)
 
@@ -327,10 +328,9 @@ class VllmEngine:
         await self._alone(resume())
 
     async def _alone(self, change: Coroutine[Any, Any, T]) -> T:
-        """Run `change`, which changes the engine's state, once no other change is in progress. It is finished even if
-        the caller is cancelled.
-
-        A change that was cancelled halfway could leave the engine serving new weights as the old version.
+        """Run `change`, which changes the engine's state, once no other change is in progress. The change is completed
+        even if the caller is cancelled, because a change that stops halfway could leave the engine serving new weights
+        as the old version.
         """
         self._watch_process()
 
@@ -398,15 +398,15 @@ class VllmEngine:
     ) -> CommitReport:
         """Load the prepared `version` and serve it from now on.
 
-        in_flight: what happens to running requests, see PauseMode. kv: the treatment of the keys and values of kept
-        requests. With `recompute` every later log-prob is that of the new model. With `keep` they read at most those
-        that were computed since their first token; when the KV cache is full, vLLM recomputes those of requests that
-        have to wait.
+        in_flight: treatment of running requests, see PauseMode. kv: treatment of the keys and values of kept requests.
+        With `recompute` every later log-prob is that of the new model. With `keep` a request reads only keys and values
+        that were computed since its first token; when the KV cache is full, vLLM recomputes the keys and values of
+        requests that have to wait.
 
         A paused engine keeps its requests in flight, or ends them for `abort`, and stays paused. A sleeping engine
-        wakes its weights only; `wake` does the rest. If the load fails (WeightTransferError without staging, else
-        EngineBroken), requests in flight and new ones wait until a later version is loaded completely, so that no token
-        is generated with a mix of two versions.
+        allocates only the memory of its weights; `wake` allocates the rest. If the load fails (WeightTransferError
+        without staging, else EngineBroken), requests in flight and new ones wait until a later version is loaded
+        completely, so that no token is generated with a mix of two versions.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
@@ -422,14 +422,14 @@ class VllmEngine:
             self._updates.expect(version)
             kept, aborted = await self._freeze(in_flight)
             stopped = time.perf_counter()
-            if self._updates.prepared != version:  # the version was dropped while the engine froze
+            if self._updates.prepared != version:  # The version was dropped while the engine froze.
                 await self._thaw()
                 self._updates.expect(version)
             try:
                 if self._asleep and self._process.can_sleep:
                     await self._process.wake("weights")
                 # vLLM drops keys and values while the workers load. A single worker runs in the engine process's own
-                # interpreter, so a drop that came first would delay the start of its load.
+                # interpreter, so dropping them first would delay the start of its load.
                 keeps = kv == "keep" and kept > 0
                 await self._updates.load(version, None if keeps else self._process.forget_keys_and_values)
                 await self._process.mark(version)
@@ -444,14 +444,14 @@ class VllmEngine:
 
     async def verify_weights(self, digests: ParameterDigests) -> int:
         """Make each worker compare its weights with the trainer's. Returns the smallest number of weights that a worker
-        has compared: `ModelLoader.served` lists those that can be."""
+        has compared: `ModelLoader.served` says which weights can be compared."""
         self._expect_alive(f"weights of version {digests.version}")
         return await self._alone(self._verify(digests))
 
     async def _verify(self, digests: ParameterDigests) -> int:
         async with self._updates.turn:
             if not self._serves(digests.version):
-                raise ValueError(f"weights: version {digests.version} cannot be verified, the engine serves {self._version}")
+                raise ValueError(f"weights: version {digests.version} cannot be verified, expected {self._version}")
             try:
                 return await self._updates.verify(digests)
             except Exception as error:
@@ -494,7 +494,7 @@ class VllmEngine:
         async def sleep() -> None:
             if self._asleep and not self._process.partly_awake:
                 return
-            if self._process.partly_awake:  # a commit woke only the weights, and vLLM can only release everything
+            if self._process.partly_awake:  # A commit has woken only the weights, and vLLM can only release everything.
                 await self._process.wake()
             await self._freeze("abort" if self._frozen else "wait")
             self._asleep = level
@@ -513,7 +513,7 @@ class VllmEngine:
             if not self._asleep:
                 return
             if self._process.can_sleep:
-                await self._process.wake()  # this also resumes vLLM's scheduler
+                await self._process.wake()  # This call also resumes vLLM's scheduler.
                 self._frozen = False
                 self._busy.change(paused=False)
             self._asleep = 0
@@ -542,7 +542,7 @@ class VllmEngine:
             try:
                 await asyncio.wait_for(self._end(list(self._in_flight.values())), 5.0)
             except TimeoutError:
-                pass  # these requests raise an error when the process ends
+                pass  # These requests raise an error when the process ends.
         self._flowing.set()
         await self._logprobs.close()
         await self._process.end()
@@ -558,7 +558,7 @@ class VllmEngine:
         while not self.died:
             self._process.trim_log()
             await asyncio.sleep(LOOK_S)
-        self._flowing.set()  # waiting requests then find that it died
+        self._flowing.set()  # Waiting requests then find that the engine has died.
 
     def _expect_alive(self, what: str) -> None:
         if self._closed:
@@ -575,8 +575,8 @@ class VllmEngine:
 
 
 def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
-    """Return `settings` with a size of the KV cache if none is set and the engine runs on a CPU. Raises ValueError if
-    the model cannot be loaded, or the size that is set is too small for one sequence."""
+    """Return `settings`, with a size of the KV cache filled in if no size is set and the engine runs on a CPU. Raises
+    ValueError if the model cannot be loaded, or if a given size is too small for one sequence."""
     if settings.tp < 1 or settings.max_num_seqs < 1:
         raise ValueError(f"rollout: got tp {settings.tp} and max_num_seqs {settings.max_num_seqs}, expected at least 1")
     try:
@@ -592,6 +592,6 @@ def _checked(settings: ProcessSettings, *, cpu: bool) -> ProcessSettings:
             check_cache(settings.kv_cache_bytes, per_token, length)
         return settings
     if not cpu:
-        return settings  # vLLM takes what gpu_memory_utilization leaves
+        return settings  # vLLM takes the memory that gpu_memory_utilization leaves.
     size = default_on_cpu(per_token, length, settings.max_num_seqs, available_memory())
     return replace(settings, kv_cache_bytes=size)

@@ -103,24 +103,25 @@ def create_config(arguments: AsyncEngineArgs) -> Any:
     """Return vLLM's configuration made from its arguments. On GPUs, arguments that are not given get the defaults that
     vLLM has for work in batches.
 
-    Those let a step process 16384 tokens on GPUs of 70 GB and more, in place of 2048 with AsyncLLM's own defaults, so
-    that prompts and recomputed requests take fewer steps.
+    On GPUs of 70 GB and more, these let a step process 16384 tokens instead of AsyncLLM's 2048, so that prompts and
+    recomputed requests take fewer steps.
     """
     return arguments.create_engine_config(None if on_cpu() else UsageContext.LLM_CLASS)
 
 
 def scheduler_class(config: Any) -> type:
     """Return the class of the scheduler that vLLM itself takes for a configuration. It runs in the engine process."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # takes seconds, and only that process needs it
+    # The import takes seconds, and only the engine process needs it.
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
 
 
 def route_arguments() -> dict[str, Any]:
-    """Return the arguments with which vLLM records the experts that routers choose, and `joining_scheduler` finds them.
-    Raises ValueError if it has no way that is known here."""
-    if "routed_experts" in ModelRunnerOutput.__dataclass_fields__:  # vLLM has this name up to 0.30
+    """Return the arguments that make vLLM record the experts that routers choose, in the form that `joining_scheduler`
+    reads. Raises ValueError if this version of vLLM has no known way to do so."""
+    if "routed_experts" in ModelRunnerOutput.__dataclass_fields__:  # vLLM has this field up to 0.30.
         return {"enable_return_routed_experts": True}
     if on_cpu():
         return {"worker_cls": f"{__package__}.cpu_routes.RecordingWorker"}
@@ -132,7 +133,7 @@ def route_arguments() -> dict[str, Any]:
 
 def cpu_worker() -> type:
     """Return vLLM's class of workers on CPUs."""
-    from vllm.v1.worker.cpu_worker import CPUWorker  # takes seconds, and only workers need it
+    from vllm.v1.worker.cpu_worker import CPUWorker  # The import takes seconds, and only workers need it.
 
     return CPUWorker
 
@@ -143,9 +144,9 @@ def routes_shape(config: Any) -> tuple[int, int]:
 
 
 def full_attention_group(cache: Any) -> int:
-    """Return the index of the group of layers of a KVCacheConfig that attend to all earlier tokens. Raises ValueError
-    if there is none."""
-    from vllm.v1.kv_cache_interface import is_full_attention_spec  # vLLM 0.26 does not have it
+    """Return the index of the layer group of a KVCacheConfig in which layers attend to all earlier tokens. Raises
+    ValueError if there is no such group."""
+    from vllm.v1.kv_cache_interface import is_full_attention_spec  # vLLM 0.26 does not have this function.
 
     for index, group in enumerate(cache.kv_cache_groups):
         if is_full_attention_spec(group.kv_cache_spec):
@@ -158,12 +159,14 @@ def bound_recorder(runner: Any) -> torch.Tensor:
 
     Returns the tensor, int32 `[most tokens of a step, layers, k]`, which each step overwrites. For vLLM from 0.31 on.
     """
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (  # loads kernels, which workers have
+    # The import loads kernels, which only workers have.
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
         RoutedExpertsCapturer,
         bind_routed_experts_capturer,
     )
 
-    config, make = runner.vllm_config, cast(Any, RoutedExpertsCapturer)  # vLLM 0.30 requires another argument
+    # vLLM 0.30 requires another argument, so the type is not checked.
+    config, make = runner.vllm_config, cast(Any, RoutedExpertsCapturer)
     capturer = make(config.scheduler_config.max_num_batched_tokens, config)
     with set_current_vllm_config(config):
         bind_routed_experts_capturer(runner.get_model(), capturer)
@@ -193,7 +196,7 @@ def engine_process(standby: EngineStandby | None) -> Iterator[None]:
 
 
 class _StandbyContext:
-    """Context of multiprocessing whose processes are started in a standby if that can take them."""
+    """Context of multiprocessing that starts processes in a standby if the standby can take them."""
 
     def __init__(self, standby: EngineStandby, context: Any) -> None:
         self._standby = standby
@@ -203,16 +206,17 @@ class _StandbyContext:
         return getattr(self._context, name)
 
     def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> Any:
-        """Return a process that `start` starts."""
+        """Return a process that has not started yet."""
         planned = self._context.Process(target=target, name=name, kwargs=kwargs)
         return _StandbyProcess(planned, lambda: self._standby.run(target, name, kwargs))
 
 
 class _StandbyProcess:
-    """A process that is started in a standby; everything but `start` is the running process's own."""
+    """A process that is started in a standby. All attributes except `start` are those of the running process."""
 
     def __init__(self, planned: Any, take: Callable[[], Any]) -> None:
-        """planned: process that is started if `take`, which returns the running one, returns None."""
+        """planned: process that is started if `take` returns None. take: function that returns the running process of a
+        standby, or None."""
         self._process = planned
         self._take = take
 
@@ -237,22 +241,23 @@ def take_what_is_free() -> None:
     """
     if on_cpu():
         return
-    from vllm.v1.worker import gpu_worker  # imported here, because it takes seconds and only workers need it
+    from vllm.v1.worker import gpu_worker  # The import takes seconds, and only workers need it.
 
     module: Any = gpu_worker
     module.request_memory = _lowering(module.request_memory)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob of one token of each row of `logits` (`[N, V]`), float32 `[N]`. The kernel is that with which
-    vLLM's second model runner computes its own. tokens: int64 `[N]`. Needs a GPU."""
-    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs  # needs Triton, which few CPU machines have
+    """Return the log-prob of one token of each row of `logits` (`[N, V]`), float32 `[N]`. vLLM's second model runner
+    computes its log-probs with the same kernel. tokens: int64 `[N]`. Needs a GPU."""
+    # This module needs Triton, which few CPU machines have.
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     return compute_token_logprobs(logits, tokens[:, None])[:, 0]
 
 
 def _lowering(request_memory: Any) -> Any:
-    """Return vLLM's `request_memory`, changed to lower `gpu_memory_utilization` to FREE_SHARE of what is free."""
+    """Return vLLM's `request_memory`, changed to lower `gpu_memory_utilization` to FREE_SHARE of the free memory."""
 
     def request(snapshot: Any, cache_config: Any, *args: Any) -> int:
         free = FREE_SHARE * snapshot.free_memory / snapshot.total_memory
@@ -317,13 +322,14 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def in_place_hindrance(model: torch.nn.Module) -> str:
-    """Return why weights must not be written straight into the live parameters; "" when they may be.
+    """Return the reason why weights must not be written directly into the live parameters; "" if writing is allowed.
 
-    They may be if every parameter is still as the loader made it: its kernels read the checkpoint's own layout, and
-    nothing is quantised, repacked or derived.
+    Writing is allowed if every parameter is still as the loader made it: its kernels read the layout of the checkpoint,
+    and nothing is quantised, repacked or derived.
     """
     for name, module in model.named_modules():
-        if isinstance(module, QuantizeMethodBase):  # it is checked as the `quant_method` of its layer
+        # A quantisation method is checked as the `quant_method` of its layer.
+        if isinstance(module, QuantizeMethodBase):
             continue
         method = getattr(module, "quant_method", None)
         if method is not None and not _is_plain(method) and not isinstance(module, Attention):

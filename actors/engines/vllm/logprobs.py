@@ -1,9 +1,9 @@
 """Brings the log-probs of sampled tokens from a vLLM worker to the engine as one array per sample.
 
 vLLM's own way sends three small arrays for each token of each request through its scheduler, its message queue and its
-output loop, which takes as much processor time as all the rest of a token. Here the worker keeps the log-prob of every
-token that it samples, and the engine takes those of a finished sample with one call, which it makes for several samples
-at once. The values are the same bits, because the same kernels compute them.
+output loop, which takes as much processor time as all other work for a token. Here the worker keeps the log-prob of
+every token that it samples, and the engine takes the log-probs of finished samples with one call for several samples at
+once. The values are equal to the last bit, because the same kernels compute them.
 
     worker    sampler -> log-probs of the step's tokens -> copied to the host without waiting -> one array per request
     engine    sample has ended -> `headrace_take_logprobs(ids, lengths)` -> its array
@@ -31,12 +31,12 @@ from .process import VllmProcess
 _log = logging.getLogger(__name__)
 
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Function that maps the number of tokens that each request had before a step's token (int64 `[N]`) to the token's
-place in its response (int64 `[N]`), and to whether it belongs to the response at all (bool `[N]`), which it does not if
-the step ended within the prompt."""
+"""Function that locates the token of each request in a step. It takes the number of tokens that each request had before
+(int64 `[N]`). It returns the index of each new token in its response (int64 `[N]`), and whether the token belongs to
+the response (bool `[N]`). It does not if the step ended within the prompt."""
 Keep = Callable[[Sequence[str | None], "np.ndarray | torch.Tensor", Locate, torch.Tensor], None]
-"""Function that takes the tokens of a step: vLLM's id of each of N requests, the number of tokens that each had before,
-a function for their places, and the log-prob of each new token, float32 `[N]`."""
+"""Function that takes the tokens of a step: vLLM's id of each of N requests, the number of tokens that each request had
+before, a `Locate` function, and the log-prob of each new token, float32 `[N]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Step:
     """Log-probs of the tokens of one step, which may still be on their way to the host."""
 
     rows: tuple[array[float] | None, ...]
-    """Array of each request; None for a request that is not known."""
+    """Array of log-probs of each request, to which the step's are added; None for an unknown request."""
     before: np.ndarray | torch.Tensor
     """Number of tokens that each request had before, int64 `[N]` on the host."""
     locate: Locate
@@ -58,17 +58,18 @@ class SampledLogprobs:
     """Keeps the log-probs of the tokens that one worker samples until they are taken."""
 
     def __init__(self, runner: Any) -> None:
-        """Make vLLM's model runner `runner` hand over the log-probs of its tokens from now on. Raises ValueError if the
-        runner is of a kind that is not known here."""
+        """Make vLLM's model runner `runner` hand over the log-probs of its tokens from now on. Raises ValueError if
+        this class does not know the kind of the runner."""
         self._rows: dict[str, array[float]] = {}
         """vLLM's id of a request -> log-probs of its tokens so far."""
         self._ids: dict[str, str] = {}
-        """Id with which a request was submitted -> vLLM's id, which is that and eight characters more."""
+        """Id under which a request was submitted -> vLLM's id, which is the same id followed by `-` and eight
+        characters."""
         self._steps: deque[_Step] = deque()
         self._release = _tap(runner, self._keep)
 
     def close(self) -> None:
-        """Leave the model runner as it was, and forget everything."""
+        """Restore the original model runner, and forget all log-probs."""
         self._release()
         self._rows.clear()
         self._ids.clear()
@@ -78,13 +79,14 @@ class SampledLogprobs:
         """Return the log-probs of the first `lengths` tokens of each request, and forget the requests. They are
         concatenated in the order of the requests, float32 `[sum of lengths]`.
 
-        ids: those with which the requests were submitted. An unknown request has no tokens. Raises ValueError if a
+        ids: ids under which the requests were submitted. An unknown request has no tokens. Raises ValueError if a
         request has fewer tokens.
         """
         self._store(wait=False)
         rows = [self._rows.pop(self._ids.pop(name, ""), None) for name in ids]
         if any(length > (0 if row is None else len(row)) for row, length in zip(rows, lengths, strict=True)):
-            self._store(wait=True)  # rare: tokens that the engine has seen are usually copied by now
+            # This is rare, because tokens that the engine has seen are usually copied by now.
+            self._store(wait=True)
         found = [np.zeros(0, np.float32)]
         for name, row, length in zip(ids, rows, lengths, strict=True):
             values = np.array(() if row is None else row, np.float32)[:length]
@@ -99,7 +101,7 @@ class SampledLogprobs:
         self._store(wait=False)
         arrived, rows = None, tuple(map(self._row, ids))
         if values.is_cuda:
-            # Into pinned memory, so that the host does not wait.
+            # The copies go to pinned memory without blocking, so the host does not wait.
             values = values.to("cpu", non_blocking=True)
             before = before.to("cpu", non_blocking=True) if isinstance(before, torch.Tensor) else before
             arrived = torch.cuda.Event()
@@ -112,12 +114,13 @@ class SampledLogprobs:
         row = self._rows.get(request)
         if row is None:
             name, row = request.rpartition("-")[0], array("f")
-            self._rows.pop(self._ids.get(name, ""), None)  # an id that is used again belongs to the newer request
+            self._rows.pop(self._ids.get(name, ""), None)  # If an id is reused, it belongs to the newer request.
             self._ids[name], self._rows[request] = request, row
         return row
 
     def _store(self, *, wait: bool) -> None:
-        """Write the log-probs that have arrived on the host into the arrays of their requests; with `wait`, all."""
+        """Write the log-probs that have arrived on the host into the arrays of their requests; with `wait`, wait for
+        all of them."""
         while self._steps:
             step = self._steps[0]
             if step.arrived is not None:
@@ -131,7 +134,8 @@ class SampledLogprobs:
             ):
                 if row is None or not own:
                     continue
-                if place > len(row):  # tokens from before this object, whose log-probs must not be taken
+                # NaN marks tokens from before this object existed; their log-probs are not known here.
+                if place > len(row):
                     row.extend([math.nan] * (place - len(row)))
                 # A request whose newest token was dropped while it waited samples that token again.
                 del row[place:]
@@ -153,9 +157,10 @@ def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
     def sample(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         tokens, every = inner(logits, metadata, *args, **kwargs)
         batch = runner.input_batch
-        if metadata is not batch.sampling_metadata:  # vLLM tries out its sampler with made-up requests
+        if metadata is not batch.sampling_metadata:  # vLLM tries out its sampler with made-up requests.
             return tokens, every
-        scores = sampler.compute_logprobs(logits) if every is None else every  # it is None if all requests are greedy
+        # `every` is None if all requests are greedy.
+        scores = sampler.compute_logprobs(logits) if every is None else every
         count = batch.num_reqs
         before, prompts = (
             counts[:count].astype(np.int64) for counts in (batch.num_tokens_no_spec, batch.num_prompt_tokens)
@@ -166,11 +171,11 @@ def _tap_first(runner: Any, keep: Keep) -> Callable[[], None]:
         return tokens, every
 
     sampler.sample = sample
-    return lambda: delattr(sampler, "sample")  # uncovers the class's own method
+    return lambda: delattr(sampler, "sample")  # Deleting the attribute restores the class's own method.
 
 
 def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:
-    """Tap vLLM's second model runner, whose sampler returns logits and which knows token positions on the GPU only."""
+    """Tap vLLM's second model runner. Its sampler returns logits, and its token positions are only on the GPU."""
     sampler, states = runner.sampler, runner.req_states
     whole, inner = runner.sample, sampler.sample
     batches: list[Any] = []
@@ -184,7 +189,7 @@ def _tap_second(runner: Any, keep: Keep) -> Callable[[], None]:
 
     def sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, logits = inner(*args, **kwargs)
-        if not batches:  # vLLM tries out its sampler with made-up requests
+        if not batches:  # vLLM tries out its sampler with made-up requests.
             return tokens, logits
         batch = batches[0]
         index = batch.idx_mapping_np
@@ -207,7 +212,7 @@ class LogprobTaker:
     share one call of the worker."""
 
     def __init__(self, process: VllmProcess, way: LogprobWay, hindrance: str) -> None:
-        """Take log-probs in this way, or in vLLM's own if there is a `hindrance` to others ("" if not)."""
+        """hindrance: reason why only vLLM's own way is possible; "" if there is none."""
         self._process = process
         self._way: LogprobWay = "vllm" if hindrance else way
         self._hindrance = hindrance
@@ -217,20 +222,20 @@ class LogprobTaker:
 
     @property
     def way(self) -> str:
-        """Way in which log-probs come: `arrays`, or `vllm`, which may be followed by the reason. It is final once a
-        request has been answered."""
+        """Way in which log-probs come: `arrays`, or `vllm` with or without a reason after it. It no longer changes once
+        a request has been answered."""
         return f"vllm: {self._hindrance}" if self._hindrance else self._way
 
     async def keeps(self) -> bool:
-        """Return whether the worker keeps the log-probs of samples that are submitted now, which `take` then returns.
-        Otherwise requests must ask vLLM for them. The first call has the worker begin."""
+        """Return whether the worker keeps the log-probs of samples that are submitted now, so that `take` can return
+        them. Otherwise requests must ask vLLM for log-probs. The first call makes the worker begin."""
         if self._start is None:
             self._start = asyncio.create_task(self._begin())
         await asyncio.shield(self._start)
         return self._way != "vllm"
 
     async def change(self, way: LogprobWay) -> None:
-        """Take log-probs in another way from now on, for benchmarks. No request may be running."""
+        """Switch to another way of taking log-probs, for benchmarks. No request may be running."""
         self._way, self._hindrance = way, ""
         self._start = asyncio.create_task(self._begin())
         await asyncio.shield(self._start)
@@ -261,7 +266,8 @@ class LogprobTaker:
             self._task = asyncio.create_task(self._take_all())
 
     async def _take_all(self) -> None:
-        """Take all requested log-probs. Errors reach the calls that wait; `forget` needs no answer."""
+        """Take all requested log-probs. Errors are raised in the calls that wait; `forget` does not wait for an
+        answer."""
         while self._wanted:
             wanted, self._wanted = self._wanted, {}
             lengths = [length for length, _ in wanted.values()]

@@ -1,8 +1,8 @@
-"""Checks and completes what a configuration says about a vLLM engine: its arguments, and its key-value cache.
+"""Checks and completes the settings of a vLLM engine: its arguments, and the size of its key-value cache.
 
-`python -m headrace.actors.engines.vllm.options` reads the arguments of `rollout.vllm` as JSON from stdin and prints the
-sentences about wrong ones as a JSON list. The driver runs it in a process of its own, because importing vLLM takes
-seconds and changes the process.
+`python -m headrace.actors.engines.vllm.options` reads the arguments of `rollout.vllm` as JSON from stdin and prints one
+sentence for each wrong argument, as a JSON list. The driver runs it in a process of its own, because importing vLLM
+takes seconds and changes the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 from ....codecs.integers import ceil_div, round_up
 
 CHECK_TIMEOUT_S = 120.0
-"""Seconds that `problems_in_child` may take; most of it is vLLM's import, which is slow when its files are cold."""
+"""Time limit in seconds of `problems_in_child`. Most of the time goes into importing vLLM, which is slow when its files
+are not in the page cache."""
 OWN_KEYS: Mapping[str, str] = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -35,7 +36,7 @@ OWN_KEYS: Mapping[str, str] = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_return_routed_experts": "router_replay.enabled",
 }
-"""Argument of vLLM -> the config key that sets it."""
+"""Config key that sets an argument of vLLM, by argument."""
 OWN_VALUES: Mapping[str, str] = {
     "generation_config": "the model's own defaults would change the distribution that is sampled from",
     "override_generation_config": "other defaults would change the distribution that is sampled from",
@@ -55,17 +56,17 @@ OWN_VALUES: Mapping[str, str] = {
     "enable_log_requests": "Headrace submits requests without vLLM's server",
     "aggregate_engine_logging": "nothing reads vLLM's own statistics",
 }
-"""Argument of vLLM that Headrace sets or that has no effect here -> why."""
+"""Arguments of vLLM that Headrace sets or that have no effect here: argument -> reason."""
 SIMILAR = 0.6
 """Smallest similarity of two names (`difflib`, 0 to 1) at which an unknown name counts as a misspelling."""
 BLOCK = 128
 """Number of tokens in a block of vLLM's key-value cache on CPUs; blocks on GPUs are smaller. A sequence takes whole
-blocks, and vLLM itself keeps one."""
+blocks, and vLLM reserves one block for itself."""
 CPU_BYTES = 256 << 20
 CPU_SEQUENCES = 8
 """Number of sequences for which the key-value cache on CPUs has room, if memory allows."""
 _OTHER_LAYERS = ("kv_lora_rank", "text_config", "is_encoder_decoder", "num_kv_shared_layers", "layers_block_type")
-"""Keys of the configs of models whose layers do not all keep the keys and values of every token."""
+"""Config keys of models in which some layers do not keep the keys and values of every token."""
 _OTHER_PREFIXES = ("mamba", "ssm", "linear_", "attn_layer")
 
 
@@ -100,7 +101,7 @@ def _own_key(name: str) -> str:
 
 def _misfit(annotation: Any, value: Any) -> str:
     """Return what is wrong with `value` for an argument with vLLM's `annotation`, as the end of a sentence. Returns ""
-    if nothing is, or if the annotation cannot be checked; vLLM then checks it at the engine's start."""
+    if the value is right, or if the annotation cannot be checked; vLLM then checks the value at the engine's start."""
     if members := _members(annotation):
         return "" if value is None or value in members else f"expected one of {', '.join(members)}"
     try:
@@ -135,8 +136,8 @@ def _expectation(error: Any) -> str:
 
 
 def arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` as arguments of vLLM's AsyncEngineArgs, in which names of enum members are the members. Raises
-    ValueError with one sentence for each wrong one, see `option_problems`."""
+    """Return `options` as arguments of vLLM's AsyncEngineArgs; names of enum members are replaced by the members.
+    Raises ValueError with one sentence for each wrong option, see `option_problems`."""
     if problems := option_problems(options):
         raise ValueError("\n".join(problems))
     from .library import AsyncEngineArgs
@@ -146,8 +147,8 @@ def arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems_in_child(options: Mapping[str, Any]) -> list[str]:
-    """Return what `option_problems` says, found by a child process. If vLLM is not installed, or the child fails or
-    takes longer than CHECK_TIMEOUT_S, the list has one sentence that says so."""
+    """Return the result of `option_problems`, computed in a child process. If vLLM is not installed, or the child fails
+    or takes longer than CHECK_TIMEOUT_S, the list has one sentence about that."""
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(
@@ -193,8 +194,8 @@ def cache_bytes(per_token: int, length: int, num_sequences: int = 1) -> int:
 
 
 def check_cache(size_bytes: int, per_token: int | None, length: int) -> None:
-    """Raise ValueError if `size_bytes` of key-value cache hold no sequence of `length` tokens. No engine starts with so
-    little. per_token: see `token_bytes`; with None nothing is checked."""
+    """Raise ValueError if `size_bytes` of key-value cache hold no sequence of `length` tokens. An engine does not start
+    with so little. per_token: see `token_bytes`; with None nothing is checked."""
     if per_token is None or size_bytes >= cache_bytes(per_token, length):
         return
     raise ValueError(
@@ -205,11 +206,11 @@ def check_cache(size_bytes: int, per_token: int | None, length: int) -> None:
 
 
 def default_on_cpu(per_token: int | None, length: int, max_batch: int, available: int) -> int:
-    """Return the size in bytes of an engine's key-value cache on CPUs if none is set.
+    """Return the default size in bytes of an engine's key-value cache on CPUs.
 
     It has 256 MiB, or what CPU_SEQUENCES sequences of `length` tokens need if that is more, but then at most a quarter
     of the `available` bytes of memory, and never less than one sequence needs. per_token: see `token_bytes`; with None
-    it has 256 MiB.
+    the cache has 256 MiB.
     """
     if per_token is None:
         return CPU_BYTES

@@ -1,6 +1,5 @@
-"""`VllmProcess` starts vLLM's engine process and its workers, calls and pauses them, and finds out how one ended.
-
-The messages that the engine and its workers exchange about weights are defined here, too.
+"""`VllmProcess` starts vLLM's engine process and its workers, calls and pauses them, and finds out how one of them
+ended. The messages that the engine and its workers exchange about weights are defined here, too.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class VerifyReport:
     num_compared: int
     """Number of weights that the worker compared."""
     error: str = ""
-    """Error that names a weight that differs, or why the comparison failed; "" when nothing differs."""
+    """Error text: it names a weight that differs, or says why the comparison failed; "" when no weight differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +68,17 @@ class LoadReport:
     seconds: float
     """Seconds that the load took."""
     way: str
-    """How the weights were loaded: `in place` (recorded copies into the live parameters were repeated); or `in place by
-    the loaders: ` or `layerwise: `, followed by the reason."""
+    """Way in which the weights were loaded. `in place`: recorded copies into the live parameters were repeated. `in
+    place by the loaders: ` and `layerwise: ` are followed by the reason."""
     error: str = ""
-    """Error that broke off the load and left a mix of two versions in the model; "" when the load succeeded."""
+    """Error that ended the load and left a mix of two versions in the model; "" when the load succeeded."""
     in_transfer: bool = False
-    """True if the error is that the version did not arrive completely."""
+    """True if the load failed because the version did not arrive completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Settings that vLLM runs a model with."""
+    """Settings with which vLLM runs a model."""
 
     model: str
     dtype: torch.dtype
@@ -97,7 +96,7 @@ class ProcessSettings:
     routes: bool = False
     """Whether vLLM records the experts that the model's routers choose, and returns them with each sample."""
     log: str = ""
-    """Path of the file that receives the output of vLLM's processes; "" for a file without a name."""
+    """Path of the file that receives the output of vLLM's processes; "" for a temporary file without a name."""
 
 
 class VllmProcess:
@@ -146,7 +145,7 @@ class VllmProcess:
             else:
                 key = "model"
             raise ValueError(f"{key}: vLLM does not run {settings.model!r}: {reason}") from error
-        except RuntimeError as error:  # vLLM says only that its process failed, not why
+        except RuntimeError as error:  # vLLM's error says only that its process failed; the log says why.
             cause = self._log.exception() or self._log.last_line() or str(error)
             raise RuntimeError(f"vLLM's engine process did not start: {cause}{self._log.hint}") from error
 
@@ -176,17 +175,17 @@ class VllmProcess:
                     raise ValueError(f"{what}, which cannot be loaded: {' '.join(str(error).split())}") from error
 
     def generate(self, request_id: str, prompt: list[int], params: library.SamplingParams) -> AsyncGenerator[Any, None]:
-        """Submit one request and yield vLLM's outputs. It finds only those cached prefixes that were computed for
-        requests that were submitted under the same weights. Raises library.EngineDeadError when vLLM's engine process
-        has died."""
+        """Submit one request and yield vLLM's outputs. The request uses only cached prefixes of requests that were
+        submitted under the same weights. Raises library.EngineDeadError when vLLM's engine process has died."""
         salt = f"weights {self.versions.current}"
-        tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}  # as vLLM's renderer makes it
+        # vLLM's renderer makes prompts of this form.
+        tokens: Any = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}
         return self.llm.generate(tokens, params, request_id)
 
     async def call(self, method: str, *args: Any, returns: type[T] | None = None, **kwargs: Any) -> list[T]:
         """Call a method on all workers and return their results. The engine process does nothing else during the call.
 
-        returns: type that each result, sent as msgpack, is decoded to; with None, [] is returned. Raises EngineDied if
+        returns: type to which each result, sent as msgpack, is decoded; with None, [] is returned. Raises EngineDied if
         the engine process has died, and RuntimeError if it does not answer in time or a worker raised an error.
         """
         results = await self._bounded(method, self.llm.collective_rpc(method, args=args, kwargs=kwargs))
@@ -202,10 +201,11 @@ class VllmProcess:
         far have been processed.
 
         `AsyncLLM.pause_generation` is not used, because it sleeps 20 ms to be sure that all outputs have come through;
-        `TokenVersions.drain` waits only as long as they need.
+        `TokenVersions.drain` waits only as long as needed.
         """
         await self._bounded("pause", self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        self.llm._run_output_handler()  # vLLM starts it with the first request, which may be on its way
+        # vLLM starts its output loop with the first request, which may not have arrived yet.
+        self.llm._run_output_handler()
         await self._bounded("drain", self.versions.drain())
 
     async def resume(self) -> None:
@@ -215,7 +215,8 @@ class VllmProcess:
     async def mark(self, version: int) -> None:
         """Attribute all tokens that have not arrived yet to weight version `version`. Returns when all earlier tokens
         have been processed. Raises EngineDied if the engine process has died."""
-        self.llm._run_output_handler()  # vLLM starts it with the first request, and there may have been none
+        # vLLM starts its output loop with the first request, and there may have been no request.
+        self.llm._run_output_handler()
         await self._bounded("mark", self.versions.mark(version))
 
     async def forget_keys_and_values(self) -> None:
@@ -240,8 +241,8 @@ class VllmProcess:
         return len(self._asleep) == 1
 
     async def wake(self, *tags: str) -> None:
-        """Take back device memory that `sleep` released. tags: kinds of memory, `weights` or `kv_cache`; without any,
-        all that was released.
+        """Take back device memory that `sleep` released. tags: kinds of memory, `weights` or `kv_cache`; without tags,
+        all memory that was released.
 
         vLLM is asked only for memory that it has released, because it would map memory that it still holds a second
         time.
@@ -252,8 +253,8 @@ class VllmProcess:
 
     @property
     def died(self) -> str:
-        """Error text that says how the engine process died and what it wrote about it; "" while it is alive. Each
-        access checks the processes."""
+        """Error text about the death of the engine process: how it ended and its last words in the log; "" while it is
+        alive. Each access checks the processes."""
         if self._death:
             return self._death
         gone = [process.pid for process in self._engines if not lives(process)]
@@ -263,7 +264,8 @@ class VllmProcess:
         return self._death
 
     def _cause(self) -> str:
-        """Return why the engine process died, as far as its exit code and the output of vLLM's processes tell."""
+        """Return the reason why the engine process died, found from its exit code and the output of vLLM's
+        processes."""
         codes = [exit_code(*pair) for pair in zip(self._started, self._engines, strict=True)]
         code = next((code for code in codes if code is not None), None)
         raised = self._log.exception()
@@ -278,14 +280,14 @@ class VllmProcess:
         self._log.trim()
 
     async def end(self) -> None:
-        """Shut down all of vLLM's processes; late ones are killed."""
+        """Shut down all of vLLM's processes. Processes that do not end in time are killed."""
         if not self.died:
             try:
                 await asyncio.wait_for(self.llm.collective_rpc("headrace_close"), CLOSE_PATIENCE_S)
             except (TimeoutError, library.EngineDeadError):
-                pass  # receivers of a hung or dead worker end with its process
+                pass  # Receivers of a hung or dead worker end with its process.
         if (handler := self.llm.output_handler) is not None:
-            handler.cancel()  # otherwise it would log the end of its engine as a failure
+            handler.cancel()  # A running output loop would log the end of its engine as a failure.
             await asyncio.gather(handler, return_exceptions=True)
         await asyncio.to_thread(self.llm.shutdown)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, CLOSE_PATIENCE_S)
@@ -297,7 +299,7 @@ class VllmProcess:
         await asyncio.sleep(0)
         context = self.llm.engine_core.ctx
         getattr(context, "_shadow_obj", context).destroy(linger=0)
-        del self.llm  # its finalizer would fail at the interpreter's end
+        del self.llm  # Its finalizer would fail at the interpreter's end.
 
     async def _bounded(self, name: str, awaitable: Any) -> Any:
         """Wait for a call to the engine process and return its answer. Raises EngineDied as soon as the process is
@@ -318,7 +320,7 @@ class VllmProcess:
         except library.EngineDeadError as error:
             raise EngineDied(f"{self.died or 'vLLM ended its engine process'}, noticed at {name!r}") from error
         except Exception as error:
-            if type(error) is Exception:  # vLLM wraps what was raised in its process like this
+            if type(error) is Exception:  # vLLM wraps an error of its process in a plain Exception.
                 if str(error).endswith(CANCELLED) and (died := await self._death_soon()):
                     raise EngineDied(f"{died}, noticed at {name!r}") from error
                 raise RuntimeError(f"vLLM: {error}") from error
@@ -327,7 +329,8 @@ class VllmProcess:
             task.cancel()
 
     async def _death_soon(self) -> str:
-        """Wait until the engine process has died, at most CLOSE_PATIENCE_S. Returns how it died; "" if it lives."""
+        """Wait for at most CLOSE_PATIENCE_S until the engine process has died. Returns how it died; "" if it is
+        alive."""
         deadline = asyncio.get_running_loop().time() + CLOSE_PATIENCE_S
         while not self.died and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(LOOK_S)
@@ -352,9 +355,9 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         "tensor_parallel_size": settings.tp,
         "max_num_seqs": settings.max_num_seqs,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enforce_eager": cpu,  # on GPUs vLLM captures CUDA graphs
+        "enforce_eager": cpu,  # On GPUs vLLM captures CUDA graphs.
         "enable_prefix_caching": True,
-        "generation_config": "vllm",  # the model's own defaults would change the sampled distribution
+        "generation_config": "vllm",  # The model's own defaults would change the sampled distribution.
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER,

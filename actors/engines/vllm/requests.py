@@ -47,7 +47,7 @@ class RequestChecks:
     """Checks requests against the model and converts their sampling parameters."""
 
     def __init__(self, model: str, context: int, vocab_size: int, seed: int, *, routes: bool = False) -> None:
-        """routes: whether vLLM records routes, and gets the list of those that a request wants."""
+        """routes: whether vLLM records routes, so that each request says which routes it wants."""
         self._routes = routes
         self._context = context
         self._vocab_size = vocab_size
@@ -78,10 +78,11 @@ class RequestChecks:
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=params.top_k,
-                seed=int(key) & (2**63 - 1),  # torch's generators take 64 bits, but signed
+                seed=int(key) & (2**63 - 1),  # Seeds of torch's generators are signed 64-bit numbers.
                 stop=list(params.stop) or None,
                 stop_token_ids=sorted({*self._stop_ids, *params.stop_token_ids}),
-                ignore_eos=True,  # vLLM knows only the tokenizer's; the model's own are in stop_token_ids
+                # vLLM knows only the tokenizer's end token. The model's end tokens are in stop_token_ids.
+                ignore_eos=True,
                 max_tokens=params.max_new_tokens,
                 logprobs=0 if with_logprobs else None,
                 flat_logprobs=with_logprobs,
@@ -120,8 +121,8 @@ def reported_routes(output: Any, num_prompt: int, spec: RouteSpec, request_id: s
     + T - 1, layers, k]`.
 
     num_prompt: number of prompt tokens whose routes were asked for. vLLM reports all decoder layers, with zeros for
-    those without experts, which are left out. Routes that vLLM did not report are missing at the end. Raises ValueError
-    if it reported more than there are tokens, or routes of another model.
+    layers without experts; the result leaves those layers out. If vLLM reported too few routes, the result is shorter.
+    Raises ValueError if vLLM reported more routes than there are tokens, or routes of another model.
     """
     if not output.token_ids:
         return None
@@ -144,8 +145,8 @@ class BusyClock:
         self._since = 0.0
 
     def change(self, running: int = 0, *, paused: bool | None = None) -> None:
-        """Record that `running` more requests run (fewer if negative), or that the engine was paused or resumed.
-        `paused` is True or False for the latter two."""
+        """Record a change. running: number of requests that started, negative for requests that ended. paused: True if
+        the engine was paused, False if it was resumed, None if neither happened."""
         now = time.perf_counter()
         if self._running and not self._paused:
             self._stats.busy_s += now - self._since
@@ -155,8 +156,8 @@ class BusyClock:
 
 
 def _model_stop_ids(model: str) -> list[int]:
-    """Return the ids of the model's end tokens, read as `from_pretrained` does. They are in the generation config if
-    there is one, else in the model's config."""
+    """Return the ids of the model's end tokens, read as `from_pretrained` does. They come from the generation config if
+    there is one, else from the model's config."""
     try:
         config = GenerationConfig.from_pretrained(model)
     except OSError:

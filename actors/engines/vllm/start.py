@@ -1,4 +1,4 @@
-"""Starts vLLM's engine process: its environment variables, its log and end, a standby that imports ahead.
+"""Starts vLLM's engine process, sets its environment variables, keeps its log, and can import vLLM ahead in a standby.
 
 vLLM starts its engine process as a new interpreter, which imports vLLM a second time: 15 s on a GPU host, during which
 nothing else happens. An `EngineStandby` starts with the actor, so that both import at the same time. It stays a child
@@ -42,22 +42,23 @@ the source."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?$")
 CANCELLED = "cancelled"
-"""Last word of vLLM's error for a call to its workers that it gives up because one of them has died. Its engine process
-ends right after that."""
+"""Last word of vLLM's error for a call to its workers that failed because one of the workers has died. The engine
+process ends right after that error."""
 _ELSEWHERE = ("root cause", "stack trace", "initialization failed", "EngineDeadError", f"RuntimeError: {CANCELLED}")
-"""Phrases of exceptions that only say that another process failed."""
+"""Phrases in exceptions that say only that another process failed."""
 _WORKER_DIED = "died unexpectedly"
 """Phrase of the line in which the engine process says that a worker was killed."""
 _FORCED = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the host has threads (Ray, torch): a forked worker would hang
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer ignores the seeds of single requests
+    # The host process has threads (Ray, torch), so a forked worker would hang.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer ignores the seeds of single requests.
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
 _ON_CPU = {
     # By default every engine of a host binds its threads to the same first cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # One process for engine and worker instead of two where tp is 1; AsyncLLM starts one in any case.
+    # If tp is 1, this gives one process for engine and worker instead of two. AsyncLLM always starts one process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Even in eager mode vLLM compiles the counting of log-prob ranks, which takes seconds at the first requests.
     "TORCHDYNAMO_DISABLE": "1",
@@ -93,8 +94,8 @@ class CoreLog:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Context manager in which stdout and stderr of this process, and of all processes that it starts, are the log.
-        The started processes keep it. This process writes to its own outputs again when the block ends."""
+        """Context manager that redirects stdout and stderr of this process, and of all processes that it starts, to the
+        log. The started processes keep it. This process writes to its own outputs again when the block ends."""
         flush_outputs()
         saved = os.dup(1), os.dup(2)
         try:
@@ -114,14 +115,14 @@ class CoreLog:
         if size <= MAX_BYTES:
             return
         newest = os.pread(self._descriptor, MAX_BYTES // 2, size - MAX_BYTES // 2)
-        os.ftruncate(self._descriptor, 0)  # all writers append, so they continue at the new end
+        os.ftruncate(self._descriptor, 0)  # All writers append, so they continue at the new end.
         os.write(self._descriptor, b"--- older lines were dropped\n" + newest[newest.find(b"\n") + 1 :])
         self._start = 0
 
     def exception(self) -> str:
-        """Return the line in which one of vLLM's processes names the exception that it raised. It is that of the last
-        exception that does not point to another one. If there is none, return the line that says that a worker died, or
-        "" if there is none of these either."""
+        """Return the line in which one of vLLM's processes names the exception that it raised. If there are several,
+        the last exception that does not refer to another process counts. If there are none, return the line about a
+        worker's death; "" if there is no such line either."""
         lines = self._lines()
         raised = [line for line in lines if _RAISED.match(line) and not any(words in line for words in _ELSEWHERE)]
         found = raised or [line for line in lines if _WORKER_DIED in line]
@@ -160,7 +161,7 @@ def flush_outputs() -> None:
 @contextmanager
 def log_level() -> Iterator[None]:
     """Context manager that sets vLLM's log level to errors, unless the user has set a level. Import vLLM inside the
-    block, because it reads the level when it is imported."""
+    block, because vLLM reads the level during its import."""
     chosen = "VLLM_LOGGING_LEVEL" in os.environ
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -176,8 +177,8 @@ def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
     when the block ends.
 
     vLLM itself writes LD_PRELOAD and more into the environment, which every later child process would inherit. The
-    states of the random generators of Python, NumPy and torch are restored, too; of the latter two if they have been
-    imported, because a process that starts early must not wait for them here.
+    states of the random generators of Python, NumPy and torch are restored, too; those of NumPy and torch only if they
+    have been imported, because a process that starts early must not wait for their import.
     """
     before = dict(os.environ)
     numpy: Any = sys.modules.get("numpy")
@@ -204,8 +205,8 @@ def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
 
 
 class EngineStandby:
-    """A child process that imports modules and then waits for the function that it is to run. It ends when this process
-    ends before that."""
+    """A child process that imports modules and then waits for the function that it is to run. If this process ends
+    before that, the child ends, too."""
 
     def __init__(self, modules: Sequence[str] = MODULES) -> None:
         """Start the process, which imports `modules`."""
@@ -215,7 +216,8 @@ class EngineStandby:
         with engine_environment(cpu=False, tp=1):
             self._process.start()
         orders.close()
-        # Python waits for its children before it ends, and this child waits for an order or for the end of the pipe.
+        # Python waits for its child processes before it ends, and this child waits for an order or for the end of the
+        # pipe.
         util.Finalize(self, self._orders.close, exitpriority=10)
 
     @property
@@ -230,12 +232,12 @@ class EngineStandby:
         with self._orders:
             try:
                 order = reduction.ForkingPickler.dumps((target, kwargs))
-                self._orders.recv_bytes()  # the child reports that it is ready
+                self._orders.recv_bytes()  # The child reports that it is ready.
                 for output in OUTPUTS:
                     reduction.send_handle(self._orders, output, self._process.pid)
                 self._orders.send(dict(os.environ))
-                self._orders.send_bytes(order)  # same effect as `send`
-            except (RuntimeError, EOFError, OSError):  # RuntimeError: locks and queues cannot be pickled
+                self._orders.send_bytes(order)  # This has the same effect as `send`.
+            except (RuntimeError, EOFError, OSError):  # Pickling a lock or a queue raises RuntimeError.
                 return None
         self._process.name = name
         return self._process
@@ -256,13 +258,13 @@ def _stand_by(orders: Connection, modules: Sequence[str]) -> None:
         os.environ.update(environment)
         target, kwargs = orders.recv()
     except (EOFError, OSError):
-        return  # the process that started this one has ended
+        return  # The process that started this one has ended.
     orders.close()
     target(**kwargs)
 
 
 _standby: EngineStandby | None = None
-"""Process that the next `VllmEngine` of this process takes for its engine process; None if it starts a new one."""
+"""Standby that the next `VllmEngine` of this process uses for its engine process; None makes it start a new process."""
 
 
 def start_ahead() -> None:
@@ -273,15 +275,16 @@ def start_ahead() -> None:
 
 
 def take_standby() -> EngineStandby | None:
-    """Return the process that `start_ahead` started, to the first caller only; None if there is none."""
+    """Return the process that `start_ahead` started. Only the first caller gets it; None if there is no such
+    process."""
     global _standby
     taken, _standby = _standby, None
     return taken
 
 
 def lives(process: psutil.Process) -> bool:
-    """Return whether the process runs. A process that has ended, but whose exit code was not collected yet, does
-    not."""
+    """Return whether the process runs. A process that has ended does not run, even if its exit code was not collected
+    yet."""
     try:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

@@ -28,24 +28,24 @@ import numpy as np
 SCHEDULER = f"{__name__}.joining_scheduler"
 """Value of vLLM's option `scheduler_cls` for an engine that records routes."""
 JOINED = 4
-"""Number of axes of an array of routes of several requests; one of a single request has an axis less."""
+"""Number of axes of an array with the routes of several requests; an array of a single request has one axis less."""
 ROOM = 64
-"""Smallest number of tokens for which `SampleRoutes` makes room at first."""
+"""Smallest number of tokens for which a new `SampleRoutes` allocates room."""
 PATIENCE_S = 60.0
-"""Longest time in seconds to wait until outputs that have arrived are processed."""
+"""Longest time in seconds to wait for the processing of outputs that have arrived."""
 
 
 def joining_scheduler(**settings: Any) -> Any:
-    """Return vLLM's own scheduler, extended to join the routes in its outputs and to list blocks of prompts alone. It
+    """Return vLLM's own scheduler, extended to join the routes in its outputs and to list only blocks of prompts. It
     runs in the engine process."""
-    from . import library  # this imports vLLM, which code that only reads outputs does not need
+    from . import library  # This imports vLLM, which is not needed for reading outputs.
 
     base: Any = library.scheduler_class(settings["vllm_config"])
 
     class JoiningScheduler(base):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
-            if not hasattr(self, "routed_experts_mgr"):  # vLLM itself keeps no routes here
+            if not hasattr(self, "routed_experts_mgr"):  # This scheduler of vLLM keeps no routes itself.
                 self.routed_experts_mgr = _slot_routes(settings)
                 self._re_block_ids = {}
 
@@ -53,7 +53,7 @@ def joining_scheduler(**settings: Any) -> Any:
             found = getattr(model_runner_output, "routed_experts", None)
             if found is None:
                 return super().update_from_output(scheduler_output, model_runner_output)
-            model_runner_output.routed_experts = None  # vLLM then cuts no routes
+            model_runner_output.routed_experts = None  # Without this field, vLLM does not cut the routes by token.
             manager, tokens = self.routed_experts_mgr, scheduler_output.num_scheduled_tokens
             array = found.routing_data.astype(manager.routed_experts_by_slot.dtype, copy=False)
             manager.store_batch(array, found.slot_mapping)
@@ -66,14 +66,15 @@ def joining_scheduler(**settings: Any) -> Any:
             return outputs
 
         def _update_after_schedule(self, scheduler_output: Any) -> None:
-            self.enable_return_routed_experts = False  # otherwise vLLM lists the blocks of all requests
+            self.enable_return_routed_experts = False  # With True, vLLM would list the blocks of all requests.
             try:
                 super()._update_after_schedule(scheduler_output)
             finally:
                 self.enable_return_routed_experts = True
             cached = scheduler_output.scheduled_cached_reqs
             ids = [new.req_id for new in scheduler_output.scheduled_new_reqs]
-            # Tokens that are being computed count as output, too: the blocks of such a prompt are listed already.
+            # Tokens that are being computed also count as output tokens. The blocks of such a prompt are listed
+            # already.
             if 0 in cached.num_output_tokens:
                 ids += [one for one, tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True) if not tokens]
             for request_id in ids:
@@ -96,15 +97,17 @@ def joining_scheduler(**settings: Any) -> Any:
 
 
 def _first_rows(output: Any, tokens: Mapping[str, int], num_rows: int) -> Mapping[str, int]:
-    """Return the first row of each request in a step's array of `num_rows` routes. tokens: number of its rows."""
+    """Return the first row of each request in a step's array of `num_rows` routes. tokens: number of rows of each
+    request."""
     if num_rows <= len(output.req_id_to_index):
-        return output.req_id_to_index  # each request has one token, as in most steps
+        return output.req_id_to_index  # Each request has one token, as in most steps.
     before = itertools.accumulate([tokens[one] for one in output.req_ids], initial=0)
-    return dict(zip(output.req_ids, before, strict=False))  # the last of the running sums is the total number of tokens
+    # The last running sum is the total number of tokens, so `before` is one longer.
+    return dict(zip(output.req_ids, before, strict=False))
 
 
 def _slot_routes(settings: Mapping[str, Any]) -> Any:
-    from .cpu_routes import SlotRoutes  # this imports vLLM's worker, which only the engine process on a CPU needs
+    from .cpu_routes import SlotRoutes  # This imports vLLM's worker, which only the engine process on a CPU needs.
 
     return SlotRoutes(settings["vllm_config"], settings["kv_cache_config"])
 
@@ -114,14 +117,14 @@ class StepRoutes:
     """Routes of the tokens of one step, as the model runner recorded them."""
 
     array: np.ndarray
-    """The routes, `[tokens, layers, k]`, those of a request one after another."""
+    """Routes, `[tokens, layers, k]`. The routes of each request stand together, in order."""
     starts: Mapping[str, int]
     """Id of each request -> its first row."""
     tokens: Mapping[str, int]
     """Id of each request -> number of its rows. A request that was preempted computes its earlier tokens again, in rows
     before those of its new tokens."""
     drafted: Container[str]
-    """Ids of the requests whose tokens speculative decoding has drafted. Those that were accepted come first."""
+    """Ids of the requests for which speculative decoding has drafted tokens. Their accepted tokens come first."""
 
 
 def hand_out(
@@ -132,10 +135,10 @@ def hand_out(
     layers, k]`, and the rest have None.
 
     prompts: the requests that have had no output before, by id. prompt_routes: function that returns the routes of the
-    prompt of such a request.
+    prompt of one of these requests.
     """
     first, rows, starts = None, list[int](), routes.starts
-    if len(routes.array) == len(starts) and not prompts:  # one token of each request
+    if len(routes.array) == len(starts) and not prompts:  # Here each request has one token.
         if told := [one for one in outputs if one.new_token_ids]:
             rows = [starts[one.request_id] for one in told]
             told[0].routed_experts = routes.array.take(rows, axis=0)[None]
@@ -161,10 +164,11 @@ def hand_out(
 
 
 class SampleRoutes:
-    """Routes of the tokens of one sample so far, its prompt's first. NumPy takes it for an array `[tokens, layers, k]`.
+    """Routes of the tokens of one sample so far, beginning with its prompt. NumPy can read the object as an array
+    `[tokens, layers, k]`.
 
-    vLLM collects an array for each token, and joins them when the sample ends. Samples often end together, and the
-    joining of thousands of arrays would then keep the last of them waiting. So vLLM gets this one object instead of all
+    vLLM collects an array for each token, and joins the arrays when the sample ends. Samples often end together, and
+    the last sample would have to wait until thousands of arrays are joined. So vLLM gets this one object instead of all
     these arrays, and each step adds to it.
     """
 
@@ -184,21 +188,21 @@ class SampleRoutes:
         self._buffer[start : self._length] = routes
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the routes so far, as NumPy's protocol of this name asks."""
+        """Return the routes so far; NumPy calls this method to make an array."""
         found = self._buffer[: self._length]
         return found if dtype is None and not copy else found.astype(found.dtype if dtype is None else dtype)
 
 
 class RoutesOfSamples:
-    """Gives each sample the routes of its tokens out of the routes that `hand_out` collected in each step."""
+    """Splits the routes that `hand_out` collected in each step, and gives each sample the routes of its tokens."""
 
     def __init__(self) -> None:
         self._samples = WeakValueDictionary[str, SampleRoutes]()
         """Routes of each sample that vLLM's output loop still knows, by vLLM's id of its request."""
 
     def split(self, outputs: Sequence[Any]) -> None:
-        """Add the routes of a step to those of its samples. Outputs have no routes afterwards, except for the first of
-        a sample, which has its SampleRoutes. Raises RuntimeError if there are not as many routes as tokens."""
+        """Add the routes of a step to those of its samples. Afterwards only the first output of a sample has routes: a
+        SampleRoutes. Raises RuntimeError if the number of routes is not the number of tokens."""
         joined = None
         for one in [one for one in outputs if one.routed_experts is not None]:
             if one.routed_experts.ndim == JOINED:
@@ -268,7 +272,7 @@ class TokenVersions:
         """Return the weight versions of the request's first `num_tokens` tokens, int32 `[num_tokens]`."""
         spans = self._spans[request_id]
         versions = np.repeat([version for version, _ in spans], [count for _, count in spans]).astype(np.int32)
-        # More tokens may have come than the request keeps: those after a stop text, or after an abort.
+        # More tokens may have arrived than the request keeps, for example tokens after a stop text or an abort.
         assert len(versions) >= num_tokens, (request_id, spans, num_tokens)
         return versions[:num_tokens]
 
@@ -292,8 +296,8 @@ class TokenVersions:
         await self.mark(self._version)
 
     async def _counted_output(self) -> Any:
-        """Return vLLM's next outputs, after counting their tokens. Replaces `get_output_async`, which vLLM calls only
-        when it has processed everything returned before."""
+        """Return vLLM's next outputs, after counting their tokens. Replaces `get_output_async`; vLLM calls it only
+        after it has processed all earlier outputs."""
         while isinstance(outputs := await self._next_output(), _Mark):
             self._version = outputs.version
             if not outputs.passed.done():

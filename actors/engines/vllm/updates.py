@@ -1,4 +1,4 @@
-"""`WeightUpdates` runs weight updates in vLLM's workers: it has a new version prepared, and then loaded or dropped.
+"""`WeightUpdates` runs weight updates in vLLM's workers: the workers prepare a new version, and then load or drop it.
 
 Orders to each worker, and the workers' reports, bypass vLLM's engine process. That process answers calls only between
 two steps of the model, and runs no step during a call. A weight update would need dozens of these calls, and each would
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _PREPARE_TIMEOUTS = 20
 """Time without a new bucket after which a worker's thread counts as hung, as a multiple of the update's `timeout_s`."""
 _LOOK_S = 1.0
-"""Seconds between two checks of how many buckets the workers have received."""
+"""Seconds between two checks of the number of buckets that the workers have received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A message from a worker to the engine: first a greeting, then one of its orders' answers. The answers are
-    `state`, `report` and `verified`.
+    """A message from a worker to the engine. The first message is a greeting; later ones answer orders with `state`,
+    `report` or `verified`.
 
-    A message with an order's number but without any of these says that the load has begun. A message with
+    A message with an order's number but without an answer says that the load has begun. A message with
     `received` only reports progress.
     """
 
@@ -106,10 +106,8 @@ class WorkerLinks:
         return path
 
     async def prepare(self, update: WeightUpdate) -> list[PrepareState]:
-        """Make all workers receive `update`, and return their states.
-
-        When a worker has failed, only the states of the workers that have answered by then are returned. Raises
-        EngineDied when a worker's connection breaks.
+        """Make all workers receive `update`, and return their states. If a worker fails, the call returns early, with
+        the states of the workers that have answered by then. Raises EngineDied when a worker's connection breaks.
         """
         await self._order(prepare=update)
         await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))
@@ -119,8 +117,8 @@ class WorkerLinks:
         """Make all workers load the prepared version, and return their reports when all have finished. No model step
         may run during the load.
 
-        meanwhile: function whose coroutine is started once all workers have begun to load, and is awaited too; None if
-        there is none. Raises EngineDied if a worker's connection breaks, and what `meanwhile` raises.
+        meanwhile: coroutine function that is called once all workers have begun to load, and awaited; None for no such
+        function. Raises EngineDied if a worker's connection breaks, and any error of `meanwhile`.
         """
         await self._order(load=version)
         await self._until(lambda: len(self._begun | self._answers.keys()) == self._num_workers)
@@ -213,7 +211,7 @@ class WorkerLink:
         report: LoadReport | None = None,
         verified: VerifyReport | None = None,
     ) -> None:
-        """Send the outcome of `order`; without any outcome, the message says that the load has begun. Does nothing if
+        """Send the outcome of `order`; without an outcome, the message says that the load has begun. Does nothing if
         the engine is gone."""
         self._send(Answer(self._worker, order.number, state, report, verified))
 
@@ -243,7 +241,7 @@ class WorkerLink:
                 while head := incoming.read(_LENGTH.size):
                     self._follow(messages.decode(incoming.read(*_LENGTH.unpack(head)), Order))
         except (OSError, ValueError, struct.error):
-            return  # the engine is gone, or has closed
+            return  # The engine is gone, or has closed the connection.
 
 
 class WeightUpdates:
@@ -279,7 +277,7 @@ class WeightUpdates:
         """Make the workers receive and verify `update`. Returns `staged` once they have done so, or `joined` if the
         weights will only arrive during the load.
 
-        If the call fails or is cancelled, what has arrived is dropped. If another version is still being received, it
+        If the call fails or is cancelled, the received data is dropped. If another version is still being received, it
         is dropped first. current: function that returns the version in service, or -1 if the engine has no complete
         one. Raises WeightTransferError if the transfer fails, and ValueError if the weights do not fit the model or are
         older than those in service.
@@ -313,7 +311,7 @@ class WeightUpdates:
             return prepared
 
     def expect(self, version: int) -> None:
-        """Raise ValueError unless `version` is the one that is prepared."""
+        """Raise ValueError unless `version` is the prepared version."""
         if version != self.prepared:
             raise ValueError(f"weights: version {version} is not the prepared one ({self.prepared})")
 
@@ -326,9 +324,10 @@ class WeightUpdates:
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         """Make the workers replace all weights with those of `version`. No model step may run during the call.
-        meanwhile: work for the engine process at the same time, see `WorkerLinks.load`; None if there is none.
+        meanwhile: function for other work of the engine process during the load, see `WorkerLinks.load`; None for no
+        such function.
 
-        Raises what `meanwhile` raises, EngineDied if a worker has died, WeightTransferError if the version did not
+        Raises any error of `meanwhile`, EngineDied if a worker has died, WeightTransferError if the version did not
         arrive completely, and RuntimeError if loading failed otherwise. After the last two, the model holds a mix of
         two versions.
         """
@@ -337,7 +336,7 @@ class WeightUpdates:
             reports = await self._moving(self._links.load(version, meanwhile), CALL_PATIENCE_S)
         except TimeoutError:
             raise RuntimeError(
-                f"weights of version {version}: the workers have not loaded them, and no bucket came for {CALL_PATIENCE_S:.0f} s"
+                f"weights of version {version}: workers did not load them, no bucket came for {CALL_PATIENCE_S:.0f} s"
             ) from None
         finally:
             self.loading = None
@@ -352,8 +351,8 @@ class WeightUpdates:
 
     async def verify(self, digests: ParameterDigests) -> int:
         """Make the workers compare their weights with the trainer's. Returns the smallest number of weights that a
-        worker has compared; 0 for weights that no update brought. Raises EngineDied if a worker has died, and
-        RuntimeError, naming a weight, if one differs or cannot be read."""
+        worker has compared; 0 if the weights did not come from an update. Raises EngineDied if a worker has died, and
+        RuntimeError, which names a weight, if a weight differs or cannot be read."""
         if not self._opened:
             return 0
         try:

@@ -18,11 +18,11 @@ _NOWHERE: Mapping[str, torch.Tensor] = {}
 class ModelLoader:
     """Replaces all weights of one model, in sessions of `start -> load* -> finish -> [look]`.
 
-    In place means that weights are written into the live parameters, which is safe only while these are still as the
-    model's loaders made them. The first such session runs the loaders and records their copies (`copy_plan`); later
-    ones repeat the copies, as long as the parameters stay where they are. Layer by layer means that vLLM lays the
-    checkpoint's parameters out again, loads them, has its kernels repack them, and copies the result to where the
-    kernels read. The model in memory decides which of the two is used.
+    In place means that weights are written into the live parameters, which is safe only while the parameters are still
+    as the model's loaders made them. The first such session runs the loaders and records their copies (`copy_plan`);
+    later ones repeat the copies, as long as the parameters stay where they are. Layer by layer means that vLLM
+    allocates the checkpoint's parameters again, loads them, lets its kernels repack them, and copies the result to the
+    memory that the kernels read. The model in memory decides which of the two is used.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
@@ -74,7 +74,7 @@ class ModelLoader:
         self, weights: Iterable[tuple[str, torch.Tensor]], check: Callable[[str, torch.Tensor], None] | None = None
     ) -> None:
         """Load some of the session's weights, under their Hugging Face names. They may be split over calls in any way,
-        but each comes once in a session.
+        but each weight must come exactly once in a session.
 
         On a GPU the copies are queued on the current CUDA stream. check: function that raises an error for a weight
         that does not fit the model; it is not called for weights that the copy plan covers. Raises RuntimeError when
@@ -84,7 +84,7 @@ class ModelLoader:
         with torch.no_grad():
             if self._plan is not None and self._plan.load(weights):
                 if weights:
-                    self._confirm()  # this is done here, while the GPU copies and the next weights are on their way
+                    self._confirm()  # The check overlaps with the GPU copies and the arrival of the next weights.
                 return
         if check is not None:
             for name, tensor in weights:
@@ -121,17 +121,16 @@ class ModelLoader:
         """Memory within the live parameters, by weight name, into which weights can be written before `load`. Empty
         when the recorded copies do not fit the session.
 
-        It is the same mapping as long as the parameters stay where they are.
+        The mapping stays the same as long as the parameters stay at the same places in memory.
         """
         return _NOWHERE if self._looked is None else self._targets
 
     def served(self) -> Callable[[ParameterDigest], Sequence[torch.Tensor]]:
-        """Return a function that reads a weight, as it was sent, back from the live parameters. It returns no tensor
-        for a weight that cannot be read back exactly.
-
-        With recorded copies, these are the weights of which this worker has all elements: with tensor parallelism, the
-        unsplit ones. Without them, because the model was loaded layer by layer, only the parameters of modules whose
-        weights no kernel repacks (such as norms) are read. None are if the loaders convert weights.
+        """Return a function that reads a weight, as it was sent, back from the live parameters. The function returns no
+        tensor for a weight that cannot be read back exactly. If the copies were recorded, it can read the weights that
+        are complete in this worker; with tensor parallelism, these are the weights that are not split. If the model was
+        loaded layer by layer, there are no recorded copies, and it can read only parameters that no kernel repacks,
+        such as norms. If the loaders convert weights, it can read none.
         """
         plan = self._plan
         if plan is not None and plan.places.stand():
@@ -145,7 +144,7 @@ class ModelLoader:
 
     def abandon(self) -> None:
         """End a session that failed half way. The model holds a mix of two versions, but the next session starts from
-        the beginning; without this call, vLLM's layerwise reload would keep counting from where this session
+        the beginning. Without this call, vLLM's layerwise reload would continue to count from where this session
         stopped."""
         self._recorder, self._looked = None, None
         if not self.in_place:
@@ -153,8 +152,8 @@ class ModelLoader:
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
 
     def _confirm(self) -> None:
-        """Check, once a session, that the model still computes with the parameters being written. Raises RuntimeError
-        when it does not."""
+        """Check, once per session, that the model still computes with the parameters that are being written. Raises
+        RuntimeError if it does not."""
         if self._looked is None or self._confirmed:
             return
         assert self._plan is not None

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 _STACKED = re.compile(r"^(?P<layer>.*\.)mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
 _ROUTER = re.compile(r"^(?P<layer>.*\.)mlp\.gate\.(?P<rest>.*)$")
 _EXPERT_STYLES = {
-    # (module in the checkpoint, gate, up, down)
+    # The four names are those of the module in the checkpoint and of its gate, up and down projections.
     "qwen": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 }
@@ -98,8 +98,8 @@ class WeightNames:
     def checkpoint(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under their names in a checkpoint, as views.
 
-        A tied weight is yielded under all its names, because vLLM's layerwise reload unties them, and a weight that is
-        not sent would keep its old value.
+        A tied weight is yielded under all its names. vLLM's layerwise reload unties the names, so a name without a new
+        value would keep its old one.
         """
         seen: set[str] = set()
         for name, tensor in named:

@@ -7,10 +7,9 @@
 
 The engine orders the first three over a socket to each worker (`links`), and a thread in the worker carries them
 out. `drop` is called through vLLM: `WeightWorker` is mixed into vLLM's worker class, whose methods can be called by
-name (`collective_rpc`). The rest of this module is a weight-transfer engine of vLLM's own API, registered as
-`headrace`. vLLM's own update session is not used, for two reasons: it would receive in the worker's only thread, which
-could generate nothing meanwhile; and each of its calls goes through the engine process, which takes a millisecond each
-way.
+name (`collective_rpc`). The rest of this module is a weight-transfer engine for vLLM's API, registered as `headrace`.
+vLLM's own update session is not used, for two reasons: it would receive in the worker's only thread, which could
+generate nothing meanwhile; and each of its calls goes through the engine process, which takes a millisecond each way.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class StagedVersion(library.WeightTransferUpdateInfo):
 
 
 class StagedWeightEngine(library.WeightTransferEngine):
-    """vLLM weight-transfer engine that loads weight versions from this worker's WeightInbox. The versions were staged
-    there before or, with `staging: none`, arrive during the load."""
+    """vLLM weight-transfer engine that loads weight versions from this worker's WeightInbox. A version was staged there
+    earlier or, with `staging: none`, arrives during the load."""
 
     init_info_cls = InboxInfo
     update_info_cls = StagedVersion
@@ -102,7 +101,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self.loader.start(self._names, () if self._inbox is None else self._inbox.names)
 
     def receive_weights(self, update_info: StagedVersion) -> None:
-        """Load the prepared version into the model. Raises ValueError when that version is not the prepared one."""
+        """Load the prepared version into the model. Raises ValueError when the requested version is not the prepared
+        one."""
         inbox, names = self._opened()
         if self._update is None or self._update.version != update_info.version:
             raise ValueError(f"weights: version {update_info.version} was not prepared; {self._state.describe()}")
@@ -140,7 +140,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Carry out an order from the engine, to prepare, load or verify a version. Runs in the link's thread."""
         link = self._link
         assert link is not None
-        with torch.cuda.stream(self._stream):  # this has no effect if the stream is None
+        with torch.cuda.stream(self._stream):  # The context has no effect if the stream is None.
             if order.prepare is not None:
                 state = self._prepare(order.prepare)
                 link.answer(order, state=state)
@@ -154,7 +154,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 link.answer(order, verified=self._verify(order.verify))
 
     def _tell_received(self, num_received: int) -> None:
-        """Report to the engine how many buckets have been received, at most once in TELL_EVERY_S seconds."""
+        """Report to the engine how many buckets have been received, at most once per TELL_EVERY_S seconds."""
         now = time.monotonic()
         if self._link is not None and now >= self._told + TELL_EVERY_S:
             self._told = now
@@ -178,7 +178,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
             state = PrepareState(update.version, "failed", kind="transfer", error=str(error))
         except ValueError as error:
             state = PrepareState(update.version, "failed", kind="value", error=str(error))
-        except Exception as error:  # a thread's exception would be lost, so the engine raises it
+        except Exception as error:  # An exception in this thread would be lost, so the engine raises it.
             state = PrepareState(update.version, "failed", kind="transfer", error=f"{type(error).__name__}: {error}")
         if state.phase == "failed" and self._inbox is not None:
             self._inbox.drop(update.version)
@@ -191,14 +191,14 @@ class StagedWeightEngine(library.WeightTransferEngine):
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
-            # A last step of requests that have ended can still be running, but its tokens are dropped.
+            # The last step of requests that have ended can still be running, but its tokens are dropped.
             self.start_weight_update()
             self.receive_weights(StagedVersion(version))
             self.finish_weight_update()
             inbox, _ = self._opened()
             inbox.committed(version)
             self._update = None
-        except Exception as failure:  # the engine raises the error, for all workers at once
+        except Exception as failure:  # The engine raises the error, for all workers at once.
             error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
             try:
                 self.loader.abandon()
@@ -210,7 +210,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         try:
             with torch.no_grad():
                 return VerifyReport(*compare_digests(digests, self.loader.served(), self._engine))
-        except Exception as error:  # the engine raises it, for all workers at once
+        except Exception as error:  # The engine raises the error, for all workers at once.
             return VerifyReport(0, f"{type(error).__name__}: {error}")
 
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
@@ -220,8 +220,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
             first = not got
             got.update(name for name, _ in whole)
             if not self.loader.in_place:
-                # Layerwise reload keeps tensors until their layer is whole, but these are valid only until the next
-                # bucket.
+                # Layerwise reload keeps tensors until their layer is complete, but these tensors are valid only until
+                # the next bucket.
                 whole = [(name, tensor.clone()) for name, tensor in whole]
             self.loader.load(whole, names.check_one)
             if first and got:
@@ -243,7 +243,7 @@ class WeightWorker:
     parallel_config: Any
 
     def headrace_keep_logprobs(self, keep: bool) -> None:
-        """Keep the log-probs of all tokens that are sampled from now on, or no longer. All tensor-parallel workers
+        """Start or stop keeping the log-probs of all tokens that are sampled from now on. All tensor-parallel workers
         sample the same tokens, so only the first keeps anything."""
         kept: SampledLogprobs | None = vars(self).pop("headrace_logprobs", None)
         if kept is not None:
@@ -262,7 +262,7 @@ class WeightWorker:
         self.weight_transfer_engine.drop(version)
 
     def headrace_used_bytes(self) -> bytes:
-        """Return the number of bytes in use on this worker's GPU, by whatever process."""
+        """Return the number of bytes in use on this worker's GPU, by all processes together."""
         free, total = torch.cuda.mem_get_info()
         return messages.encode(total - free)
 
@@ -271,6 +271,6 @@ class WeightWorker:
         self.weight_transfer_engine.shutdown()
 
 
-if BACKEND not in library.WeightTransferEngineFactory._registry:  # this module is imported once in every worker
+if BACKEND not in library.WeightTransferEngineFactory._registry:  # Every worker imports this module once.
     library.WeightTransferEngineFactory.register_engine(BACKEND, StagedWeightEngine)
     library.take_what_is_free()
