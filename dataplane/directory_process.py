@@ -1,7 +1,7 @@
 """Runs the directory (the metadata service) with its store and its sockets: in a process of its own, or as a Ray actor.
 
-The process without Ray runs this module, started by `factory.py`; it must not import Ray, which would take a second.
-Ray only starts and ends the actor; requests reach it through its sockets, too.
+The process without Ray runs this module, started by `factory.py`; it must not import Ray, because the import would take
+a second. Ray only starts and ends the actor; requests reach the actor through sockets, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class HostedDirectory:
         """Start the store, and start to answer requests. Returns a description of the directory with its address.
 
         name: name of the directory's Unix socket. host: IP address at which clients of other hosts reach the directory;
-        "" when all clients are on this host, and then it listens only on a Unix socket. Raises the errors of the store.
+        "" when all clients are on this host, so that the directory listens only on a Unix socket. Raises the errors of
+        the store.
         """
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Each thread of a client takes a file descriptor, so the soft limit is raised to the hard limit.
@@ -88,7 +89,7 @@ class HostedDirectory:
 
 
 def directory_name(run_id: str) -> str:
-    """Return the name of a run's directory: of its Unix socket, and of its Ray actor if it has one."""
+    """Return the name of a run's directory, which its Unix socket and its Ray actor use."""
     return f"headrace-{run_id}-directory"
 
 
@@ -106,8 +107,8 @@ class DirectoryActor:
         self._directory = HostedDirectory(config, build_host)
 
     async def start(self, name: str, one_host: bool) -> Started | Exception:
-        """Start the directory; see `HostedDirectory.start`. If the store could not be started, return the error instead
-        of raising it, because Ray would wrap it. one_host: whether all clients are on the actor's host."""
+        """Start the directory; see `HostedDirectory.start`. An error of the store is returned instead of raised,
+        because Ray would wrap a raised error. one_host: whether all clients are on the actor's host."""
         import ray
 
         try:
@@ -154,7 +155,7 @@ def start_actor(
 
 def stop_actor(actor: Any) -> None:
     """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, because the
-    actor has then ended, too."""
+    actor ended with Ray."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 

@@ -1,22 +1,22 @@
-"""The data plane's exceptions.
+"""Defines the data plane's exceptions.
 
 DataPlaneError
-├── SchemaMismatch       (also ValueError)  a put or read that the partition's schema does not allow
-├── DuplicateKeys        (also ValueError)  a key twice in one put
-├── AlreadyWritten       (also ValueError)  a (key, field) written before, and no replace=True
-├── KeysNotFound         (also KeyError)    keys the partition does not hold
-├── FieldsNotReady       keys are there, some of the wanted fields are not written yet
-├── RowsCleared          a receipt that outlived its rows
-├── ForeignReceipt       (also ValueError)  a receipt of another run, or of another data plane in this process
-├── LeaseLost            release of rows whose lease ended meanwhile
-├── SamplerError         a task's sampler raised, or chose what it was not offered
-├── IntegrityError       bytes read differ from the bytes written
-├── DataPlaneTimeout     (also TimeoutError) a bounded wait ran out
-│   ├── ClaimTimeout     not enough rows became ready
-│   └── CapacityExceeded no room became free
-└── PeerLost             a process of the data plane died or did not answer within its bound
-    ├── DirectoryLost
-    └── StoreLost
+├── SchemaMismatch       (also ValueError)  a put or read is not allowed by the partition's schema
+├── DuplicateKeys        (also ValueError)  a key occurs twice in one put
+├── AlreadyWritten       (also ValueError)  a put would write a field that its row has, without replace=True
+├── KeysNotFound         (also KeyError)    some of the keys do not exist in the partition
+├── FieldsNotReady       the keys exist, but some of the wanted fields are not written yet
+├── RowsCleared          a receipt was used after its rows were cleared or replaced
+├── ForeignReceipt       (also ValueError)  a receipt comes from another run or another data plane
+├── LeaseLost            rows were released after their lease had ended
+├── SamplerError         a task's sampler raised an error or chose wrong rows
+├── IntegrityError       the bytes that were read differ from the bytes that were written
+├── DataPlaneTimeout     (also TimeoutError)  a wait exceeded its time limit
+│   ├── ClaimTimeout     not enough rows became ready in time
+│   └── CapacityExceeded no space became free in time
+└── PeerLost             a process of the data plane died or did not answer in time
+    ├── DirectoryLost    this is the process of the directory
+    └── StoreLost        this is a process of the store
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class LeaseLost(DataPlaneError):
 
 
 class SamplerError(DataPlaneError):
-    """A task's sampler, which chooses the rows of a claim, raised an error or chose wrong rows. Wrong are rows that it
-    was not offered, or one row twice. No row was leased."""
+    """A task's sampler, which chooses the rows of a claim, raised an error or chose wrong rows. A choice is wrong if it
+    has a row that was not offered, or one row twice. No row was leased."""
 
 
 class IntegrityError(DataPlaneError):

@@ -34,7 +34,7 @@ from .stores.registry import StorageUnitProcess, store_entry
 CHILD_END_TIMEOUT_S = 20.0
 """Seconds that the process of the directory may take to end the store and itself."""
 TEXT_TIMEOUT_S = 30.0
-"""Seconds that the directory may take to answer a process that has only its handle's text."""
+"""Seconds that the directory may take to answer a process that joins with the text of a handle."""
 
 
 class DataPlane:
@@ -51,7 +51,7 @@ class DataPlane:
         at_exit: Callable[[], None] | None,
     ) -> None:
         """end: function that ends the store and the directory. at_exit: function to call when the program ends without
-        having called `close`, so that its rows do not stay in memory; None when they go by themselves."""
+        having called `close`, so that its rows do not stay in memory; None when the rows vanish with the process."""
         self.handle = handle
         """Handle with which other processes connect; `handle.to_text()` returns it as a short text."""
         self.host = host
@@ -103,10 +103,10 @@ def open_data_plane(
     config: None uses the defaults. run_id: letters, digits, `-`, `_` and `.`; None generates one. in_process: True runs
     the directory in a thread of this process, for clients of this process only. process: True runs it in a process of
     its own, without Ray, which ends when this process ends. With neither, it runs in one named Ray actor that reserves
-    no CPU (Ray must be initialised). one_host: for the Ray actor; True says that all clients are on its host. listen:
-    with process=True, IP address of this host at which clients of other hosts reach the data plane; "" when all clients
-    are on this host. On one host nothing listens beyond it, and `store.kind=auto` means `shm`; else it means `tcp`.
-    start_timeout_s: seconds that the directory's process may take to start.
+    no CPU (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listen: with
+    process=True, IP address of this host at which clients of other hosts reach the data plane; "" when all clients are
+    on this host. On one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means
+    `tcp`. start_timeout_s: seconds that the directory's process may take to start.
 
     Raises ValueError for a malformed run_id or arguments that exclude each other, when Ray is needed but not
     initialised, and when this machine cannot provide what the configuration asks for. Raises DirectoryLost or StoreLost
@@ -119,7 +119,7 @@ def open_data_plane(
     if in_process and process:
         raise ValueError("open_data_plane: got in_process=True and process=True, expected one of them at most")
     if listen and not process:
-        raise ValueError(f"open_data_plane: got listen={listen!r} without process=True, which alone listens there")
+        raise ValueError(f"open_data_plane: got listen={listen!r} without process=True, expected both or neither")
     if in_process:
         return _open_in_process(config, run_id)
     if process:
@@ -196,7 +196,7 @@ def connect_async(handle: DataPlaneHandle | str, *, name: str = "") -> AsyncData
 
     Attaches to the store now, which may block for milliseconds and raises StoreLost when the store is not running. The
     connection to a directory in another process is opened by the first call, which raises DirectoryLost when the
-    directory is not running; a handle's text makes this function ask the directory now.
+    directory is not running. For a handle's text, this function asks the directory now.
     """
     handle, link = _joined(handle, connect_now=False)
     return AsyncDataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
@@ -206,9 +206,9 @@ def open_storage_unit(handle: DataPlaneHandle | str, *, listen: str) -> StorageU
     """Start a storage unit on this host for a data plane with the store `tcp` that was opened on another host.
 
     Clients of this host then write to it, through shared memory. listen: IP address of this host at which other hosts
-    reach the unit. It runs until `close`, or until this process ends; its rows are lost then. Raises ValueError for
-    other kinds of store and when /dev/shm has too little room, and DirectoryLost or StoreLost when the directory or the
-    new unit does not answer.
+    reach the unit. The unit runs until `close`, or until this process ends; its rows are lost then. Raises ValueError
+    for other kinds of store and when /dev/shm has too little room, and DirectoryLost or StoreLost when the directory or
+    the new unit does not answer.
     """
     handle, link = _joined(handle, connect_now=True)
     try:

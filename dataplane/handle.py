@@ -25,7 +25,7 @@ class DataPlaneHandle:
     config: DataPlaneConfig
     store: StoreSpec
     actor_name: str
-    """Name of the Ray actor that runs the directory (the metadata service); "" when no Ray actor does."""
+    """Name of the Ray actor that runs the directory (the metadata service); "" when it does not run in a Ray actor."""
     address: DirectoryAddress | None
     """Address at which the directory (the metadata service) listens; None when the directory runs in the process that
     opened it."""

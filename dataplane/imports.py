@@ -42,8 +42,8 @@ def import_object(path: str, what: str) -> Any:
 
 
 def import_each(modules: Sequence[str]) -> None:
-    """Import `modules`, one after another. A module that cannot be imported is passed over: the code that needs it
-    imports it again and reports the error."""
+    """Import `modules`, one after another. A module that cannot be imported is skipped: the code that needs it imports
+    it again and reports the error."""
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -72,8 +72,8 @@ class KVBatchMeta:
     """Group number of each row, int64 `[N]`: the rows of one prompt form a group, and its number is unique in the
     directory."""
     tags: Mapping[str, np.ndarray]
-    """Tags of the rows: name -> a number or a text for each row, numpy array `[N]` (dtype object for texts), to filter
-    and balance rows without reading them. A tag is included only when every row of the receipt was given it."""
+    """Tags of the rows: name -> a number or a text for each row, numpy array `[N]` (dtype object for texts), for
+    filtering and balancing rows without reading them. A tag is included only when every row of the receipt has it."""
     blocks: tuple[BlockRef, ...]
     """Blocks that hold the rows; `sources` refer to them by their position here."""
     sources: tuple[RowSource, ...]
@@ -92,16 +92,16 @@ class KVBatchMeta:
         return len(self.keys)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
-        """Return a receipt for the rows at `indices` (int `[M]`, repeats allowed), with only the blocks they need. It
-        has their keys and locations in that order, without content.
+        """Return a receipt for the rows at `indices` (int `[M]`, repeats allowed), with only the blocks that these rows
+        need. It has their keys and locations in that order, without content.
 
-        Raises IndexError when an index is out of range, and ValueError for anything but one dimension of integers (for
-        masks there is `where`).
+        Raises IndexError when an index is out of range, and ValueError for anything but one dimension of integers (use
+        `where` for masks).
         """
         index = np.asarray(indices)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise ValueError(
-                f"select: got {index.dtype} {list(index.shape)}, expected one dimension of integers (masks: where)"
+                f"select: got {index.dtype} {list(index.shape)}, expected 1-D integers; `where` takes masks"
             )
         index = index.astype(np.int64)
         picked = [(source, source.block[index]) for source in self.sources]
@@ -134,9 +134,9 @@ class KVBatchMeta:
         return self.select(np.flatnonzero(mask))
 
     def split(self, parts: int | Sequence[int]) -> list[KVBatchMeta]:
-        """Split this receipt into several receipts for consecutive rows. parts: the number of receipts, whose numbers
-        of rows then differ by at most one, or a list of their numbers of rows, which must sum to N. Raises ValueError
-        for other numbers."""
+        """Split this receipt into several receipts for consecutive rows. parts: the number of receipts, or a list of
+        their numbers of rows, which must sum to N. Given their number, the receipts differ by at most one row. Raises
+        ValueError for other numbers."""
         if isinstance(parts, int):
             if parts < 1:
                 raise ValueError(f"split: got {parts} parts, expected at least 1")
@@ -151,10 +151,10 @@ class KVBatchMeta:
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
         """Return a receipt for the rows of this receipt followed by those of `others`.
 
-        Raises ValueError unless data plane, partition, fields and tags of all receipts are the same, and their schemas,
-        too, except for fields that were added to the partition between two receipts. If all receipts have the same
-        lease, the result keeps it. If not, the result has no lease, and the receipts that `claim` returned must be
-        released instead of it.
+        If all receipts have the same lease, the result keeps it. Otherwise the result has no lease, and the receipts
+        that `claim` returned must be released instead of it. Raises ValueError unless all receipts have the same data
+        plane, partition, fields and tags. Their schemas must also be the same, except for fields that were added to the
+        partition between two receipts.
         """
         metas = (self, *others)
         for other in others:
@@ -189,7 +189,7 @@ class KVBatchMeta:
         have the same keys in the same order, from one data plane, and agree in the rows' lengths.
         """
         if (self.plane_id, self.partition, self.keys) != (other.plane_id, other.partition, other.keys):
-            raise ValueError("merge_fields: the receipts are not of the same keys in the same order of one data plane")
+            raise ValueError("merge_fields: the receipts differ in data plane, keys or the order of keys")
         kept = tuple(name for name in self.fields if name not in set(other.fields))
         lengths = self.lengths
         if any(other.schema[name].kind is Kind.PER_TOKEN for name in other.fields):
@@ -253,11 +253,11 @@ class KVBatchMeta:
         """Decode a receipt that `to_bytes` encoded. Raises ValueError for other bytes and for damaged ones."""
         body = data[_SUM_BYTES:]
         if len(data) < _SUM_BYTES or xxhash.xxh3_64_digest(body) != data[:_SUM_BYTES]:
-            raise ValueError(f"not a receipt, or a damaged one: the checksum of its {len(data)} bytes does not fit")
+            raise ValueError(f"these {len(data)} bytes are not a receipt, or are damaged: their checksum is wrong")
         try:
             return _from_body(body)
         except Exception as error:  # Bytes of another version or program can raise any error.
-            raise ValueError(f"not a receipt of format {_FORMAT} ({len(data)} bytes): {error}") from error
+            raise ValueError(f"these {len(data)} bytes are not a receipt of format {_FORMAT}: {error}") from error
 
 
 def _from_body(body: bytes) -> KVBatchMeta:
@@ -265,7 +265,7 @@ def _from_body(body: bytes) -> KVBatchMeta:
     items = msgspec.msgpack.decode(body)
     mark, plane_id, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = items
     if mark != _FORMAT:
-        raise ValueError(f"it says {mark!r}")
+        raise ValueError(f"their format is {mark!r}")
     lengths, versions, groups = map(unpack_ints, columns)
     field_sets = [tuple(names) for names in sets]
     return KVBatchMeta(
@@ -352,8 +352,9 @@ def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple
 
 
 def _joint_schema(op: str, metas: Sequence[KVBatchMeta]) -> Schema:
-    """Return the schema of the receipt that was issued last. It has the fields of the others and those that were added
-    to the partition since. Raises ValueError when the schemas differ in another way. op: name for the error."""
+    """Return the schema of the receipt that was issued last. It has the fields of the other receipts, and fields that
+    were added to the partition since then. Raises ValueError when the schemas differ in another way. op: name of the
+    operation for the error."""
     newest = max((meta.schema for meta in metas), key=len)
     for meta in metas:
         if any(newest.get(name) != field for name, field in meta.schema.items()):
@@ -380,7 +381,7 @@ def _remap(source: RowSource, block_map: np.ndarray) -> RowSource:
 
 def _concat_sources(metas: Sequence[KVBatchMeta], maps: Sequence[np.ndarray]) -> tuple[RowSource, ...]:
     """Concatenate the sources of several receipts. maps: for each receipt, its block numbers in the merged list. Fields
-    that share a source in every receipt share one in the result; other fields get sources of their own."""
+    that share a source in every receipt share one in the result; each other field gets a separate source."""
     source_of = [{name: source for source in meta.sources for name in source.fields} for meta in metas]
     sets: dict[tuple[int, ...], list[str]] = {}
     for name in metas[0].fields:

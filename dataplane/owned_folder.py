@@ -46,7 +46,7 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
             except OSError:  # The folder exists already.
                 if not _remove_stale(folder) and attempt:
                     time.sleep(_PAUSE_S)  # Another process holds the lock for a moment while it checks the owner.
-        raise ValueError(f"run_id {run_id!r}: a living run has the folder {folder}; choose another")
+        raise ValueError(f"run_id {run_id!r}: a running run owns the folder {folder}; choose another run_id")
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         os.close(owner)
@@ -111,7 +111,7 @@ def try_lock(path: Path) -> int | None:
 
 def process_start(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot, or None when it has ended. A zombie counts as ended
-    once its last thread has: until then it can write.
+    once its last thread has ended, because until then it can write.
 
     The pid together with the start time identifies a process uniquely, whereas pids alone are reused.
     """

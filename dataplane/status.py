@@ -21,7 +21,7 @@ class DataPlaneStatus:
     """Snapshot of the data plane: rows and leases of one partition or of all, and bytes of the whole run."""
 
     partitions: dict[str, int]
-    """Number of rows of each partition, by name. Holds all partitions, or only the one that was asked for."""
+    """Number of rows of each partition, by name. The dict has all partitions, or only the requested one."""
     rows: int
     ready: dict[str, int]
     """Number of rows in which a field is written, by field name, summed over `partitions`."""
@@ -42,14 +42,14 @@ class DataPlaneStatus:
     waiting_puts: int = 0
     """Number of puts that wait for space."""
     stale_rows: int = 0
-    """Number of rows that are ready, but whose version is below the `min_version` of their task's latest claim, and
-    that wait to be cleared."""
+    """Number of ready rows that are too old: their version is below the `min_version` of their task's latest claim.
+    They wait to be cleared."""
     store_kind: str = ""
     store_bytes: int = 0
     """Number of bytes that the store reports as held, without `bytes_credit`."""
     bytes_unfreed: int = 0
     """Number of bytes of cleared blocks that the store still holds, because one of its processes has not answered or a
-    writer still uses them; 0 unless something is stuck or very slow."""
+    writer still uses them; 0 unless a process is stuck or very slow."""
 
     def to_bytes(self) -> bytes:
         """Encode the values by position, without the fields' names. The message is kept small, because the driver asks
@@ -70,16 +70,16 @@ class TaskStatus:
     rows: int
     """Number of rows in the partition."""
     ready: int
-    """Number of rows that are free and have all of the fields asked about. A claim may still have to wait, for the
-    other rows of a group or for its sampler."""
+    """Number of free rows that have all requested fields. A claim may still have to wait for the other rows of a group
+    or for its sampler."""
     leased: int
     done: int
     """Number of rows that the task has finished."""
     not_ready: int
-    """Number of rows that are free but lack one of the fields asked about."""
+    """Number of free rows that lack one of the requested fields."""
     next_prompt: int | None
-    """Lowest position in the prompt stream that is not settled, which means that no claim took its prompt yet; None for
-    a task whose sampler does not follow the prompts."""
+    """Lowest position in the prompt stream that is not settled, so that its prompt is still awaited. None for a task
+    whose sampler does not follow the prompts."""
     settled_ahead: int
     """Number of settled positions after `next_prompt`; 0 for a task whose sampler does not follow the prompts."""
 
@@ -111,8 +111,8 @@ class PartitionRows:
 
     partition: str
     keys: np.ndarray
-    """Ids of the rows, dtype object (str) `[N]`. `keys[rows.tags["source"] == "math"]` may be given to `lookup` as it
-    is."""
+    """Ids of the rows, dtype object (str) `[N]`. `keys[rows.tags["source"] == "math"]` can be given to `lookup`
+    directly."""
     lengths: np.ndarray
     """Number of tokens of each row, int64 `[N]`; 0 for rows without PER_TOKEN fields."""
     versions: np.ndarray
@@ -155,14 +155,14 @@ class PartitionRows:
         try:
             return _from_bytes(data)
         except Exception as error:  # Bytes of another version or program can raise any error.
-            raise ValueError(f"not a list of rows ({len(data)} bytes): {error}") from error
+            raise ValueError(f"these {len(data)} bytes are not a list of rows: {error}") from error
 
 
 def _from_bytes(data: bytes) -> PartitionRows:
-    """Decode the bytes of a list of rows. Bytes that are not one may raise any exception."""
+    """Decode the bytes of a list of rows. Other bytes may raise any exception."""
     mark, partition, keys, columns, names, tags, tagged, written = msgspec.msgpack.decode(data)
     if mark != _FORMAT:
-        raise ValueError(f"it says {mark!r}, expected {_FORMAT!r}")
+        raise ValueError(f"their format is {mark!r}, expected {_FORMAT!r}")
     lengths, versions, numbers, index = map(unpack_ints, columns)
     rows = PartitionRows(
         partition,

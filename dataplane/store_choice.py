@@ -32,8 +32,8 @@ def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
 
 
 def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
-    """Raise ValueError when this host, as it is now, cannot provide the configured store, or must not. A store that
-    accepts any peer on the network is refused unless the user allows it (see `check_trust`). Starts nothing.
+    """Raise ValueError when this host cannot provide the configured store now, or must not. A store that accepts any
+    peer on the network is refused unless the user allows it (see `check_trust`). Starts nothing.
 
     A dry run calls it on the host where the data plane would be opened.
     """

@@ -23,18 +23,18 @@ ROWS_A_CLAIM = 64
 
 
 class StreamingDataset(IterableDataset):
-    """Iterates over a partition's rows as they become ready, each of which goes to one iteration only.
+    """Iterates over a partition's rows as they become ready. Each row goes to only one iteration.
 
     It yields a `Batch` for each claim or, with `batch_size=None`, each row as a dict from field to value. Give it to a
     `DataLoader` with `batch_size=None`, whose default `collate_fn` makes each `Batch` a dict of the same columns. Each
     worker of the loader connects for itself, and the workers share the rows among them.
 
-    Rows are released as done when the rows after them are asked for. When an iteration is abandoned (`break`, an error,
-    the end of a worker), the rows that it yielded last are given back. So without workers every row is trained on at
-    least once: rows that were not finished when the trainer died are claimed again, `lease_s` later. A worker asks for
-    rows ahead of the trainer. With workers, rows that were loaded but not trained on when the loader ends or the
-    trainer dies, up to `prefetch_factor` batches of each worker, may count as done, and each row is trained on at most
-    once unless a worker dies.
+    Rows are released as done when the next item is requested. When an iteration is abandoned (`break`, an error, the
+    end of a worker), the rows that it yielded last are given back. So without workers every row is trained on at least
+    once: rows that were not finished when the trainer died are claimed again, `lease_s` later. A worker asks for rows
+    ahead of the trainer. When the loader ends or the trainer dies, up to `prefetch_factor` batches of each worker are
+    loaded but not trained on, and their rows may count as done. So with workers, each row is trained on at most once
+    unless a worker dies.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class StreamingDataset(IterableDataset):
     ) -> None:
         """Nothing is claimed before the first item is asked for. handle: a handle, or its text.
 
-        batch_size, at_least, whole_groups, arguments, timeout_s: as `n` and its namesakes of `DataPlaneClient.claim`;
-        with `batch_size=None` only `arguments` and `timeout_s` can be given. stop_after: number of rows after which an
-        iteration ends, over all workers, a multiple of batch_size; None sets no end. on_timeout: with `stop`, an
-        iteration ends when too few rows become ready within `timeout_s`; with `raise`, it raises ClaimTimeout. clear:
-        whether rows are removed from the partition when they are done. with_receipts: whether to yield pairs of a batch
-        or row and its receipt, by whose keys results can be written.
+        batch_size, at_least, whole_groups, arguments, timeout_s: as `n` and the arguments of the same names of
+        `DataPlaneClient.claim`; with `batch_size=None` only `arguments` and `timeout_s` can be given. stop_after:
+        number of rows after which an iteration ends, over all workers, a multiple of batch_size; None sets no end.
+        on_timeout: with `stop`, an iteration ends when too few rows become ready within `timeout_s`; with `raise`, it
+        raises ClaimTimeout. clear: whether rows are removed from the partition when they are done. with_receipts:
+        whether to yield pairs of a batch or row and its receipt. Results can be written under the receipt's keys.
 
         An iteration raises the errors of `connect`, `claim`, `get` and `release`. Raises ValueError for arguments that
         exclude each other.
@@ -102,8 +102,8 @@ class StreamingDataset(IterableDataset):
                 left = None if left is None else left - len(meta)
 
     def _rows_of_worker(self) -> int | None:
-        """Return the number of rows after which the iteration of this worker ends; None for no end. The rows of all
-        workers together are `stop_after`."""
+        """Return the number of rows after which the iteration of this worker ends; None for no end. The numbers of all
+        workers add up to `stop_after`."""
         worker = get_worker_info()
         if self._stop_after is None or worker is None:
             return self._stop_after
@@ -151,8 +151,8 @@ class StreamingDataset(IterableDataset):
             client.clear(self._partition, meta.keys)
 
     def _give_back(self, client: DataPlaneClient, meta: KVBatchMeta, num_done: int) -> None:
-        """Release the first `num_done` rows as done and the others for retry. A failure is only logged: the rows return
-        by themselves when their lease is not renewed."""
+        """Release the first `num_done` rows as done and the others for retry. A failure is only logged: the rows can be
+        claimed again when their lease expires."""
         try:
             if num_done:
                 self._finish(client, meta.select(np.arange(num_done)))

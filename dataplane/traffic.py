@@ -20,8 +20,8 @@ EDGES: tuple[float, ...] = tuple(
     1e-6 * 2 ** (step / STEPS_PER_OCTAVE) for step in range(OCTAVES * STEPS_PER_OCTAVE + 1)
 )
 """Bounds of the histograms' buckets in seconds, ascending: bucket i counts calls that took over EDGES[i - 1] and at
-most EDGES[i]. They go from 1 us to 18 minutes, each 19 % above the one before. A percentile therefore errs by at most
-19 %."""
+most EDGES[i]. The bounds go from 1 us to 18 minutes, each 19 % above the previous one. A percentile therefore errs by
+at most 19 %."""
 NUM_BUCKETS = len(EDGES) + 1
 """Number of buckets; the last one counts calls over the last edge."""
 
@@ -208,7 +208,7 @@ class Traffic:
 _Packed = tuple[str, int, bytes, list[int]]
 """Encoded counts of one operation: its name, number of bytes, sums as float32, and integer counts. The integers are the
 calls, the calls that moved bytes, and (bucket, count) of each bucket that is not empty. A single call has no such
-integers, and its seconds are its only sum."""
+integers, and its only sum is its seconds."""
 
 
 def _packed(op: str, of: OpTraffic) -> _Packed:

@@ -1,7 +1,7 @@
 """Starts a process of the data plane without Ray, which ends when the process that started it ends.
 
-The parent holds the writing end of the child's standard input. The child closes down when it reads its end, which comes
-when the parent closes it and also when the parent dies, however it dies.
+The parent holds the writing end of the child's standard input. The child closes down when this input ends. The input
+ends when the parent closes it or dies, however it dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ERRORS = (ValueError, StoreLost)
 
 
 class ChildProcess:
-    """A process that runs one module of Headrace, in a session of its own, so that Ctrl-C does not reach it."""
+    """A process that runs one module of Headrace, in a separate session, so that Ctrl-C does not reach it."""
 
     def __init__(self, module: str, setup: dict[str, Any], timeout_s: float) -> None:
         """Start the process, give it `setup` (plain JSON) and wait for its answer.
@@ -71,7 +71,8 @@ class ChildProcess:
             self._process.wait()
 
     def forget(self) -> None:
-        """Close the pipes in a process that was forked from the parent, or the child would outlive the parent."""
+        """Close the pipes in a process that was forked from the parent. Otherwise the child would outlive the
+        parent."""
         self._close_pipes()
 
     def _close_pipes(self) -> None:
@@ -120,8 +121,8 @@ os.register_at_fork(after_in_child=_forget_children)
 
 
 def serve_parent(start: Callable[[dict[str, Any]], tuple[Any, Callable[[], None]]]) -> None:
-    """Run a child process: read its setup, start what it is for, answer the parent, and close down. It closes when the
-    parent closes its standard input or ends.
+    """Run a child process: read its setup, call `start`, answer the parent, and close down. The child closes down when
+    the parent ends or closes the child's standard input.
 
     start: function (setup) -> (answer as plain JSON, function that closes what was started). A ValueError or
     DataPlaneError that it raises is raised in the parent.

@@ -1,12 +1,12 @@
 """Encodes requests and replies as frames, for a stream socket between a client and the directory.
 
 A frame is a header and a body. The header gives the number of bytes of the body, the number of the request, and the
-number of bytes of the op's name. The body is the op's name and the payload of a request, or a reply. A reply has the
-number of its request, and replies come in any order.
+number of bytes of the op's name (the op is the requested operation). The body is the op's name and the payload of a
+request, or a reply. A reply has the number of its request, and replies come in any order.
 
-A request may be followed by a frame with the same number and the op CANCEL, which has no reply of its own. The request
-is then answered soon: either as usual, or by saying that it was cancelled before it took effect. A connection begins
-with the handshake of `dataplane/security/handshake.py`, and frames follow it.
+A frame with the number of an earlier request and the op CANCEL cancels this request, and has no reply itself. The
+request is then answered soon: either as usual, or by a reply that it was cancelled before it took effect. A connection
+begins with the handshake of `dataplane/security/handshake.py`, and frames follow it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def __len__(self) -> int:
-        """Return the number of bytes received so far of a frame that is not complete."""
+        """Return the number of received bytes of a frame that is not complete."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[tuple[int, str, bytes]]:
@@ -72,7 +72,7 @@ class FrameReader:
         while end - position >= HEADER.size:
             nbytes, number, op_bytes = HEADER.unpack_from(data, position)
             if nbytes > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {nbytes} bytes, expected at most {MAX_FRAME_BYTES}")
+                raise ValueError(f"got a frame of {nbytes} bytes, expected at most {MAX_FRAME_BYTES}")
             body = position + HEADER.size
             if end - body < nbytes:
                 break

@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Seconds beyond a call's own time limit after which a directory that has not answered is considered lost."""
 TAKE_BACK_PART = 5
-"""Divisor of the grace: GRACE_S / TAKE_BACK_PART seconds are kept for undoing an interrupted call."""
+"""Divisor of GRACE_S: GRACE_S / TAKE_BACK_PART seconds are reserved for undoing an interrupted call."""
 
 Undo = Callable[[bytes], "tuple[str, bytes] | None"]
 """Function that builds the request to undo a call whose caller no longer waits for it. It takes the body of the reply
@@ -63,17 +63,18 @@ class Link(Protocol):
 
 def call_s(timeout_s: float) -> float:
     """Return how many seconds a call waits for its answer. It is the time limit `timeout_s` plus GRACE_S, minus the
-    part of GRACE_S that is kept for undoing the call."""
+    part of GRACE_S that is reserved for undoing the call."""
     return timeout_s + GRACE_S - take_back_s()
 
 
 def take_back_s() -> float:
-    """Return how many seconds an interrupted call waits for being undone. They are a part of GRACE_S."""
+    """Return how many seconds an interrupted call waits until it is undone. They are a part of GRACE_S."""
     return GRACE_S / TAKE_BACK_PART
 
 
 def undoing(undo: Undo | None, reply: bytes) -> tuple[str, bytes] | None:
-    """Return the (op, payload) that undoes what the directory did according to `reply`; None if nothing is to undo."""
+    """Return the (op, payload) that undoes what the directory did according to `reply`; None if there is nothing to
+    undo."""
     return undo(reply[1:]) if undo is not None and is_done(reply) else None
 
 
@@ -90,8 +91,8 @@ def lasting_effect(op: str, undo: Undo | None, reply: bytes) -> str:
 
 
 async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
-    """Wait for `future` for at most `timeout_s`, even if the caller's task is cancelled again meanwhile. Raises neither
-    for a timeout nor for an error of `future`: the caller raises its own error."""
+    """Wait for `future` for at most `timeout_s`, even if the caller's task is cancelled again in the meantime. A
+    timeout or an error of `future` is not raised, because the caller raises another error."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not future.done() and (left := deadline - loop.time()) > 0:
@@ -235,8 +236,8 @@ class _Call:
             self.taken_back.set_result("")
 
     def outcome(self) -> str:
-        """Return the end of the error for an abandoned call. It is what `lasting_effect` returns if the outcome is
-        known, else what `unknown_outcome` returns."""
+        """Return the end of the error for an abandoned call. It comes from `lasting_effect` if the outcome is known,
+        otherwise from `unknown_outcome`."""
         return self.taken_back.result() if self.taken_back.done() else unknown_outcome(self._op)
 
     def _start(self) -> None:
@@ -271,8 +272,8 @@ class _Call:
 
 
 async def _end_tasks() -> None:
-    """Wait until the calls that closing the service has interrupted have passed their errors to their callers. Calls
-    that are not done within a second are cancelled."""
+    """Wait until the calls interrupted by the end of the service have passed their errors to their callers. Calls that
+    are not done within a second are cancelled."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if others:
         _, pending = await asyncio.wait(others, timeout=1.0)

@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 2.0
 SETTLE_S = 0.005
-"""Seconds between two looks at the connections that are being closed."""
+"""Seconds between two checks of the connections that are being closed."""
 BACKLOG = 1024
 
 
@@ -35,7 +35,7 @@ class DirectoryServer:
     """Server of one directory service on sockets. All methods must be called on the service's event loop."""
 
     def __init__(self, service: DirectoryService, key: bytes) -> None:
-        """key: the run's key (`StoreSpec.key`), which clients must know, and which the server proves to know."""
+        """key: the run's key (`StoreSpec.key`). Clients and the server prove to each other that they know it."""
         self._service = service
         self._key = key
         self._sessions: set[_Session] = set()
@@ -61,7 +61,7 @@ class DirectoryServer:
 
     async def close(self) -> None:
         """Stop listening, let requests in progress end, and close all connections. Requests have END_TIMEOUT_S seconds
-        to be answered, and clients as long to read their answers. Idempotent."""
+        to be answered, and clients have the same time to read their answers. Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
@@ -136,7 +136,7 @@ class _Session(asyncio.Protocol):
             task.cancel()
 
     def end(self) -> None:
-        """Close the connection: a stranger's at once, a client's when it has read its answers."""
+        """Close the connection of a stranger at once, and that of a client when it has read its answers."""
         if self._stranger is not None:
             self._transport.abort()
         else:
@@ -148,13 +148,13 @@ class _Session(asyncio.Protocol):
 
     def _admit(self, stranger: Stranger, data: bytes) -> bytes:
         """Handle bytes of a connection whose client has not proved yet that it knows the run's key. Returns the bytes
-        that follow the handshake; b"" while it continues, and after it has failed, which ends the connection."""
+        that follow the handshake; b"" while it continues, and after a failed handshake, which ends the connection."""
         num_missing = stranger.num_missing
         part, rest = data[:num_missing], data[num_missing:]
         try:
             answer = stranger.hear(part)
             if rest and not stranger.has_proved:
-                raise HandshakeError("it did not wait for the server's part of the handshake")
+                raise HandshakeError("the client did not wait for the server's part of the handshake")
         except HandshakeError as error:
             _logger.warning("a connection was refused: %s", error)
             self._transport.abort()

@@ -39,7 +39,7 @@ class SocketLink:
     def __init__(self, address: DirectoryAddress, key: bytes, peer: str, *, connect_s: float | None) -> None:
         """Create a link to the directory at `address`, whose run has the key `key`.
 
-        connect_s: seconds for which to block this thread to connect now; None to connect with the first call. Raises
+        connect_s: seconds for which this thread may block to connect now; None connects with the first call. Raises
         DirectoryLost when no directory of the run listens there, or when it does not answer in this time.
         """
         self.peer = peer
@@ -210,9 +210,9 @@ class SocketLink:
 def _connected(address: DirectoryAddress, key: bytes, deadline: float) -> socket.socket:
     """Open a blocking connection to the directory, and carry out the handshake.
 
-    A directory that has too many new connections closes some of them, so this connects again until the deadline. Raises
-    TimeoutError at the deadline, ConnectionRefusedError when no server listens, and HandshakeError when the server does
-    not know the run's key.
+    A directory that has too many new connections closes some of them, so this function tries to connect until the
+    deadline. Raises TimeoutError at the deadline, ConnectionRefusedError when no server listens, and HandshakeError
+    when the server does not know the run's key.
     """
     while True:
         connection = _opened(address, deadline)
@@ -366,7 +366,7 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
 
 def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
     """Receive more bytes of a reply whose first bytes are `data`. Raises ConnectionResetError if the peer has closed
-    the connection, or if an empty `data` shows that it had closed it before."""
+    the connection. An empty `data` means that it had closed the connection before."""
     if not data:
         raise ConnectionResetError
     connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -396,7 +396,7 @@ class _Request:
     payload: bytes
     undo: Undo | None
     is_open: bool = False
-    """True while the request was sent and is still open: no reply has come, and it has not been undone."""
+    """Whether the request was sent, has no reply yet, and has not been undone."""
     lasting: str = ""
     """Text that `lasting_effect` returns for a request that was interrupted."""
 

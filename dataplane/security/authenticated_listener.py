@@ -1,8 +1,9 @@
 """Accepts connections, and hands over those whose clients have proved that they know the run's key.
 
-Until then a client is a stranger. It costs one descriptor and at most HELLO_BYTES bytes of memory, it has
-HANDSHAKE_TIMEOUT_S seconds, and there are never more than MOST_STRANGERS for one service. This holds for each service,
-whatever reads its connections: a thread of its own (`AuthenticatedListener`) or an event loop (the directory's server).
+Until then a client is called a stranger. A stranger costs one descriptor and at most HELLO_BYTES bytes of memory, it
+has HANDSHAKE_TIMEOUT_S seconds, and there are never more than MOST_STRANGERS for one service. This holds for each
+service, whatever reads its connections: a thread of its own (`AuthenticatedListener`) or an event loop (the directory's
+server).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from .handshake import HandshakeError, ServerHandshake, prove_to_server
 HANDSHAKE_TIMEOUT_S = 10.0
 """Seconds after which a connection is closed if its client has not proved that it knows the run's key."""
 MAX_STRANGERS = 128
-"""Number of strangers' connections above which an old one is closed whose client is slow, for each new one."""
+"""Number of strangers' connections above which each new one closes an old one with a slow client."""
 MOST_STRANGERS = 1024
-"""Largest number of strangers' connections. Above it the oldest is closed for each new one, whatever its client does;
-that client connects again."""
+"""Largest number of strangers' connections. Above this number, each new connection closes the oldest one, even if its
+client is not slow. That client connects again."""
 SLOW_S = 1.0
 """Seconds that a client may take to answer the server's part of the handshake before it counts as slow."""
 _LOOKED_AT = 8
-"""Number of strangers' connections, the oldest ones, that are searched for a slow one."""
+"""Number of the oldest strangers' connections that are searched for a slow client."""
 
 
 class Connection(Protocol):
@@ -66,7 +67,7 @@ class Stranger:
 
     def hear(self, data: bytes) -> bytes:
         """Continue the handshake with the client's next bytes, at most `num_missing`, and return what to send to it.
-        Raises HandshakeError when the client is none of this run."""
+        Raises HandshakeError when the client does not belong to this run."""
         self._received += data
         if self.num_missing:
             return b""
@@ -80,8 +81,8 @@ class Stranger:
         return b""
 
     def is_slow(self) -> bool:
-        """Return whether a client has been silent since it connected just now, or was answered SLOW_S seconds ago.
-        Bytes that have come but have not been read yet count."""
+        """Return whether the server waits for a client's bytes, and has waited SLOW_S seconds if it answered the client
+        before. A client with bytes that have arrived is not slow, even if they have not been read yet."""
         if self._challenged_s is not None and time.monotonic() < self._challenged_s + SLOW_S:
             return False
         poll = select.poll()
@@ -104,8 +105,8 @@ class Strangers:
         return next(iter(self._strangers), None)
 
     def add(self, stranger: Stranger) -> None:
-        """Add a stranger that has just connected, and close an old connection if there are too many. It is one whose
-        client is slow, or above MOST_STRANGERS the oldest one."""
+        """Add a stranger that has just connected, and close an old connection if there are too many. The closed
+        connection has a slow client or, above MOST_STRANGERS, is the oldest."""
         self._strangers[stranger] = None
         if len(self._strangers) <= MAX_STRANGERS:
             return
@@ -285,7 +286,7 @@ class AuthenticatedListener:
             self._strangers.end(oldest)
 
     def _hear(self, connection: socket.socket, stranger: Stranger) -> None:
-        """Read a stranger's next bytes, no more than the handshake needs, and carry the handshake on."""
+        """Read a stranger's next bytes, no more than the handshake needs, and continue the handshake."""
         try:
             received = connection.recv(stranger.num_missing)
             if not received:

@@ -62,7 +62,7 @@ class ClientHandshake:
         server_nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
         expected = _proof(self._key, b"server", self._service, self._nonce, server_nonce)
         if not hmac.compare_digest(proof, expected):
-            raise HandshakeError(f"the peer is not the {self._service} of this run: it does not know its key")
+            raise HandshakeError(f"the peer is not the {self._service} of this run: it does not know the run's key")
         return _proof(self._key, b"client", self._service, self._nonce, server_nonce)
 
 
@@ -81,10 +81,10 @@ class ServerHandshake:
         return HELLO_BYTES if self._expected is None else PROOF_BYTES
 
     def challenge(self, hello: bytes) -> bytes:
-        """Return the bytes that answer a client's `hello` (HELLO_BYTES bytes). Raises HandshakeError when these do not
-        begin with MAGIC."""
+        """Return the bytes that answer a client's `hello` (HELLO_BYTES bytes). Raises HandshakeError when `hello` does
+        not begin with MAGIC."""
         if len(hello) != HELLO_BYTES or hello[: len(MAGIC)] != MAGIC:
-            raise HandshakeError("its first bytes are not those of a client of this version of Headrace")
+            raise HandshakeError("the client's first bytes are not those of this version of Headrace")
         nonce = secrets.token_bytes(NONCE_BYTES)
         client_nonce = hello[len(MAGIC) :]
         self._expected = _proof(self._key, b"client", self._service, client_nonce, nonce)
@@ -94,7 +94,7 @@ class ServerHandshake:
         """Raise HandshakeError unless `proof` (PROOF_BYTES bytes) is the client's proof for the challenge given. The
         comparison takes constant time, so that its duration reveals nothing about the right proof."""
         if self._expected is None or not hmac.compare_digest(proof, self._expected):
-            raise HandshakeError("it did not prove that it knows the run's key")
+            raise HandshakeError("the client did not prove that it knows the run's key")
 
 
 def _proof(key: bytes, role: bytes, service: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
@@ -134,7 +134,7 @@ async def prove_to_server_async(
 
 
 def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Receive exactly `nbytes` bytes, whatever the pieces in which they come."""
+    """Receive exactly `nbytes` bytes, which may arrive in several pieces."""
     data = b""
     while len(data) < nbytes:
         connection.settimeout(left_s(deadline))
@@ -146,7 +146,8 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 def left_s(deadline: float) -> float:
-    """Return the seconds until `deadline`, by the clock `time.monotonic()`. Raises TimeoutError when it is over."""
+    """Return the seconds until `deadline`, by the clock `time.monotonic()`. Raises TimeoutError when the deadline has
+    passed."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError

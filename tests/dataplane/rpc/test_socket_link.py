@@ -127,7 +127,7 @@ def test_clients_of_other_hosts_come_over_tcp(served: Served) -> None:
 
 
 def test_who_does_not_know_the_key_is_refused(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(DirectoryLost, match="is not the directory of this run: it does not know its key"):
+    with pytest.raises(DirectoryLost, match="is not the directory of this run: it does not know the run's key"):
         SocketLink(served.address, new_key(), "directory", connect_s=5)
     with socket.create_connection((served.address.host, served.address.port), 5) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n" * 100)

@@ -70,7 +70,7 @@ def test_who_does_not_know_the_key_is_told_apart_by_both_ends(
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):  # what it sent was not read to its end
             assert stranger.recv(100) == b""
-    wait_until(lambda: "connections to the tests refused: 1; the last because its first bytes" in caplog.text)
+    wait_until(lambda: "connections to the tests refused: 1; the last because the client's first bytes" in caplog.text)
     with socket.create_connection(admitted.address, 30) as forger:
         forger.sendall(ClientHandshake(KEY, SERVICE).hello)
         assert len(forger.recv(CHALLENGE_BYTES)) == CHALLENGE_BYTES

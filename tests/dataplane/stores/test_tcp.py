@@ -201,7 +201,7 @@ def test_requests_that_are_not_valid_end_the_connection_and_nothing_else(unit: S
 
 
 def test_who_does_not_know_the_key_gets_nothing(unit: StorageUnit) -> None:
-    with pytest.raises(StoreLost, match="is not the storage unit of this run: it does not know its key"):
+    with pytest.raises(StoreLost, match="is not the storage unit of this run: it does not know the run's key"):
         put(UnitLink(unit.address, new_key()), 1, bytes(64))
 
 

@@ -202,7 +202,7 @@ def test_two_senders_of_one_run(sender_config: Callable[..., SenderConfig]) -> N
     for kind in ("ipc", "disk"):
         config = sender_config(kind)
         first = build_sender(kind, config)
-        with pytest.raises(ValueError, match="a living run has the folder .*-weights; choose another"):
+        with pytest.raises(ValueError, match="a running run owns the folder .*-weights; choose another"):
             build_sender(kind, config)
         first.close()
         build_sender(kind, config).close()
