@@ -1,8 +1,8 @@
-"""Defines the two protocols that a store of rows' bytes implements: `StoreHost` and `BlockStore`.
+"""Defines the protocols of a store for the bytes of rows, mainly `StoreHost` and `BlockStore`.
 
 A block is a group of rows stored together. `StoreHost` runs once per run, in the process of the directory (the data
 plane's metadata service): it starts and ends the store's processes, and allocates and frees blocks. `BlockStore` runs
-in every process that reads or writes: it moves the bytes of blocks, and knows nothing of rows.
+in every process that reads or writes: it moves the bytes of blocks, and does not use rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Description of a run's store for processes that want to attach to it. Plain data."""
+    """Description of a run's store, with which processes attach to it. It is plain data."""
 
     kind: str
     """Kind of the store: `local`, `shm`, `tcp`, `ray`, `simple` or `mooncake`."""
@@ -34,11 +34,10 @@ class StoreSpec:
     encodable as msgpack."""
     plane_id: int = field(default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1))
     """Random id of this data plane, from 1 to 2^63 - 1. Every receipt (the keys and locations of rows, without their
-    content) carries it. Block ids begin at 1 in every data plane, so only this id distinguishes the receipts of one
-    data plane from those of another, even of an earlier one with the same `run_id`."""
+    content) carries this id. Block ids begin at 1 in every data plane, so only this id distinguishes receipts of
+    different data planes, even those of earlier runs with the same `run_id`."""
     key: bytes = field(default_factory=new_key, repr=False)
-    """Secret of this data plane. Every process that listens for it, and every process that connects to one, proves to
-    the other end that it knows the key (see `handshake.py`)."""
+    """Secret of this data plane. At every connection both ends prove that they know the key (see `handshake.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,9 @@ class ByteRanges:
     """Request to copy R ranges of bytes of blocks into one piece of memory, end to end."""
 
     into: np.ndarray
-    """Memory that the ranges fill exactly, uint8 `[sum(nbytes)]`."""
+    """Memory to fill with the ranges, uint8 `[sum(nbytes)]`."""
     block: np.ndarray
-    """Position of each range's block in the list of blocks that the request goes with, int64 `[R]`."""
+    """Position of each range's block in the list of blocks of the call, int64 `[R]`."""
     start: np.ndarray
     """First byte of each range within its block, int64 `[R]`."""
     nbytes: np.ndarray
@@ -67,8 +66,8 @@ class StoreHost(Protocol):
     """Part of a store that allocates and frees blocks (groups of rows stored together), once per run. It runs in the
     process of the directory (the data plane's metadata service).
 
-    A host that implements `FreesMany` is called from one thread. Any other host must be thread-safe, and its calls must
-    not wait for another process.
+    A host that implements `FreesMany` is called from one thread. All other hosts must be thread-safe, and their calls
+    must not wait for another process.
     """
 
     spec: StoreSpec
@@ -92,8 +91,9 @@ class StoreHost(Protocol):
         ...
 
     def unfreed_bytes(self) -> int:
-        """Return the bytes of freed blocks that the store still holds. One of its processes has not answered yet, or a
-        writer still uses them. The store frees them later by itself, so a put that waits for room must check again."""
+        """Return the number of bytes of freed blocks that the store still holds, because one of its processes has not
+        answered yet or a writer still uses them. The store frees them later by itself, so a put that waits for room
+        must check again."""
         ...
 
     def shortage(self) -> str:
@@ -161,7 +161,7 @@ class PutsAll(ABC):
     def put(
         self, block_id: int, location: bytes, parts: Iterable[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """Write one block; see `put_many`."""
+        """Write one block as `put_many` does; see `BlockStore.put`."""
         return self.put_many(block_id, [tuple((part,) for part in parts)], timeout_s)[0]
 
     @abstractmethod
@@ -207,10 +207,10 @@ class BlockStore(Protocol):
     ) -> bytes:
         """Write a block and return its final location. The store holds all bytes when this returns.
 
-        location: what `StoreHost.allocate` returned. parts: uint8 1-D each, the parts in their order; to a location,
-        they may be pieces of parts in any order, each of which is to be copied before the next is taken. offsets: first
-        byte of each when the parts are laid end to end. Raises RowsCleared when the space was freed meanwhile, and
-        StoreLost naming the process that did not answer.
+        location: what `StoreHost.allocate` returned. parts: uint8 1-D each, the parts in their order. If the location
+        is not empty, they can be pieces of parts in any order; each must be copied before the next is taken. offsets:
+        first byte of each when the parts are laid end to end. Raises RowsCleared when the space was freed meanwhile,
+        and StoreLost naming the process that did not answer.
         """
         ...
 
@@ -226,7 +226,7 @@ class BlockStore(Protocol):
         """Confirm that the views of a `get` were valid while they were copied. Must be called before the copies are
         used.
 
-        Raises RowsCleared when a block was freed since the `get`, because its memory may have been used for another
+        Raises RowsCleared when a block was freed since the `get`, because its memory can have been reused for another
         block.
         """
         ...

@@ -14,9 +14,9 @@ from ..codecs.objects import pack_texts, unpack_texts
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4
-"""Smallest average run length (number of equal values in succession) at which integers are encoded as runs."""
+"""Smallest average run length (number of successive equal values) at which integers are encoded as runs."""
 MOST_ROWS = 1 << 28
-"""Largest number of values of one column, so that a damaged message cannot make its reader allocate more."""
+"""Largest number of values of one column. With this limit a damaged message cannot make its reader allocate more."""
 MOST_KEY_BYTES = 1 << 32
 """Largest number of bytes of the keys of one message, before they are compressed."""
 _ZIP_BYTES = 96
@@ -41,7 +41,7 @@ def pack_ints(values: np.ndarray) -> bytes:
 
 
 def unpack_ints(data: bytes) -> np.ndarray:
-    """Decode what `pack_ints` encoded, as int64 `[N]`. Raises ValueError for runs of more than MOST_ROWS values."""
+    """Decode the result of `pack_ints` to int64 `[N]`. Raises ValueError for runs of more than MOST_ROWS values."""
     parts = msgspec.msgpack.decode(data)
     values = _widen(*parts[:3])
     if len(parts) == 3:
@@ -71,7 +71,7 @@ def _widen(base: int, width: int, data: bytes) -> np.ndarray:
 
 
 def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
-    """Encode row keys, which `unpack_keys` decodes. Keys must hold no NUL and must not be empty (`check_keys`).
+    """Encode row keys. `unpack_keys` decodes them. Keys must hold no NUL and must not be empty (`check_keys`).
 
     squeeze: whether to compress the keys if there are many; a key then takes about 3 bytes, because neighbouring keys
     share prefixes.
@@ -136,14 +136,14 @@ def _is_plain(text: str) -> bool:
 
 def pack_tag(values: np.ndarray) -> bytes:
     """Encode a tag's values `[N]` compactly. Integers go through `pack_ints`, texts (dtype object) through
-    `pack_texts`, others are their plain bytes."""
+    `pack_texts`, other values are stored as their plain bytes."""
     if values.dtype.kind == "O":
         return pack_texts(values)
     return pack_ints(values) if values.dtype.kind in "iu" else values.tobytes()
 
 
 def unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
-    """Decode what `pack_tag` encoded from values of this dtype."""
+    """Decode the result of `pack_tag` for values of this dtype."""
     if dtype.kind == "O":
         return unpack_texts(data)
     return unpack_ints(data).astype(dtype) if dtype.kind in "iu" else np.frombuffer(data, dtype)
@@ -164,7 +164,7 @@ def pack_source(source: RowSource, lengths: np.ndarray) -> list:
 
 
 def unpack_source(parts: list, lengths: np.ndarray) -> RowSource:
-    """Decode what `pack_source` encoded, given the same lengths."""
+    """Decode the result of `pack_source`, given the same lengths."""
     fields = tuple(parts[0])
     block, row, counts, *start = map(unpack_ints, parts[1:])
     run = np.repeat(np.arange(len(counts)), counts)

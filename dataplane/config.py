@@ -60,14 +60,15 @@ class StoreConfig(Section):
     capacity_mib: Count = 1024
     """Largest number of MiB that rows can take in the store at the same time. A put that would exceed it waits."""
     num_units: Count | None = None
-    """Number of storage units that the stores `tcp` and `simple` start, each in its own process. Unset: one on every
-    host for `tcp`, which a number changes for a run on one host only; one in all for `simple`."""
+    """Number of storage units that the stores `tcp` and `simple` start, each in its own process. Unset: one unit per
+    host for `tcp`, one unit in total for `simple`. For `tcp`, a number has an effect only when the run is on one
+    host."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """Network protocol of the store `mooncake`. With `rdma`, a host without a usable RDMA device is an error: the store
     never silently falls back to TCP."""
     device: str = ""
     """Names of the RDMA devices that the store `mooncake` uses, separated by commas, such as `mlx5_0,mlx5_1`. An empty
-    string means all devices."""
+    string selects all devices."""
 
 
 class DataPlaneConfig(Section):
@@ -76,9 +77,9 @@ class DataPlaneConfig(Section):
     store: StoreConfig = StoreConfig()
     """The store that holds the rows' bytes."""
     trusted_network: bool = False
-    """True says that every peer that can reach this run's hosts over the network is trusted. The stores `simple` and
-    `mooncake` need it, even on one host: their processes open ports on the network that ask for no key. Those of
-    `simple` run code that any peer sends."""
+    """Whether every peer that can reach this run's hosts over the network is trusted. The stores `simple` and
+    `mooncake` need `true`, even on one host, because their processes open ports on the network that require no key. The
+    processes of `simple` run code that any peer sends."""
     integrity: Literal["off", "verify"] = "off"
     """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 256 rows of a field, and
     checks them at every read. `off` does neither."""

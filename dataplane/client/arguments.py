@@ -31,7 +31,7 @@ Keys: TypeAlias = "Sequence[str] | np.ndarray"
 
 
 def task_configs(tasks: Sequence[str | TaskConfig]) -> tuple[TaskConfig, ...]:
-    """Return the settings of tasks, of which some may be given only by their names."""
+    """Return the settings of tasks. A name alone stands for a task with default settings."""
     if isinstance(tasks, str):
         raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
     return tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
@@ -45,7 +45,7 @@ def packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) 
     except ValueError as error:
         raise SchemaMismatch(str(error), op="put", partition=partition, keys=keys) from None
     if not len(batch):
-        raise SchemaMismatch("no fields to put", op="put", partition=partition, keys=keys)
+        raise SchemaMismatch("put: got no fields", op="put", partition=partition, keys=keys)
     lengths = batch.lengths
     if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
         longest = int(lengths.argmax())

@@ -44,7 +44,7 @@ class AsyncDataPlaneClient(CountedClient):
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
         super().__init__(handle, link, store, name)
-        # Of its own: the event loop's default threads may all be held by tools that hang.
+        # The client has its own threads, because tools that hang can occupy all default threads of the event loop.
         self._threads = ThreadPoolExecutor(thread_name_prefix="data-plane")
         self._closed = False
 
@@ -192,8 +192,8 @@ class AsyncDataPlaneClient(CountedClient):
         whole_groups: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[str, ...]:
-        """Remove the rows that a claim with these arguments passes over as too old, and return their keys.
-        `DataPlaneClient.clear_stale` is its twin."""
+        """Remove the rows that a claim with these arguments passes over as too old, and return their keys. It works
+        like `DataPlaneClient.clear_stale`."""
         return await self._run(
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
@@ -205,8 +205,8 @@ class AsyncDataPlaneClient(CountedClient):
     async def load(
         self, path: str | os.PathLike[str], partition: str | None = None, *, timeout_s: float | None = None
     ) -> str:
-        """Register a partition that `save` wrote into a file, put its rows back and return its name.
-        `DataPlaneClient.load` is its twin."""
+        """Register a partition that `save` wrote into a file, put its rows back and return its name. It works like
+        `DataPlaneClient.load`."""
         return await self._move(load(self._operations, path, partition, timeout_s))
 
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
@@ -253,7 +253,7 @@ class AsyncDataPlaneClient(CountedClient):
                 answer, failure = None, None
                 try:
                     answer = await (self._in_thread(step) if isinstance(step, Work) else self._ask(step))
-                except BaseException as error:  # CancelledError too: the operation takes back what it reserved
+                except BaseException as error:  # The operation undoes its work, also after CancelledError.
                     failure = error
         except StopIteration as end:
             return end.value
@@ -267,8 +267,8 @@ class AsyncDataPlaneClient(CountedClient):
         """Run `work` in one of the client's threads and return its result.
 
         Raises DataPlaneTimeout when no thread becomes free before the work's deadline, and DirectoryLost when the
-        client is closed. When the caller is cancelled, work that has begun is still waited for, because a block must
-        not be freed while it is being written.
+        client is closed. When the caller is cancelled, the call first waits for work that has begun, because a block
+        must not be freed while it is being written.
         """
         if self._closed:
             raise DirectoryLost("this client is closed", op=work.op, elapsed_s=0.0)
@@ -280,19 +280,20 @@ class AsyncDataPlaneClient(CountedClient):
                 done, _ = await asyncio.wait([future], timeout=max(0.0, work.deadline - started))
                 if not done and call.cancel():
                     raise DataPlaneTimeout(
-                        f"no thread was free: {self._threads._max_workers} other calls of this client move bytes",
+                        f"no thread was free: {self._threads._max_workers} other calls of this client use them",
                         op=work.op,
                         elapsed_s=time.monotonic() - started,
                     )
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if call.cancel():  # the call has not begun
+            if call.cancel():  # The call has not begun.
                 raise
             while not future.done():
                 try:
                     await asyncio.wait([future])
                 except asyncio.CancelledError:
-                    continue  # the cancellation is already under way; the store's own bound ends this wait
+                    continue  # A second cancellation changes nothing; the store's time limit ends this wait.
             if not future.cancelled():
-                future.exception()  # marks it as retrieved: the caller gets the cancellation instead
+                # Reading the exception marks it as retrieved; the caller gets the cancellation instead.
+                future.exception()
             raise

@@ -19,22 +19,23 @@ from ..meta import KVBatchMeta, narrow_sources
 from .ranged_read import RangedReader
 
 BLOCK_ROWS = 256
-"""Default number of rows in a block. With half as many, a put to the store `simple` takes a third longer. Smaller
-blocks save a reader bytes only when it wants all rows of some blocks and none of others, as when each block is a
+"""Default number of rows in a block. With half as many rows, a put to the store `simple` takes a third longer. Smaller
+blocks save a reader bytes only if it reads some blocks whole and others not at all, for example when each block is a
 group."""
 LEAST_BYTES = 64 << 10
-"""Smallest size of a block in bytes: more rows are put into a smaller one, because its bookkeeping would cost more than
-its bytes. Applies only where `block_rows` is not configured."""
+"""Smallest size of a block in bytes. Smaller blocks are given more rows, because their bookkeeping would cost more than
+their bytes. The limit applies only where `block_rows` is not configured."""
 MOST_BYTES = 4 << 20
-"""Largest number of bytes of one field in a block. Larger ones gain nothing, and several stores transfer all bytes of
-the field in a block even if a reader wants only one row. Applies only where `block_rows` is not configured."""
+"""Largest number of bytes of one field in a block. More bytes gain nothing, and several stores transfer all bytes of
+the field in a block even if a reader wants only one row. The limit applies only where `block_rows` is not
+configured."""
 PROBE_S = 2.0
 """Time limit in seconds for asking the store, after a failed read, whether it still has a block."""
 
 
 def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, int]]:
-    """Divide rows into blocks of at most `block_rows` rows, splitting only groups that have more rows than that. A
-    group is the rows of one prompt.
+    """Divide rows into blocks of at most `block_rows` rows. Only groups (the rows of one prompt) with more rows are
+    split.
 
     groups: name or number of each row's group, `[N]`. Returns (start, stop) of each block.
     """
@@ -54,7 +55,7 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
 def rows_per_block(
     num_rows: int, column_bytes: Sequence[int], block_rows: int | None, groups: np.ndarray | None = None
 ) -> int:
-    """Return the number of rows to put in a block: `block_rows` as configured, or if None, chosen by size.
+    """Return the number of rows to put in a block: `block_rows` as configured, or if None, a number chosen by size.
 
     The chosen number is BLOCK_ROWS, raised until a block has LEAST_BYTES bytes, and lowered until no field has more
     than MOST_BYTES bytes, but never below the largest of `groups`, whose rows share tokens. column_bytes: number of
@@ -76,7 +77,7 @@ def write_blocks(
 
     first_id: id of the first block; those of the others follow. space: location of the space, or b"" for a store that
     learns locations only when blocks are written. deadline: time by the clock `time.monotonic()`. Returns the blocks'
-    locations, or None if the space has a location: the blocks then lie end to end in it.
+    locations. If the space has a location, the blocks lie end to end in it and the result is None.
     """
     timeout_s = max(0.0, deadline - time.monotonic())
     if space:
@@ -96,8 +97,8 @@ def write_blocks(
 
 
 def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
-    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields without access. Access is
-    what the receipt `meta` gives."""
+    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields that the receipt `meta`
+    cannot read."""
     unknown = [name for name in fields if name not in meta.schema]
     if unknown or len(set(fields)) < len(fields):
         message = f"fields {list(fields)}: expected names of {list(meta.schema)}, each once"
@@ -124,9 +125,9 @@ def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, ch
             batch = _read(store, meta, plan, wants, check, timeout_s)
         except Exception as error:
             if isinstance(error, DataPlaneError) and not isinstance(error, IntegrityError):
-                raise  # the store itself says what happened
-            # Bytes that do not fit mean a block that was freed and reused during the read (`settle` reports that), or
-            # damage.
+                raise  # The store's error already says what happened.
+            # Bytes that do not fit have two causes: the block was freed and reused during the read (`settle` reports
+            # that), or it is damaged.
             store.settle(list(wants.values()))
             if isinstance(error, ValueError | IndexError):
                 damaged = {error.block} if isinstance(error, ChecksumMismatch) else ()
@@ -155,7 +156,8 @@ def _read(
 
 
 def column_bytes(column: Column) -> int:
-    """Return the number of bytes of the column's values. Objects count as 0, because their memory is Python's own."""
+    """Return the number of bytes of the column's values. Objects count as 0 bytes, because Python manages their
+    memory."""
     if isinstance(column, Jagged | Ragged):
         return column.values.nbytes
     return 0 if isinstance(column, list) else column.nbytes

@@ -48,18 +48,17 @@ class DataPlaneClient(CountedClient):
         Calling this again with equal arguments does nothing, from any process, even after fields were added. With other
         arguments it raises ValueError naming what differs; with `redefine` it removes the partition with its rows,
         leases and tasks instead, and registers it again, so that a notebook's cell can be repeated. It also raises
-        ValueError for a sampler that the directory's process cannot build, or may not import because
-        `dataplane.samplers` does not list it.
+        ValueError for a sampler that the directory's process cannot build, or that `dataplane.samplers` does not list
+        for import.
         """
         self._run(self._operations.register(partition, schema, tasks, group_size, redefine))
 
     def add_tasks(self, partition: str, tasks: Sequence[str | TaskConfig], *, timeout_s: float | None = None) -> None:
         """Add tasks (consumers) to a partition that is registered. They can claim all rows of the partition.
 
-        tasks: as for `register`. A task that the partition has already is left as it is if it was declared with equal
-        settings, and is a ValueError if not; no task is added then. Idempotent; any process may call it. Calls of
-        `register` with the tasks of before continue to be accepted. Raises ValueError for a sampler that cannot be
-        built.
+        tasks: as for `register`. A task that the partition already has with equal settings remains as it is. A task
+        with other settings raises ValueError, and no task is added. Idempotent; any process may call it. Calls of
+        `register` with the earlier tasks remain valid. Raises ValueError for a sampler that cannot be built.
         """
         self._run(self._operations.add_tasks(partition, tasks, timeout_s))
 
@@ -76,7 +75,7 @@ class DataPlaneClient(CountedClient):
         ignored.
 
         Processes that know the schema without these fields keep working; a client learns of them when a put names one.
-        Idempotent. Raises ValueError for a field that is declared in another way already, and then adds none.
+        Idempotent. Raises ValueError for a field that is already declared in another way; no field is added then.
         """
         self._run(self._operations.add_fields(partition, fields, timeout_s))
 
@@ -102,11 +101,11 @@ class DataPlaneClient(CountedClient):
         a row's position in the prompt stream.
 
         The length of a row is that of its PER_TOKEN fields, which must agree; it reads as 0 until one is written. A
-        field of a row is written again only with replace=True. This may also change the row's version, and its length
-        if all its PER_TOKEN fields are replaced. A put without rows does nothing.
+        written field of a row is overwritten only with replace=True. This can also change the row's version, and its
+        length if all its PER_TOKEN fields are replaced. A put without rows does nothing.
 
         When the call returns, all fields of all rows have become readable together; when it raises, none has. It blocks
-        while the store is full. It is not idempotent: the same put again raises AlreadyWritten.
+        while the store is full. It is not idempotent: repeating a put raises AlreadyWritten.
 
         Raises DuplicateKeys, and SchemaMismatch for wrong fields, dtypes and shapes, before any byte is written. Raises
         AlreadyWritten, and SchemaMismatch for conflicts that only the directory (the metadata service) can detect, such
@@ -120,12 +119,11 @@ class DataPlaneClient(CountedClient):
         """Read fields of the rows of a receipt (`meta`), in the receipt's order, into new memory. fields: None reads
         all fields of the receipt.
 
-        Asks only the store, never the directory (the metadata service). Idempotent; anyone who holds the receipt may
-        call it. Raises RowsCleared naming keys whose block is gone, which happens when the last row of the block is
-        cleared or replaced; until then the receipt still reads the bytes that it was issued for. Raises ForeignReceipt
-        for a receipt of another data plane (even an earlier one with the same run_id), FieldsNotReady for fields that
-        the receipt lacks, SchemaMismatch for undeclared or repeated fields, and IntegrityError for bytes that have
-        changed.
+        Asks only the store, never the directory (the metadata service). Idempotent; every process with the receipt can
+        call it. Raises RowsCleared naming keys whose block is gone. A block is gone when its last row is cleared or
+        replaced; until then the receipt reads the bytes for which it was issued. Raises ForeignReceipt for a receipt of
+        another data plane (even an earlier one with the same run_id), FieldsNotReady for fields that the receipt lacks,
+        SchemaMismatch for undeclared or repeated fields, and IntegrityError for bytes that have changed.
         """
         return self._move(self._operations.get(meta, fields, timeout_s))
 
@@ -149,8 +147,8 @@ class DataPlaneClient(CountedClient):
         return self._run(self._operations.lookup(partition, keys, fields, wait, timeout_s))
 
     def rows(self, partition: str, keys: Keys | None = None, *, timeout_s: float | None = None) -> PartitionRows:
-        """Return a list of the partition's rows, in order of arrival, without their content. It has keys, versions,
-        groups, lengths, tags, and which fields are written.
+        """Return a list of the partition's rows, in order of arrival, without their content. The list has keys,
+        versions, groups, lengths, tags, and which fields are written.
 
         keys: None lists all rows; otherwise the rows with these keys are listed, in that order. Idempotent. Raises
         KeysNotFound naming the keys that do not exist.
@@ -158,8 +156,8 @@ class DataPlaneClient(CountedClient):
         return self._run(self._operations.rows(partition, keys, timeout_s))
 
     def get_keys(self, partition: str, keys: Keys, fields: Sequence[str], *, timeout_s: float | None = None) -> Batch:
-        """Read `fields` of the rows with these keys, in the order of the keys. It is a `lookup` followed by a `get`,
-        with the errors of both."""
+        """Read `fields` of the rows with these keys, in the order of the keys. The call is a `lookup` followed by a
+        `get`, with the errors of both."""
         return self._move(self._operations.get_keys(partition, keys, fields, timeout_s))
 
     def tag(self, partition: str, keys: Keys, tags: Tags, *, timeout_s: float | None = None) -> None:
@@ -167,7 +165,7 @@ class DataPlaneClient(CountedClient):
 
         Receipts that were issued before keep their tags. Waiting claims are tried again, because samplers may choose
         rows by their tags. Idempotent. Raises KeysNotFound naming the keys that do not exist, DuplicateKeys, and
-        SchemaMismatch for values of another type than the tag's earlier ones; no tag is changed then.
+        SchemaMismatch for values of another type than the tag's earlier values; no tag is changed then.
         """
         self._run(self._operations.tag(partition, keys, tags, timeout_s))
 
@@ -192,16 +190,16 @@ class DataPlaneClient(CountedClient):
         waits; it then takes as many as are ready, at most n. None waits for n, and 1 takes up to n. With whole_groups
         rows come group by group, and n and at_least must be multiples of group_size. min_version, max_version: rows of
         a lower or higher version, and groups with such a row, are passed over. Rows passed over are not leased and
-        delay no other rows. They stay, and a claim with other bounds can take them; `clear_stale` removes too old ones.
-        arguments: values for the task's sampler, such as `{"rank": 0}`, made of None, bool, int, float, str, bytes,
-        lists and dicts.
+        delay no other rows. They stay, and a claim with other bounds can take them; `clear_stale` removes rows that are
+        too old. arguments: values for the task's sampler, such as `{"rank": 0}`, made of None, bool, int, float, str,
+        bytes, lists and dicts.
 
         Blocks until enough rows are ready; claims of a task with equal arguments are served first come, first served.
         The lease lasts until
         the rows are released or cleared. It is renewed in the background for as long as this client's process runs.
         When the process dies or is stopped, or when the client is closed, the rows can be claimed again `lease_s` after
-        the last renewal. Raises ClaimTimeout saying what was waited for, SamplerError when the sampler fails (no row is
-        leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.
+        the last renewal. Raises ClaimTimeout (it says what the claim waited for), SamplerError when the sampler fails
+        (no row is leased then), ValueError for an unknown task or argument, and SchemaMismatch for an unknown field.
         """
         return self._run(
             self._operations.claim(
@@ -213,10 +211,10 @@ class DataPlaneClient(CountedClient):
         """Extend the lease on the rows of a receipt by `lease_s` from now, and keep renewing it in the background. A
         lease is a consumer's exclusive hold. Renewal ends when this client has released the rows.
 
-        Meant for a receipt that another process claimed and handed to this one: from then on the lease lasts as long as
-        either process runs. Idempotent. Raises LeaseLost naming rows whose lease has ended (by time, clear or release);
-        nothing is extended then. Raises ForeignReceipt for a receipt of another data plane, and ValueError for a
-        receipt without a lease.
+        Meant for a receipt that another process claimed and sent to this process. From then on the lease lasts as long
+        as either process runs. Idempotent. Raises LeaseLost naming rows whose lease has ended (by time, clear or
+        release); nothing is extended then. Raises ForeignReceipt for a receipt of another data plane, and ValueError
+        for a receipt without a lease.
         """
         self._run(self._operations.renew(meta, timeout_s))
 
@@ -241,9 +239,9 @@ class DataPlaneClient(CountedClient):
         """Settle positions of the prompt stream whose prompts were never put and never will be. The samplers `in_order`
         and `windowed` of `task` then continue without them.
 
-        positions: int `[N]`, values of the rows' tag `position`. Wakes claims that waited for them. Rows that are put
-        at such a position nevertheless can be claimed as usual. Idempotent. Raises ValueError for a negative position,
-        and for a task whose sampler does not follow the prompts; nothing is settled then.
+        positions: int `[N]`, values of the rows' tag `position`. Wakes claims that waited for them. If rows are put at
+        such a position nevertheless, they can be claimed as usual. Idempotent. Raises ValueError for a negative
+        position, and for a task whose sampler does not follow the prompts; nothing is settled then.
         """
         self._run(self._operations.skip(partition, task, positions, timeout_s))
 
@@ -252,10 +250,9 @@ class DataPlaneClient(CountedClient):
     ) -> TaskReset:
         """Make rows that `task` has finished claimable again, for one more pass over them, and return how many.
 
-        keys: None means all rows of the partition. Rows that are leased are left alone; the result says how many they
-        are. Wakes waiting claims. Positions in the prompt stream stay settled: `in_order` and `windowed` give the rows
-        again in the stream's order and wait for none of them. Raises KeysNotFound for unknown keys, and then resets
-        nothing.
+        keys: None means all rows of the partition. Leased rows remain leased; the result has their number. Wakes
+        waiting claims. Positions in the prompt stream stay settled: `in_order` and `windowed` give the rows again in
+        the stream's order and wait for none of them. Raises KeysNotFound for unknown keys, and then resets nothing.
         """
         return self._run(self._operations.reset(partition, task, keys, timeout_s))
 
@@ -263,10 +260,10 @@ class DataPlaneClient(CountedClient):
         """Give back the bytes of rows that will not be read again, and return how many rows they are. The rows stay
         until `clear`, with their keys, versions, tags and leases; a task's claim does not get them again.
 
-        Meant for a consumer of a large batch of rows that has room for a part of it only: the bytes of a block are free
-        once all of its rows were freed or cleared, so that writers that wait for room continue. Afterwards the fields
-        of the rows count as not written, for every task, and reading with an older receipt raises RowsCleared. Raises
-        KeysNotFound for unknown keys, and then frees nothing.
+        Meant for a consumer that processes a large batch of rows in parts. The bytes of a block become free once all of
+        its rows were freed or cleared, and waiting writers continue. Afterwards the fields of the rows count as not
+        written, for every task, and reading with an older receipt raises RowsCleared. Raises KeysNotFound for unknown
+        keys, and then frees nothing.
         """
         return self._run(self._operations.free(partition, keys, timeout_s))
 
@@ -291,10 +288,10 @@ class DataPlaneClient(CountedClient):
     ) -> tuple[str, ...]:
         """Remove exactly the rows that a claim with these arguments passes over as too old, and return their keys.
 
-        Meant for the process that controls the flow of the rows, which may count the rows or have them generated again.
-        A claim itself never clears, because another task may want the rows, and because a claim that times out could
-        not name them. Rows that are leased or lack a field stay; with whole_groups, a group is removed as a whole or
-        not at all. Does not wait. Idempotent: keys of rows that were removed before are not returned again.
+        Meant for the process that controls the flow of the rows, so that it can count them or start their generation
+        again. A claim itself never clears rows, because another task may want them, and because a claim that times out
+        could not name them. Rows that are leased or lack a field stay; with whole_groups, a group is removed as a whole
+        or not at all. Does not wait. Idempotent: keys of rows that were removed earlier are not returned.
         """
         return self._run(
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
@@ -304,10 +301,10 @@ class DataPlaneClient(CountedClient):
         """Write a partition into one file, and return how many rows it has.
 
         The file holds the rows with all fields, tags, versions and groups, the schema, the group size, and the tasks
-        with their progress, as they were at one moment; other calls continue meanwhile. Rows that are leased then are
-        saved as rows that their task has not finished. The file gets its name only once it is whole and on the disk; it
-        replaces a file of that name. Memory holds one chunk of rows at a time. timeout_s bounds each call that this
-        takes, not their sum. Raises RowsCleared when rows are cleared or replaced before they have been read, and
+        with their progress, as they were at one moment; other calls continue meanwhile. Rows that are leased at that
+        moment are saved as not finished by their task. The file gets its name only once it is completely on the disk,
+        and replaces a file of that name. Memory holds one chunk of rows at a time. timeout_s limits each call to the
+        data plane, not their sum. Raises RowsCleared when rows are cleared or replaced before they have been read, and
         OSError when the file cannot be written; no file is left then.
         """
         return self._move(save(self._operations, partition, path, timeout_s))
@@ -319,9 +316,10 @@ class DataPlaneClient(CountedClient):
         put back. partition: another name to give it; None takes the name under which it was saved.
 
         Versions, groups, tags, order of arrival and what each task has finished are as they were. Groups have new
-        numbers, and no row is leased. Rows become readable chunk by chunk. timeout_s bounds each call that this takes,
-        not their sum. When it raises, nothing is left: ValueError for a file that is not a saved partition or is
-        damaged or truncated, or for a name that is registered; CapacityExceeded when the rows find no room.
+        numbers, and no row is leased. Rows become readable chunk by chunk. timeout_s limits each call to the data
+        plane, not their sum. Raises ValueError for a file that is damaged, truncated or not a saved partition, and for
+        a name that is registered; CapacityExceeded when there is no room for the rows. After an error nothing is left
+        of the partition.
         """
         return self._move(load(self._operations, path, partition, timeout_s))
 
@@ -332,8 +330,8 @@ class DataPlaneClient(CountedClient):
     def task_status(
         self, partition: str, task: str, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> TaskStatus:
-        """Return how many rows `task` has finished, holds and can claim, and its place in the prompt stream. fields: a
-        row counts as ready once these are written; None means all fields of the partition."""
+        """Return how many rows `task` has finished, holds and can claim, and its position in the prompt stream. fields:
+        a row is ready once these fields are written; None means all fields of the partition."""
         return self._run(self._operations.task_status(partition, task, fields, timeout_s))
 
     def close(self) -> None:
@@ -364,7 +362,7 @@ class DataPlaneClient(CountedClient):
                 answer, failure = None, None
                 try:
                     answer = step.run() if isinstance(step, Work) else self._ask(step)
-                except BaseException as error:  # KeyboardInterrupt too: the operation takes back what it reserved
+                except BaseException as error:  # The operation undoes its work, also after Ctrl-C.
                     failure = error
         except StopIteration as end:
             return end.value

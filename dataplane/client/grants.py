@@ -18,10 +18,9 @@ from ..rpc.links import Link
 
 RECENT_PUTS = 8
 SLACK_PART = 4
-"""Divisor for the largest slack in a request for space: as the lengths of rows differ from put to put, the difference
-between the largest recent put and the smallest is added, up to a quarter of the largest. Puts of one size get no slack.
-The rest of a put's space becomes a hole between blocks, and with holes that are too small for such a put the store
-could not be filled."""
+"""Divisor of the largest slack in a request for space. Row lengths differ from put to put, so a request adds the
+difference between the largest and the smallest recent put, up to a quarter of the largest. Puts of equal size get no
+slack, because unused space becomes a hole between blocks, and holes that are too small for a put cannot be filled."""
 MAX_BYTES = 64 << 20
 """Largest number of bytes of space that is requested ahead of a put. For larger puts, the extra call that reserves
 space costs little compared with moving the bytes."""
@@ -31,8 +30,8 @@ class Credit:
     """Store space granted to one client ahead of its next puts, and the size that the client should request next.
     Thread-safe.
 
-    The directory (the metadata service) may take a space back at any time. A put that uses this space learns of it when
-    it commits, at the latest.
+    The directory (the metadata service) can take a space back at any time. A put in this space fails at its commit at
+    the latest, and is written to other space.
     """
 
     def __init__(self, lifetime_s: float) -> None:
@@ -60,8 +59,8 @@ class Credit:
             return best[0], ()
 
     def add(self, space: Space | None) -> None:
-        """Store a space that the reply to the commit of a put granted for later puts. None means that none was
-        granted."""
+        """Store the space that the directory granted for later puts in its reply to a commit. None means that it
+        granted no space."""
         if space is not None:
             with self._lock:
                 self._spaces.append((space, time.monotonic() + self._lifetime_s))
@@ -93,12 +92,12 @@ lost."""
 
 
 class LeaseRenewal:
-    """Keeps the leases of one client from running out. Thread-safe. It refers to nothing of the client, so that a
-    client that is not used any more can be garbage-collected although the thread runs.
+    """Keeps the leases of one client from running out. Thread-safe. It holds no reference to the client, so that an
+    unused client can be garbage-collected while the thread runs.
 
-    A lease is renewed only once its claim has returned to this client, or once this client was asked to renew a receipt
-    that it was handed. When the process has died or is stopped, or when the client is closed or no longer referenced,
-    its leases run out `lease_s` after their last renewal.
+    Renewal of a lease begins when its claim returns to this client, or when this client calls `renew` with a receipt of
+    another process. When the process has died or is stopped, or when the client is closed or no longer referenced, its
+    leases run out `lease_s` after their last renewal.
     """
 
     def __init__(self, link: Link, lease_s: float) -> None:
@@ -116,7 +115,7 @@ class LeaseRenewal:
     def add(self, lease_id: int, keys: Iterable[str]) -> None:
         """Renew the lease `lease_id` from now on, on behalf of the rows `keys`."""
         with self._lock:
-            if self._pid != os.getpid():  # after a fork, the thread and the leases are the parent's
+            if self._pid != os.getpid():  # After a fork, the parent has the thread and the leases.
                 self._pid, self._held, self._thread = os.getpid(), {}, None
             self._held.setdefault(lease_id, set()).update(keys)
             if self._thread is None and not self._ended.is_set():
@@ -124,8 +123,8 @@ class LeaseRenewal:
                 self._thread.start()
 
     def drop(self, lease_id: int, keys: Iterable[str]) -> None:
-        """Record that the rows `keys` of a lease were released. A lease is no longer renewed once all rows on whose
-        behalf it was renewed were released."""
+        """Record that the rows `keys` of a lease were released. A lease is no longer renewed once all of its rows given
+        to `add` were released."""
         with self._lock:
             left = self._held.get(lease_id, set())
             left.difference_update(keys)

@@ -1,7 +1,5 @@
-"""Implements the operations of data-plane clients without I/O, as generators of steps.
-
-A step is a request to the directory or a piece of work. The blocking client and the one for asyncio carry out the
-steps, each in its own way.
+"""Implements the operations of data-plane clients without I/O, as generators of steps. A step is a request to the
+directory or a piece of work. The blocking client and the asyncio client carry out the steps.
 """
 
 from __future__ import annotations
@@ -57,19 +55,19 @@ class Ask:
     payload: bytes
     timeout_s: float
     undo: Undo | None = None
-    """Function that builds the request that undoes this one if its caller was interrupted; None when there is nothing
-    to undo."""
+    """Function that builds a request to undo this one after its caller was interrupted; None when there is nothing to
+    undo."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step of an operation: a function that the client must run, which may move bytes and block. Once begun it must be
-    waited for."""
+    """Step of an operation: a function for the client to run. It can move bytes and block. Once it has begun, the
+    client must wait for it."""
 
     op: str
     run: Callable[[], Any]
     deadline: float | None = None
-    """Time by the clock `time.monotonic()` until which the function may wait for a free thread; None sets no limit."""
+    """Latest time for the function to begin in a free thread, by the clock `time.monotonic()`; None sets no limit."""
 
 
 T = TypeVar("T")
@@ -95,19 +93,19 @@ ABORT_TIMEOUT_S = 2.0
 
 
 class Operations:
-    """Operations of one data-plane client, used by the blocking client and by the one for asyncio. Thread-safe: the
-    only state is a cache of schemas, counters, space granted ahead (credit) and the leases to renew."""
+    """Operations of one data-plane client, used by the blocking client and by the asyncio client. Thread-safe: the
+    state is only a cache of schemas, counters, space granted in advance (credit) and the leases to renew."""
 
     def __init__(self, handle: DataPlaneHandle, store: BlockStore, leases: LeaseRenewal, name: str) -> None:
         self.handle = handle
         self.store = store
         self._leases = leases
-        weakref.finalize(self, leases.end)  # this serves a client that was not closed
+        weakref.finalize(self, leases.end)  # Renewal also ends for a client that is not closed.
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self._plane_id = handle.store.plane_id
         self._schemas: dict[str, Schema] = {}
-        # Half of its lifetime at the directory: a put that begins within it has the other half to finish.
+        # The client uses granted space for only half of `reserve_s`, so that a put has the other half to finish.
         self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:
@@ -198,12 +196,12 @@ class Operations:
                 return Moved(empty_receipt(partition, schema, put.fields, self._plane_id), 0)
             written = yield from self._place(put, blocks, deadline)
         except SchemaMismatch:
-            self._schemas.pop(partition, None)  # the partition may have been registered again
+            self._schemas.pop(partition, None)  # The partition may have been registered again.
             raise
         return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
 
     def _encoded(self, batch: Batch, grouping: Grouping) -> list[EncodedBlock]:
-        """Encode a batch as blocks, of which none holds part of a group that would fit in it as a whole."""
+        """Encode a batch as blocks. A group is split over blocks only if it does not fit in one."""
         config = self.handle.config
         encoder = BatchEncoder(batch)
         groups = grouping.index if shared_fields(batch) else None
@@ -212,8 +210,8 @@ class Operations:
         return encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id, groups=groups)
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
-        """Carry out a put: write its blocks and commit its rows. The space was granted ahead, or else is reserved
-        now."""
+        """Carry out a put: write its blocks and commit its rows. If no space granted in advance fits, it reserves space
+        first."""
         space, given_back = self._credit.take(put.nbytes, len(blocks))
         if space is not None:
             written = yield from self._write(put, blocks, space, deadline, credit=True)
@@ -238,7 +236,7 @@ class Operations:
         credit: bool,
     ) -> Steps[Committed | None]:
         """Write the blocks into `space`, then commit the rows in the directory. Returns None if the space had been
-        granted ahead of the put and the directory has taken it back."""
+        granted in advance and the directory has taken it back."""
         asked = False
         try:
             try:
@@ -248,7 +246,7 @@ class Operations:
                     deadline,
                 )
             except RowsCleared as error:
-                if credit:  # it was revoked while it was being written
+                if credit:  # The space was revoked during the write.
                     return None
                 raise DataPlaneTimeout(
                     f"the put took longer than reserve_s={self.handle.config.reserve_s:g}s: its bytes were reclaimed",
@@ -275,7 +273,7 @@ class Operations:
         return written.committed
 
     def close(self) -> Steps[None]:
-        """Stop renewing leases, give back the space that was granted ahead, and close the store."""
+        """Stop renewing leases, give back the space that was granted in advance, and close the store."""
         self._leases.end()
         space_ids = self._credit.drop_all()
         if space_ids:
@@ -417,7 +415,7 @@ class Operations:
         if meta.plane_id != self._plane_id:
             message = (
                 f"the receipt is of data plane {meta.plane_id:016x}, expected one of run {self.handle.run_id!r} "
-                f"({self._plane_id:016x}); its rows went with the data plane that gave it"
+                f"({self._plane_id:016x}); its rows ended with its data plane"
             )
             raise ForeignReceipt(message, op=op, partition=meta.partition, keys=meta.keys)
 
@@ -448,7 +446,7 @@ class Operations:
 
 
 class CountedClient:
-    """Base class of the blocking client and the one for asyncio: counts calls, their bytes and their requests."""
+    """Base class of the blocking client and the asyncio client. It counts calls, their bytes and their requests."""
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
         self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
@@ -456,7 +454,7 @@ class CountedClient:
 
     @property
     def plane_id(self) -> int:
-        """Id of the data plane, which every receipt of it carries."""
+        """Id of the data plane, which each of its receipts carries."""
         return self._operations.handle.store.plane_id
 
     @property
@@ -492,7 +490,7 @@ def _packed(keys: Keys | None) -> bytes | None:
     return None if keys is None else pack_keys(check_keys(keys))
 
 
-# ---------------- The requests that take back what the directory did for a caller who was cut off.
+# ---------------- These requests undo what the directory did for an interrupted caller.
 
 
 def _abort_reserved(body: bytes) -> tuple[str, bytes]:

@@ -24,8 +24,8 @@ from ..block_store import ByteRanges, ReadsRanges
 from ..meta import BlockRef
 
 SMALL_BYTES = 512
-"""Mean number of bytes of a range below which whole parts are read instead, because a range costs about as much as
-this many bytes, here and at the unit."""
+"""Mean number of bytes per range below which whole parts are read instead. A range costs the reader and the storage
+unit about as much time as this number of bytes."""
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ class RangedReader:
     """One read of the rows of a receipt."""
 
     def __init__(self, store: ReadsRanges, blocks: Sequence[BlockRef], plan: ReadPlan, *, seed: int | None) -> None:
-        """blocks: those of the receipt. plan: the wanted fields, and the locations of their rows. seed: None, or the
-        number with which the blocks were written, to verify checksums."""
+        """blocks: blocks of the receipt. plan: the wanted fields, and the locations of their rows. seed: number with
+        which the blocks were written, to verify checksums; None verifies nothing."""
         self._store = store
         self._blocks = blocks
         self._plan = plan
         self._seed = seed
         self._used = sorted({number for rows in plan.sources for number in rows.blocks})
-        """Positions in the receipt of the blocks that hold wanted rows. The others may have been freed."""
+        """Positions in the receipt of the blocks that hold wanted rows. The other blocks may have been freed."""
         self._place = np.zeros(len(blocks), dtype=np.int64)
         """Index of each block of the receipt among those that hold wanted rows."""
         self._place[self._used] = np.arange(len(self._used))
@@ -75,15 +75,15 @@ class RangedReader:
         self._carry_out(first, deadline)
         if self._seed is not None:
             self._verify(first, self._seed)
-        later = [(name, step()) for name, step in finish]  # this plans the second request
+        later = [(name, step()) for name, step in finish]  # The steps plan the second request.
         if second.ranges:
             self._carry_out(second, deadline)
         columns: dict[str, Column] = {name: column() for name, column in later}
         return Batch(self._plan.schema, len(self._plan.lengths), columns)
 
     def _begin(self, wanted: FieldRows, first: _Reads, second: _Reads) -> Callable[[], Callable[[], Column]]:
-        """Plan the first request for one field. Returns what is to be done after it, which returns what is to be done
-        after the second."""
+        """Plan the first request for one field. Returns a function to call after the first request. It returns the
+        function to call after the second request, which makes the column."""
         if wanted.field.kind in (Kind.RAGGED, Kind.OBJECT):
             first.take(wanted, 1)
             if self._seed is None and not self._wants_most(wanted):
@@ -97,7 +97,7 @@ class RangedReader:
         out, lengths = new_values(wanted.field, pieces.num_items), wanted.rows.lengths
         into = as_bytes(out)
         first.ranges.append(self._ranges(into, wanted, pieces))
-        if self._seed is not None:  # every piece is a whole part of a block
+        if self._seed is not None:  # Each piece is a whole part of a block.
             nbytes = pieces.count * wanted.field.item_bytes
             stops = np.cumsum(nbytes)
             starts = (stops - nbytes).tolist()
@@ -107,7 +107,7 @@ class RangedReader:
 
     def _begin_again(self, wanted: FieldRows, first: _Reads, second: _Reads) -> Callable[[], Column]:
         """Plan the second request for a RAGGED or OBJECT field, whose index has been read. Returns the function that
-        makes the column of what the request has read."""
+        makes the column from the bytes that the request has read."""
         source, runs, index = wanted.rows.source, wanted.rows.runs, wanted.part(first.views, 1)
         if wanted.field.kind is Kind.OBJECT:
             start, nbytes = locate_objects(source.block, source.row, index)
@@ -136,32 +136,33 @@ class RangedReader:
         return 2 * rows.runs.num_rows >= sum(self._plan.layouts[number].num_rows for number in rows.blocks)
 
     def _reads_whole(self, wanted: FieldRows, pieces: Pieces) -> bool:
-        """Return whether a dense field's values parts are read whole, and its rows taken out of them. They are where
-        checksums need it, and where that is cheaper than many small ranges."""
+        """Return whether to read the values parts of a PER_TOKEN or PER_SAMPLE field whole, and to select its rows from
+        them. This is so where checksums need it, and where it is cheaper than many small ranges."""
         sizes, num_pieces = wanted.part_bytes, len(pieces.block)
         nbytes = pieces.count * wanted.field.item_bytes
         if wanted.shared is not None:
             return self._seed is not None or sum(sizes.values()) <= nbytes.sum() + SMALL_BYTES * num_pieces
-        if self._seed is not None:  # false only if every block is requested once, as a whole
+        if self._seed is not None:  # Ranges are used only if they cover each block's part once and whole.
             blocks = list(zip(pieces.block.tolist(), nbytes.tolist(), strict=True))
             return len(blocks) != len(sizes) or any(sizes[number] != size for number, size in blocks)
         many = num_pieces > len(sizes)
         return many and max(nbytes.sum(), sum(sizes.values()) // 4) < SMALL_BYTES * num_pieces
 
     def _ranges(self, into: np.ndarray, wanted: FieldRows, pieces: Pieces) -> ByteRanges:
-        """Return the request to read the pieces of one field. Raises ValueError for one that reaches beyond its values
-        part."""
+        """Return the request to read the pieces of one field. Raises ValueError for a piece that is not within its
+        values part."""
         item_bytes = 1 if wanted.field.kind is Kind.OBJECT else wanted.field.item_bytes
         begin, nbytes = pieces.first * item_bytes, pieces.count * item_bytes
         sizes, offsets = np.zeros((2, len(self._blocks)), dtype=np.int64)
         for number, parts in wanted.parts.items():
             sizes[number], offsets[number] = wanted.part_bytes[number], self._offsets[number][parts[0]]
-        behind = sizes[pieces.block] - begin  # bytes from a piece's first byte to the end of its part
+        # `behind` counts the bytes from a piece's first byte to the end of its part.
+        behind = sizes[pieces.block] - begin
         wrong = (begin < 0) | (nbytes < 0) | (nbytes > behind)
         if wrong.any():
             i = int(np.flatnonzero(wrong)[0])
             end, number = begin[i] + nbytes[i], pieces.block[i]
-            raise ValueError(f"rows reach to byte {end} of {begin[i] + behind[i]} in block {number}")
+            raise ValueError(f"block {number}: rows end at byte {end}, but the part has {begin[i] + behind[i]} bytes")
         return ByteRanges(into, self._place[pieces.block], offsets[pieces.block] + begin, nbytes)
 
     def _carry_out(self, reads: _Reads, deadline: float) -> None:

@@ -1,9 +1,9 @@
-"""Saves a partition into one file and loads it again: its definition, its rows, and what the directory knows of them.
+"""Saves a partition into one file and loads it: its definition, its rows, and the directory's metadata of the rows.
 
-A file begins with MAGIC, which names the version of the format. Records follow, each with its number of bytes and their
-xxh3 checksum before it. The first record is the message `SavedPartition`. Two records follow for each chunk of rows:
-the message `SavedChunk`, and the parts of a block (`codecs/blocks.py`) that holds the rows. Nothing is pickled, so that
-reading a file runs no code.
+A file begins with MAGIC, which names the version of the format. Records follow. The number of bytes of a record and
+their xxh3 checksum stand before the record. The first record is the message `SavedPartition`. Two records follow for
+each chunk of rows: the message `SavedChunk`, and the parts of a block (`codecs/blocks.py`) that holds the rows. Nothing
+is pickled, so that reading a file runs no code.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 MAGIC = b"hrpart2\n"
 _READABLE = (b"hrpart1\n", MAGIC)
-"""Versions of the format that can be read. Files of the first one lack what samplers have noted."""
+"""Versions of the format that can be read. Files of the first version lack the notes of samplers."""
 _RECORD = struct.Struct("<QQ")
-"""Head of a record: the number of its bytes, and their xxh3."""
+"""Head of a record: the number of bytes of the record, and their xxh3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class SavedPartition:
 
 @dataclass(frozen=True, slots=True)
 class SavedChunk:
-    """Description of one chunk of rows, which have the same fields written."""
+    """Description of one chunk of rows. All rows of a chunk have the same fields written."""
 
     fields: tuple[str, ...]
     """Names of all fields that are written in these rows."""
@@ -76,7 +76,7 @@ def rows_with(rows: PartitionRows, fields: Sequence[str]) -> np.ndarray:
 
 
 class PartitionWriter:
-    """Writes one file under a temporary name beside `path`, and gives it its name once it is whole."""
+    """Writes one file under a temporary name beside `path`, and renames it to `path` once it is complete."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -101,7 +101,7 @@ class PartitionWriter:
         self._record(pieces)
 
     def finish(self) -> None:
-        """Flush the file to the disk and rename it to its path, which replaces a file of that name."""
+        """Flush the file to the disk and rename it to its path. This replaces an existing file of that name."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -114,7 +114,7 @@ class PartitionWriter:
             os.close(folder)
 
     def discard(self) -> None:
-        """Remove the file if it is not finished. A file that was at the path before stays as it was."""
+        """Remove the file if it is not finished. An older file at the path remains unchanged."""
         if self._file is not None:
             self._file.close()
         with contextlib.suppress(FileNotFoundError):
@@ -130,7 +130,7 @@ class PartitionWriter:
 
 
 class PartitionReader:
-    """Reads one file. It is opened for each read, so that nothing has to be closed."""
+    """Reads one file. The file is opened for each read, so that nothing has to be closed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the file once from beginning to end, and check every record.
@@ -181,10 +181,10 @@ class PartitionReader:
         head = file.read(_RECORD.size)
         nbytes, written = _RECORD.unpack(head) if len(head) == _RECORD.size else (-1, 0)
         if not 0 <= nbytes <= os.fstat(file.fileno()).st_size - file.tell():
-            raise ValueError(f"{self._path}: truncated, or damaged: the record at byte {offset} is not whole")
+            raise ValueError(f"{self._path}: truncated, or damaged: the record at byte {offset} is incomplete")
         data = np.fromfile(file, np.uint8, nbytes)
         if xxhash.xxh3_64_intdigest(data.data) != written:
-            raise ValueError(f"{self._path}: damaged: the checksum of the record at byte {offset} does not fit")
+            raise ValueError(f"{self._path}: damaged: the checksum of the record at byte {offset} does not match")
         return data
 
     def _decoded(self, data: np.ndarray, of: type[T]) -> T:
