@@ -49,7 +49,7 @@ from .wire import (
 _logger = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
-"""Longest time in seconds that a leader spends on informing its replica's other ranks that it has given up a pass."""
+"""Longest time in seconds that a leader spends on informing its replica's other ranks of a pass that ended early."""
 
 SHOWN_S = 1e-4
 """Seconds below which a span (a timed piece of work) is left out of reports. Columns that are cached take microseconds,
@@ -65,7 +65,7 @@ class Delivery(Protocol):
         """Do everything that may block for microbatch `index`, and return the function that delivers it.
 
         The microbatch holds those of `fields` that this rank's pipeline stage uses. stop: event that is set when the
-        pass is given up.
+        pass is to end early.
         """
         ...
 
@@ -190,7 +190,8 @@ class Parcel:
 
 
 class Leader:
-    """Delivery to a replica's leader, which reads each column once, and sends each part the columns that it lacks."""
+    """Delivery to a replica's leader, which reads each column once, and sends each part of the replica its missing
+    columns."""
 
     def __init__(self, view: RankView, rows: StepRows, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view
@@ -220,7 +221,7 @@ class Leader:
                 whole = [self._rows.columns(number, fields) for number in load]
             batch, facts = whole[0] if len(whole) == 1 else concat(whole), self._rows.facts(load)
             parcels = [self._parcel(part, load, batch, facts) for part in links.remote()]
-        except Exception as error:  # the siblings wait for this load, so any error is sent to them
+        except Exception as error:  # The siblings wait for this load, so any error is sent to them.
             self._send_failure(load.start, error)
             raise
         self._next = None
@@ -331,8 +332,8 @@ class Sibling:
         missing = self._own.missing(load.start, wanted)
         if list(header.fields) != missing:
             raise PlanMismatch(
-                f"{links.name(links.rank)}: was sent {list(header.fields)} of microbatch {_text(load)}, expected "
-                f"{missing}, by {links.name(links.leader)}"
+                f"{links.name(links.rank)}: got {list(header.fields)} of microbatch {_text(load)} from "
+                f"{links.name(links.leader)}, expected {missing}"
             )
         sizes = self._sizes[load.start : load.stop]
         if header.facts is not None:
@@ -343,9 +344,9 @@ class Sibling:
     def _check(self, prologue: Prologue, index: int) -> None:
         me, leader = self._links.name(self._links.rank), self._links.name(self._links.leader)
         if prologue.digest != self._digest:
-            raise PlanMismatch(f"{me}: holds plan {self._digest}, but plan {prologue.digest} is sent by {leader}")
+            raise PlanMismatch(f"{me}: this rank has plan {self._digest}, but {leader} sent plan {prologue.digest}")
         if prologue.index != index:
-            raise PlanMismatch(f"{me}: stands at microbatch {index}, but {prologue.index} is sent by {leader}")
+            raise PlanMismatch(f"{me}: this rank is at microbatch {index}, but {leader} sent {prologue.index}")
 
     def _land(self, load: range, header: Header, nbytes: int, buffer: torch.Tensor | None) -> None:
         view = self._view

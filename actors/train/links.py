@@ -36,7 +36,7 @@ class Part:
     """Ranks of a replica that need identical data, and the group in which the leader broadcasts to them."""
 
     place: Place
-    """Mesh coordinates of the first member; every member needs the same data as that one."""
+    """Mesh coordinates of the first member; all members need the same data."""
     members: tuple[int, ...]
     """Ranks that need identical data, ascending."""
     ranks: tuple[int, ...]
@@ -181,7 +181,7 @@ class ReplicaLinks:
     def _begin(self, part: Part, tensor: torch.Tensor, what: str, started: float) -> dist.Work:
         try:
             work = dist.broadcast(tensor, self.leader, group=self._groups[part], async_op=True)
-        except RuntimeError as error:  # this connection is known to be broken
+        except RuntimeError as error:  # This connection is known to be broken.
             raise self._lost(what, started, error) from error
         assert work is not None
         return work

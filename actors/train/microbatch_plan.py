@@ -162,8 +162,9 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
 
 
 def _fill(tokens: np.ndarray, budget: int) -> list[int]:
-    """Fill microbatches with rows in order, each until it would exceed `budget` tokens. Counted is its padded size, the
-    number of rows times the longest row. Returns the index of the first row of each microbatch."""
+    """Fill microbatches with rows in order, each until it would exceed `budget` tokens. The size of a microbatch is its
+    padded size: the number of rows times the length of the longest row. Returns the index of the first row of each
+    microbatch."""
     starts, end = [0], 0
     while True:
         reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])
@@ -178,8 +179,8 @@ def _fill(tokens: np.ndarray, budget: int) -> list[int]:
 def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> list[int]:
     """Halve the largest microbatches until there are `num_bins` of them, or only microbatches of one row are left.
 
-    starts: index of the first row of each microbatch. Returns the same for the new microbatches. Halves of a microbatch
-    that fits the budget fit it, too.
+    starts: index of the first row of each microbatch. Returns the same for the new microbatches. If a microbatch fits
+    the budget, so do its halves.
     """
     if len(starts) == num_bins:
         return starts

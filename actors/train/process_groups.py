@@ -37,10 +37,10 @@ from torch.distributed import (
 )
 
 _PACKAGES = ("headrace", "megatron", "torch.distributed", "torch.nn", "torch.optim")
-"""Packages whose objects are searched. Others, such as tokenizers and model configs, refer to no group."""
+"""Packages whose objects are searched. Other objects, such as tokenizers and model configs, refer to no group."""
 _ATTEMPTS = 2
 _GRACE_S = 30.0
-"""Seconds that a rank waits for the others' outcomes beyond the time limit of forming the groups."""
+"""Seconds beyond the time limit of forming the groups that a rank waits for the results of the other ranks."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -117,7 +117,7 @@ class _Search:
     def _cell(self, cell: Any) -> None:
         try:
             content = cell.cell_contents
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # The variable has no value yet.
             return
         found = self.visit(content)
         if found is not content:
@@ -130,7 +130,7 @@ class _Search:
         for name, attribute in attributes.items():
             found = self.visit(attribute)
             if found is not attribute:
-                object.__setattr__(value, name, found)  # frozen dataclasses and modules refuse an ordinary assignment
+                object.__setattr__(value, name, found)  # Frozen dataclasses and modules refuse an ordinary assignment.
 
 
 def _is_searched(value: object) -> bool:
@@ -143,19 +143,19 @@ def _is_searched(value: object) -> bool:
 
 
 class DestroyedGroup:
-    """Stands in the place of a process group that was destroyed. Every use raises RuntimeError, where torch would let
-    gloo continue with the old connections, and NCCL wait for ranks that are not there."""
+    """Placeholder for a process group that was destroyed; every use raises RuntimeError. Without it, gloo would
+    continue with the old connections, and NCCL would wait for ranks that are gone."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        raise RuntimeError(f"process group {self._name}: destroyed by offload; onload comes first")
+        raise RuntimeError(f"process group {self._name}: it was destroyed by offload; call onload first")
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Settings from which a group is made again under its name."""
+    """Settings for creating a group with the same name a second time."""
 
     name: str
     backend: str
@@ -166,7 +166,8 @@ class _Group:
 
 
 class ProcessGroups:
-    """All process groups of one rank of a mesh. Its calls are collective over the ranks of the mesh, and bounded."""
+    """All process groups of one rank of a mesh. Its calls are collective over the ranks of the mesh and have a time
+    limit."""
 
     def __init__(
         self,
@@ -182,8 +183,8 @@ class ProcessGroups:
 
         store: store of all ranks; it must outlive the groups. timeout_s: seconds after which forming the groups, or a
         collective operation of the default group, fails. name: name of this process in errors, by default its rank.
-        forget: function that removes all keys with a prefix from the store; called in rank 0 with the keys of groups
-        that are over.
+        forget: function that removes all keys with a prefix from the store; called in rank 0 with the prefixes of
+        groups that no longer exist.
         """
         self._store, self._rank, self._world = store, rank, world
         self._timeout = timedelta(seconds=timeout_s)
@@ -254,7 +255,7 @@ class ProcessGroups:
         names = distributed_c10d._world.pg_names
         replace_groups(holders, {id(self._destroyed[name]): group for group, name in names.items()})
         if self._forget is not None:
-            for over in range(self._oldest, self._generation):  # no rank uses these generations any more
+            for over in range(self._oldest, self._generation):  # No rank uses these generations any more.
                 self._forget(f"generation {over}/")
             self._oldest = self._generation
         self._destroyed, self._groups = {}, ()
@@ -272,19 +273,20 @@ class ProcessGroups:
         return f"generation {self._generation}"
 
     def _attempt(self) -> str:
-        """Try to form all groups. Returns the reason why that failed; "" if it did not."""
+        """Try to form all groups. Returns the reason of a failure; "" on success."""
         try:
             self.form()
             world = distributed_c10d._world
-            _, store = next(iter(world.pg_map.values()))  # the store of the default group, the only group so far
+            # This is the store of the default group, the only group so far.
+            _, store = next(iter(world.pg_map.values()))
             for group in self._groups:
                 self._make(group, store)
-            world.group_count = self._count  # otherwise a later group would get one of these names
+            world.group_count = self._count  # Otherwise a later group would get one of these names.
             probe = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
-            dist.all_reduce(probe)  # an NCCL group connects its ranks only now
+            dist.all_reduce(probe)  # NCCL connects the ranks of a group only at its first operation.
             probe.item()
-        except Exception as error:  # the other ranks have to learn of any error
-            self.close()  # ranks that wait for this one in a collective of gloo are freed at once
+        except Exception as error:  # The other ranks have to learn of any error.
+            self.close()  # This ends gloo collectives in which other ranks wait for this rank.
             return f"{self._name}: {type(error).__name__}: {error}"
         return ""
 
@@ -297,7 +299,7 @@ class ProcessGroups:
             group.backend,
             store,
             group.name,
-            timeout=min(group.timeout, self._timeout),  # a group's own bound may be a day
+            timeout=min(group.timeout, self._timeout),  # The group's own timeout can be a day.
             group_desc=group.description,
         )
         distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(group.ranks)}
@@ -333,7 +335,7 @@ def _describe(group: dist.ProcessGroup) -> _Group:
 
 def own_address(*, one_host: bool) -> str:
     """Return the IP address at which the run's processes reach this process. It is loopback if all of them are on one
-    host, else Ray's address of this host. The calling process must then be one of Ray's."""
+    host, else Ray's address of this host. In the latter case, the calling process must belong to Ray."""
     if one_host:
         return LOOPBACK
     import ray
@@ -346,8 +348,8 @@ def bind_process_groups(address: str) -> None:
     address is an IP address of this host.
 
     By default gloo takes the address to which the host's name resolves (loopback on many machines, which other hosts
-    cannot reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME come first. A
-    no-op if no interface has the address.
+    cannot reach), and NCCL the first interface. The user's own GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME take
+    precedence. Does nothing if no interface has the address.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == address for found in addresses):

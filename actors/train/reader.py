@@ -37,10 +37,10 @@ T = TypeVar("T")
 FetchPolicy = Literal["auto", "leader", "independent"]
 
 THREAD_END_S = 2 * GRACE_S
-"""Seconds that the prefetch thread gets to end after a pass over the step's rows is given up. A read of the store that
+"""Seconds that the prefetch thread has to end after a pass over the step's rows ended early. A read of the store that
 is in progress ends by its own timeout."""
 CHECK_S = 1.0
-"""Seconds between two checks, by a waiting consumer, that the thread is still alive."""
+"""Seconds between two checks of a waiting consumer that the prefetch thread is alive."""
 
 
 def shares_reads(topology: Topology, policy: FetchPolicy) -> bool:
@@ -126,7 +126,7 @@ class ReplicaReader:
         """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt if it has one.
         The receipt has the keys and locations of its rows.
 
-        Raises ValueError if the shard contradicts its own receipt, or has none although this rank reads. Raises
+        Raises ValueError if the shard contradicts its own receipt, or has no receipt although this rank reads. Raises
         ReplicaError once the reader is broken.
         """
         self._require_whole("begin")
@@ -135,7 +135,7 @@ class ReplicaReader:
             raise ValueError(f"plan {shard.digest}: has {int(shard.sizes.sum())} rows, but its receipt has {len(meta)}")
         reads = self._links is None or self._links.leads
         if reads and meta is None:
-            raise ValueError(f"plan {shard.digest}: got no receipt, expected one, as rank {self._view.rank} reads")
+            raise ValueError(f"plan {shard.digest}: got no receipt, expected one, because rank {self._view.rank} reads")
         self._shard = shard
         self._rows = StepRows(self._client, shard, meta) if reads and meta is not None else None
         self._delivery = self._build_delivery(shard)
@@ -162,14 +162,14 @@ class ReplicaReader:
         if delivery is None or shard is None:
             raise RuntimeError(f"rank {self._view.rank}: no step has begun; begin comes before stream")
         micros = self._stream(delivery, len(shard.sizes), tuple(fields))
-        # Its thread starts now, not when the first microbatch is asked for: a later pipeline stage asks only once the
-        # first stage has computed, which waits for this rank to take part in the broadcast.
+        # The prefetch thread must start now: a later pipeline stage asks for a microbatch only after the first stage
+        # has computed, but the first stage waits for this rank to take part in the broadcast.
         next(micros)
         return micros
 
     def _stream(self, delivery: Delivery, count: int, fields: tuple[str, ...]) -> Generator[MicroBatch, None, None]:
         view = self._view
-        # A first stage runs ahead of the last by as many microbatches as there are stages.
+        # The first pipeline stage runs ahead of the last by as many microbatches as there are stages.
         ahead: Prefetch[Deliver] = Prefetch(
             lambda index, stop: delivery.prepare(index, fields, stop),
             count,
@@ -178,7 +178,7 @@ class ReplicaReader:
         )
         taken = 0
         try:
-            yield cast(MicroBatch, None)  # `stream` takes this first value
+            yield cast(MicroBatch, None)  # `stream` takes this first value.
             while taken < count:
                 start = time.perf_counter()
                 with view.span(f"wait {taken}"):
@@ -192,7 +192,7 @@ class ReplicaReader:
         finally:
             ended = ahead.close(THREAD_END_S)
             if taken < count:
-                self._fail(delivery, f"rank {view.rank} gave a pass up after {taken} of {count} microbatches", ended)
+                self._fail(delivery, f"rank {view.rank} ended a pass early, after {taken} of {count} microbatches", ended)
 
     def _fail(self, delivery: Delivery, reason: str, ended: bool) -> None:
         """Handle a pass that ended early. A reader that shares its reads is marked as broken, and ranks that wait get
@@ -201,7 +201,7 @@ class ReplicaReader:
             delivery.give_up(reason)
         self._broken = self._broken or reason
         if self._links is None:
-            self._broken = ""  # a rank that reads for itself delays no other rank
+            self._broken = ""  # A rank that reads for itself delays no other rank.
 
     def keep(self, index: int, field: str, column: Jagged) -> None:
         """Cache a column of microbatch `index` that this rank has written, so that it is not read back. Does nothing on
@@ -236,9 +236,9 @@ class ReplicaReader:
 class Prefetch(Generic[T]):
     """Calls `make` for items 0 to count - 1, in order, in one background thread.
 
-    `make` is called with an item's number and an event that is set when the pass is given up. Everything in it that
-    blocks must be bounded, and must end soon after the event is set. The thread starts an item only while fewer than
-    `depth` items wait to be taken, so at most `depth` items are ready or being made.
+    `make` is called with an item's number and an event that is set when the pass ends early. Every blocking operation
+    in `make` needs a time limit, and must end soon after the event is set. The thread starts an item only while fewer
+    than `depth` items wait to be taken, so at most `depth` items are ready or being made.
     """
 
     def __init__(self, make: Callable[[int, threading.Event], T], count: int, *, depth: int, name: str) -> None:
@@ -265,8 +265,10 @@ class Prefetch(Generic[T]):
             while not self._ready:
                 if self._failure is not None:
                     raise self._failure
-                if not self._thread.is_alive():  # the lock is held, so a dead thread cannot add an item now
-                    raise RuntimeError(f"{self._thread.name}: ended before item {self._taken} of {self._count}")
+                if not self._thread.is_alive():  # The lock is held, so a dead thread cannot add an item now.
+                    raise RuntimeError(
+                        f"{self._thread.name}: the thread ended before item {self._taken} of {self._count}"
+                    )
                 self._changed.wait(CHECK_S)
             self._taken += 1
             self._changed.notify_all()

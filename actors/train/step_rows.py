@@ -20,10 +20,10 @@ GROWTH = 4
 """Factor by which each load is larger than the one before it. A load is a group of microbatches that are read
 together."""
 MOST_AT_ONCE = 64
-"""Largest number of microbatches in one load, that is, read together."""
+"""Largest number of microbatches in one load."""
 EMBEDDED = "input_ids"
-"""The one column that the first pipeline stage uses, apart from routes. The last stage uses every column, with the
-token ids as targets."""
+"""The only column that the first pipeline stage uses, apart from routes. The last stage uses all columns; the token ids
+are its targets."""
 
 
 def load_of(index: int, count: int) -> range:
@@ -51,16 +51,16 @@ def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, slots=True)
 class TrainShard:
-    """One rank's share of a plan: of the rows of a step, or of those that are trained on together. The driver sends it
-    once, and every pass over these rows uses it."""
+    """One rank's share of a plan. The plan covers the rows of a step, or the part of them that is trained on together.
+    The driver sends it once, and every pass over these rows uses it."""
 
     step: int
     """Number of the step."""
     meta: bytes | None
     """Receipt of the replica's rows (their keys and locations, without content) as `KVBatchMeta.to_bytes()`, in the
-    order of the microbatches. It carries values per row (float32): `advantage`, with `loss.aggregation=prompt`
-    `group_tokens`, and with `trainer.moe.aux_loss_coef` above 0 `row_tokens`. None for a rank that neither reads nor
-    writes rows."""
+    order of the microbatches. It carries values per row (float32): `advantage`; `group_tokens` with
+    `loss.aggregation=prompt`; `row_tokens` with `trainer.moe.aux_loss_coef` above 0. None for a rank that neither reads
+    nor writes rows."""
     sizes: np.ndarray
     """Number of rows of each microbatch, int64 `[M]`."""
     digest: str
@@ -73,17 +73,17 @@ class TrainShard:
     """Positions in `meta` of the rows that are written to samples.jsonl, int64 `[K]`, the same on all ranks of a
     replica."""
     sample_passes: int = 0
-    """Number of microbatches, of one row each, of the pass over these rows: the same on every rank, the largest K; 0 if
-    no row of the step is written."""
+    """Number of microbatches in the pass over the rows of `samples`, one row each. It is the largest K of all ranks; 0
+    if no row of the step is written."""
 
     def of_samples(self, meta: KVBatchMeta | None) -> TrainShard:
-        """Return the shard of the rows whose samples are written, one to a microbatch. A rank with fewer rows than
-        others has empty ones. meta: receipt of this shard, None on a rank without one."""
+        """Return the shard of the rows whose samples are written, one per microbatch. A rank with fewer rows than
+        others has empty microbatches. meta: receipt of this shard, None on a rank without one."""
         return replace(
             self,
             meta=None if meta is None else meta.select(self.samples).to_bytes(),
             sizes=(np.arange(self.sample_passes) < len(self.samples)).astype(np.int64),
-            digest=self.digest[::-1],  # all ranks derive the same second plan by reversing the digest
+            digest=self.digest[::-1],  # All ranks derive the digest of the second plan by reversing the first one.
         )
 
     def ranges(self) -> list[np.ndarray]:

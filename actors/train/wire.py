@@ -47,11 +47,12 @@ class ReplicaLost(ReplicaError):
 
 
 class PlanMismatch(ReplicaError):
-    """A rank has a different plan than its leader, or is at a different microbatch. The message names both."""
+    """A rank has a different plan than its leader, or is at a different microbatch. The message names both ranks, with
+    their plans or microbatches."""
 
 
 class PrefetchStopped(Exception):
-    """Raised in the background thread, even by `make`, when the pass was given up; it ends the thread."""
+    """Raised in the background thread after a pass has ended early, to end the thread; `make` can raise it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def describe(batch: Batch, facts: RowFacts | None) -> Header:
     part_bytes, shapes = [], {}
     for name, column in batch.items():
         if isinstance(column, list):
-            raise ValueError(f"field {name!r}: is {Kind.OBJECT.value}, expected tensors, as only those are broadcast")
+            raise ValueError(f"field {name!r}: got {Kind.OBJECT.value}, expected tensors, which can be broadcast")
         values = column if isinstance(column, torch.Tensor) else column.values
         part_bytes.append(values.numel() * values.element_size())
         if isinstance(column, Ragged):
@@ -208,7 +209,7 @@ def read_buffer(header: Header, schema: Schema, lengths: np.ndarray, buffer: tor
             raise ReplicaError(
                 f"field {name!r}: the leader sent {nbytes} bytes of {len(buffer)}, expected {count * field.item_bytes}"
             )
-        # An empty slice may start where no view of a wider dtype can.
+        # An empty slice can start at an offset that is not aligned for a wider dtype.
         part = buffer[begin : begin + nbytes] if nbytes else buffer.new_empty(0)
         trailing = () if field.kind is Kind.RAGGED else field.trailing
         values = part.view(field.dtype).reshape(count, *trailing)
@@ -244,7 +245,7 @@ def encode_error(error: BaseException) -> bytes:
 
 def raise_error(data: bytes, leader: str, op: str, elapsed_s: float) -> NoReturn:
     """Raise the error that `encode_error` encoded, with a note that names the leader. It has the same class and
-    message; errors sent as text are a ReplicaError."""
+    message; errors that were sent as text become a ReplicaError."""
     try:
         if data[:1] == b"d":
             requests.body_of(data[1:], op, elapsed_s)

@@ -95,13 +95,13 @@ class WorkerSetup:
     keep_versions: bool = False
     """True if rank 0 keeps the last versions of the weights in host memory whatever `sync` says."""
     samples: SampleFile | None = None
-    """File of episodes for people to read, which gets a line for each picked row; None when none is written."""
+    """File of episodes for people to read, with a line for each picked row; None writes no file."""
     one_host: bool = True
     """True if all processes of the run are on one host; the rank then listens on loopback only."""
     routes: RouteSpec | None = None
     """Shape of the routes that the policy's passes replay; None without router replay."""
     columns: tuple[ColumnConfig, ...] = ()
-    """Columns of numbers that the user brings, which the loss reads."""
+    """Numeric columns of the user that the loss reads."""
     single_rank_groups: bool = False
     """True if the backend needs process groups even when there is only one rank, as Megatron does."""
 
@@ -132,7 +132,7 @@ class _Work:
     written: list[str] = field(default_factory=list)
     """Columns that the writer rank of each replica has added to the rows."""
     sampled: bool = False
-    """Whether the lines of the rows that are picked for people to read have been written."""
+    """True once the lines of the picked rows have been written to samples.jsonl."""
 
 
 class TrainWorker:
@@ -156,14 +156,15 @@ class TrainWorker:
 
         address: IP address of this host at which engines reach rank 0. device: device to which the reader delivers
         rows. It is the CPU in training, because the backends arrange the rows in CPU memory. groups: the mesh's process
-        groups, which `offload` destroys; None where there are none, as in a single rank of a backend that needs none.
+        groups, which `offload` destroys; None if the rank forms no process groups, such as a single rank whose backend
+        needs none.
         """
         self._groups = groups
         self._offloaded = False
         """True between `offload` and `onload`."""
         self._setup = setup
         self._name = setup.name
-        self._parts = ExitStack()  # they are closed last in, first out
+        self._parts = ExitStack()  # The parts are closed last in, first out.
         self._client = connect(setup.data_plane, name=self._name)
         self._parts.callback(self._client.close)
         links = build_links(
@@ -381,7 +382,7 @@ class TrainWorker:
     def onload(self) -> OffloadReport:
         """Undo `offload`: form the process groups again, and bring the backend's tensors back to the device.
 
-        The call is collective and idempotent. Raises RuntimeError on every rank when the groups cannot be formed, also
+        The call is collective and idempotent. Raises RuntimeError on every rank when the groups cannot be formed even
         at a second attempt.
         """
         before, groups_s = device_bytes_in_use(), 0.0
@@ -407,7 +408,7 @@ class TrainWorker:
         return (self._reader, *self._backend.group_holders())
 
     def _require_onloaded(self, call: str) -> None:
-        if self._offloaded:  # checked here, because the backend would only refuse in the middle of a pass
+        if self._offloaded:  # The check is here because the backend would refuse only in the middle of a pass.
             raise offloaded_error(call)
 
     def _publishes(self) -> WeightPublisher:
@@ -426,9 +427,9 @@ class TrainWorker:
         return rank == topology.writer(topology.place(rank).dp)
 
     def _write_samples(self, work: _Work) -> None:
-        """Compute log-probs of the rows that people will read, and append a line for each to samples.jsonl. This is
-        done before the first pass over a shard. In each replica, the writer rank does so. Collective. The store gets no
-        column, so training is the same as without."""
+        """Compute log-probs of the rows that are picked for samples.jsonl. In each replica, the writer rank appends a
+        line for each row. Called before the first pass over a shard; the call is collective. No column is written to
+        the store, so training is not affected."""
         if work.sampled or not work.shard.sample_passes:
             return
         work.sampled = True
@@ -439,7 +440,8 @@ class TrainWorker:
         file, step = self._setup.samples, work.shard.step
         if self._writes and meta is not None and file is not None and len(meta):
             masks = [mask.numpy() for mask in unpack(self._client.get(meta, ["response_mask"]))["response_mask"]]
-            rows = zip(meta.keys, meta.tags["advantage"].tolist(), masks, columns, strict=False)  # columns can be empty
+            # `columns` can be empty.
+            rows = zip(meta.keys, meta.tags["advantage"].tolist(), masks, columns, strict=False)
             most = file.config.max_tokens
             file.append([trained_line(key, step, gain, mask, own.numpy(), most) for key, gain, mask, own in rows])
         self._reader.begin(work.shard)
@@ -448,7 +450,7 @@ class TrainWorker:
         """Write a column of the shard's rows into the store, one microbatch at a time, and cache it in the reader."""
         meta = work.meta
         if meta is None:
-            raise RuntimeError(f"{self._name}: writes {field} back, but was not sent the rows' receipt")
+            raise RuntimeError(f"{self._name}: this rank writes {field} back, but has no receipt of the rows")
         for index, (rows, values) in enumerate(zip(work.shard.ranges(), columns, strict=True)):
             if not len(rows):
                 continue

@@ -158,7 +158,7 @@ def test_groups_come_back_and_stale_ones_raise(tmp_path: Path) -> None:
         for errors in found["errors"]:
             for name in ("collective", "size"):
                 assert errors[name][0] == "RuntimeError"
-                assert errors[name][1].endswith("destroyed by offload; onload comes first")
+                assert errors[name][1].endswith("destroyed by offload; call onload first")
             assert errors["message"][0] == "ValueError"
             assert "has not been initialized" in errors["default"][1]
             assert "Could not resolve the process group" in errors["mesh"][1]

@@ -80,7 +80,7 @@ def test_a_failure_that_comes_as_a_wait_runs_out_is_told(monkeypatch: pytest.Mon
 def test_a_thread_that_ended_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prefetch, "_run", lambda self: None)
     prefetch = Prefetch(lambda number, stop: number, 3, depth=1, name="pass")
-    with pytest.raises(RuntimeError, match="pass: ended before item 0 of 3"):
+    with pytest.raises(RuntimeError, match="pass: the thread ended before item 0 of 3"):
         prefetch.take()
 
 
@@ -285,7 +285,7 @@ def test_a_shard_must_agree_with_its_receipt(handle: DataPlaneHandle) -> None:
         assert [micro.lengths.tolist() for micro in reader.stream(FIRST)] == [[5, 6, 7]]
         with pytest.raises(ValueError, match="plan abc: has 2 rows, but its receipt has 3"):
             reader.begin(TrainShard(1, meta.to_bytes(), np.array([2]), "abc", False))
-        with pytest.raises(ValueError, match="plan abc: got no receipt, expected one, as rank 0 reads"):
+        with pytest.raises(ValueError, match="plan abc: got no receipt, expected one, because rank 0 reads"):
             reader.begin(TrainShard(1, None, np.array([3]), "abc", False))
         reader.end()
         with pytest.raises(RuntimeError, match="no step has begun"):

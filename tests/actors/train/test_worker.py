@@ -254,7 +254,7 @@ def test_a_shard_without_its_receipt_is_refused(handle: DataPlaneHandle) -> None
     backend = RecordingBackend(True, None)
     worker = TrainWorker(alone(handle, lambda _rank, _world: backend))
     shard = replace(step.shards[0], meta=None)
-    with pytest.raises(ValueError, match="got no receipt, expected one, as rank 0 reads"):
+    with pytest.raises(ValueError, match="got no receipt, expected one, because rank 0 reads"):
         worker.begin(shard)
     assert messages.decode(messages.encode(shard), TrainShard).meta is None
     worker.close()
