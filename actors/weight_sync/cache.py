@@ -53,7 +53,7 @@ class BucketCache:
         """Create an empty cache. timeout_s: seconds that a call waits for another thread's block before it raises
         TimeoutError."""
         self._timeout_s = timeout_s
-        self._lock = threading.RLock()  # a delta reads the base while the same thread writes the next version
+        self._lock = threading.RLock()  # A delta reads the base while the same thread writes the next version.
         self._task = ""
         """Operation that holds the lock at the moment; named in error messages."""
         self._memories: list[torch.Tensor] = []
@@ -89,8 +89,8 @@ class BucketCache:
             wanted, available = NUM_VERSIONS * nbytes, available_memory()
             if wanted > MEMORY_SHARE * available:
                 raise ValueError(
-                    f"weights: {NUM_VERSIONS} versions of the model in host memory want {wanted} bytes, more than "
-                    f"{MEMORY_SHARE:.0%} of the {available} available; do without sync.delta and a later sync"
+                    f"weights: {NUM_VERSIONS} versions of the model in host memory need {wanted} bytes, more than "
+                    f"{MEMORY_SHARE:.0%} of the {available} available; turn off sync.delta and sync.cache"
                 )
             self._memories = [torch.from_numpy(np.empty(nbytes, dtype=np.uint8)) for _ in range(NUM_VERSIONS)]
             if torch.cuda.is_initialized() and nbytes:
@@ -107,7 +107,7 @@ class BucketCache:
         with self._held(f"write version {version}"):
             self.reserve(plan)
             newest = self._whole[-1:]
-            self._whole = newest  # the other slot is about to be overwritten
+            self._whole = newest  # The other slot is about to be overwritten.
             memory = next(free for free in self._memories if not newest or free is not newest[0].memory)
             starts = itertools.accumulate((_aligned(size) for size in plan.sizes), initial=0)
             draft = CachedVersion(version, plan, tuple(starts)[:-1], memory)
@@ -132,7 +132,7 @@ class BucketCache:
             self._free()
 
     def _pin(self) -> None:
-        """Pin the memory, because it is copied from and to a GPU. Without that, copies are slower by several times."""
+        """Pin the memory for copies from and to a GPU. Copies of unpinned memory are several times slower."""
         try:
             for memory in self._memories:
                 pin(memory)
@@ -151,7 +151,7 @@ class BucketCache:
         if not self._lock.acquire(timeout=self._timeout_s):
             raise TimeoutError(
                 f"weights: bucket cache: waited {time.monotonic() - start:.1f} s to {task}: "
-                f"another thread has it, to {self._task}"
+                f"another thread uses it to {self._task}"
             )
         outer, self._task = self._task, task
         try:

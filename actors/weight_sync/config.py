@@ -39,7 +39,7 @@ class SyncConfig(Section):
     to compare them."""
     cache: bool = False
     """If true, the trainer keeps the last two versions in host memory, to send them to engines that join late. `store`,
-    `disk` and, between CPUs, `ipc` keep two versions in any case."""
+    `disk` and, between CPUs, `ipc` always keep two versions."""
     dir: str | None = None
     """Folder that `disk` writes to. All hosts must see it. Unset: `weights` in the run folder."""
     timeout_s: Positive = 60.0
@@ -48,9 +48,10 @@ class SyncConfig(Section):
     makes progress."""
 
     verify: Verify = "off"
-    """Weights whose bytes are compared with the trainer's after an engine has loaded a new version, while it is paused.
-    `sample` compares eight weights, others in each version; `full` compares all that the engine keeps in the form in
-    which they were sent. An engine with a difference serves nothing until it has loaded a version completely."""
+    """Weights whose bytes are compared with the trainer's after an engine has loaded a new version, while the engine is
+    paused. `sample` compares eight weights, different ones in each version; `full` compares all that the engine keeps
+    in the form in which they were sent. An engine with a difference serves nothing until it has loaded a version
+    completely."""
 
     @property
     def keeps_old_kv(self) -> bool:

@@ -92,7 +92,7 @@ class WeightInbox:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the weights of the version that is prepared, or whose transfer was joined; () when there is none."""
+        """Names of the weights of the prepared or joined version; () when there is none."""
         staged, arriving = self._staged, self._arriving
         if staged is not None:
             return staged.plan.names
@@ -127,7 +127,8 @@ class WeightInbox:
                         )
                         stream.give_up(error)
                         raise error
-                    scatter_kernel(stream.device)  # compiled once here, and not while the engine is paused
+                    # The kernel is compiled here, once, instead of while the engine is paused.
+                    scatter_kernel(stream.device)
                     joined = kept = True
                     return
                 staged = self._receive(update, stream)
@@ -144,8 +145,8 @@ class WeightInbox:
                     self._arriving = None
 
     def read_ahead(self) -> None:
-        """Start receiving the version that `prepare` has joined without staging, before `arriving` is called. It is
-        received as far as the buffers have room.
+        """Start receiving the version that `prepare` has joined without staging, before `arriving` is called. Buckets
+        are received as long as the buffers have room.
 
         Call it in the thread that called `prepare`. Errors are raised later, by `arriving`.
         """
@@ -169,7 +170,7 @@ class WeightInbox:
         """
         arriving = self._arriving
         if arriving is None or arriving[0] != update.version or arriving[2] is None:
-            raise ValueError(f"weights: version {update.version} was not joined, prepare it first")
+            raise ValueError(f"weights: version {update.version} was not joined; call prepare first")
         stream = arriving[2]
         pieces: dict[str, torch.Tensor] = {}
         read = set()
@@ -257,13 +258,13 @@ class WeightInbox:
 
     def _expect_wanted(self, update: WeightUpdate, stream: Stream) -> None:
         if self._dropped == update.version or self._closed:
-            raise stream.deadline.error("was dropped meanwhile")
+            raise stream.deadline.error("the version was dropped while it was being received")
 
     def _receive(self, update: WeightUpdate, stream: Stream) -> StagedWeights:
         base = self._expect_base(update, stream)
         plan, offsets = stream.plan, bucket_offsets(stream.plan)
         if base is None and stream.memory is not None:
-            memory, owner = stream.memory, stream  # the bytes are used where they are
+            memory, owner = stream.memory, stream  # The stream's bytes are used without a copy.
         else:
             memory, owner = self._memory(offsets[-1], stream.device), None
             stream.receive_into(memory)
@@ -279,7 +280,7 @@ class WeightInbox:
             read.add(frame.bucket)
             self._count_received()
         _expect_whole(stream, read)
-        views = self._views if owner is None else BucketViews()  # views of a stream's memory must not be kept
+        views = self._views if owner is None else BucketViews()  # Views of a stream's memory must not be kept.
         return StagedWeights(update.version, dict(views.all(plan, memory)), plan, memory, owner)
 
     def _count_received(self) -> None:
@@ -317,9 +318,9 @@ class WeightInbox:
         base = self._base
         if base is None or base.version != update.base:
             there = "none" if base is None else f"version {base.version}"
-            raise self._refused(stream, f"refers to version {update.base}, kept here is {there}")
+            raise self._refused(stream, f"refers to version {update.base}, but the engine keeps {there}")
         if base.plan != stream.plan:
-            raise self._refused(stream, f"refers to version {update.base}, which has another layout here")
+            raise self._refused(stream, f"refers to version {update.base}, which has another layout in the engine")
         return base
 
     def _refused(self, stream: Stream, what: str) -> WeightTransferError:
@@ -330,7 +331,7 @@ class WeightInbox:
     def _memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
         spare, self._spare = self._spare, None
         if spare is None or len(spare) != nbytes or spare.device != device:
-            spare = None  # the old memory is freed before more is allocated
+            spare = None  # The old memory is freed before more is allocated.
             self._views.clear()
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return spare

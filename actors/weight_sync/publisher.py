@@ -41,8 +41,8 @@ class WeightPublisher:
         """Create a publisher that owns `sender` and closes it in `close`.
 
         bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are in transit at a time.
-        keep_versions: whether the last versions are kept in host memory whatever `sync` says, because some are sent to
-        no receiver at first.
+        keep_versions: whether the last versions are kept in host memory whatever `sync` says, because some versions are
+        not sent to any receiver at first.
         """
         self._sender = sender
         self._config = config
@@ -101,7 +101,7 @@ class WeightPublisher:
                 if self._cache is not None:
                     self._cache.reserve(plan)
                 if self._finished is not None and self._finished.version == version:
-                    self._finished = None  # a version that is begun again is incomplete until it is finished
+                    self._finished = None  # A version that is begun again is incomplete until it is finished.
                 used = None if cached else self._base(base, plan)
                 opened = Publication(self._sender.begin(version, plan, receivers, used), plan, cached)
             self._opened = opened
@@ -145,7 +145,7 @@ class WeightPublisher:
         try:
             with self._turn(f"cache version {version}"):
                 if self._cache is None:
-                    raise ValueError(f"weights: version {version} is to be cached, but the trainer keeps none")
+                    raise ValueError(f"weights: version {version} is to be cached, but the trainer keeps no versions")
                 plan = self._plan(specs)
                 with self._cache.writing(version, plan) as draft:
                     for (planned, entries), (name, tensor) in zip(plan.weights, gather, strict=True):
@@ -236,7 +236,7 @@ class WeightPublisher:
 
     def _cached_plan(self, version: int) -> BucketPlan:
         if self._cache is None:
-            raise ValueError(f"weights: version {version} is to be sent again, but the trainer keeps none")
+            raise ValueError(f"weights: version {version} is to be sent again, but the trainer keeps no versions")
         with self._cache.reading(version) as cached:
             return cached.plan
 
@@ -259,13 +259,15 @@ class WeightPublisher:
             opened = self._opened
             if opened is None or opened.update != update or opened.cached != cached:
                 there = "none" if opened is None else f"version {opened.update.version}, cached: {opened.cached}"
-                raise ValueError(f"weights: version {update.version}, cached: {cached}, is not open; open is {there}")
+                raise ValueError(
+                    f"weights: version {update.version}, cached: {cached}, is not open; the open update is {there}"
+                )
             try:
                 yield opened
                 self._finished = update
             except BaseException as error:
                 self._sender.abort(f"{type(error).__name__}: {error}")
-                self._views.clear()  # the sender may leave its buffers to receivers that still read them
+                self._views.clear()  # The sender can leave its buffers to receivers that still read them.
                 raise
             finally:
                 self._opened = None
@@ -275,7 +277,7 @@ class WeightPublisher:
         start = time.monotonic()
         if not self._lock.acquire(timeout=self._config.timeout_s):
             raise WeightTransferError(
-                f"weights: waited {time.monotonic() - start:.1f} s to {task}: another thread has the sender, "
+                f"weights: waited {time.monotonic() - start:.1f} s to {task}: another thread uses the sender "
                 f"to {self._task}"
             )
         self._task = task

@@ -203,7 +203,8 @@ class BucketStream:
         if self._base is None:
             if self._failure is None:
                 if self._draft is not None:
-                    self._draft.bucket(bucket).copy_(out)  # before `send`, which gives the buffer back to the sender
+                    # This comes before `send`, which returns the buffer to the sender.
+                    self._draft.bucket(bucket).copy_(out)
                 self._hand_over(bucket, "whole", out, self._digest)
         elif self._failure is None:
             assert self._digest is not None, "drafts are in host memory"
@@ -223,7 +224,7 @@ class BucketStream:
     def _buffer(self, bucket: int, nbytes: int) -> torch.Tensor | None:
         """Return the sender's buffer for a payload of `nbytes` bytes; None once the sender has failed."""
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)  # only the frame is sent
+            return torch.empty(0, dtype=torch.uint8)  # Only the frame is sent.
         return self._attempt(f"bucket {bucket}", lambda: self._sender.buffer(bucket, nbytes))
 
     def _hand_over(
@@ -251,11 +252,11 @@ class BucketStream:
             if self._opened.aborted is not None:
                 raise WeightTransferError(f"{self._label}, {what}: aborted: {self._opened.aborted}")
             return call()
-        except Exception as error:  # `report` raises it when the cache has the whole version
+        except Exception as error:  # `report` raises this error once the cache has the whole version.
             if self._draft is None:
                 raise
             self._failure = error
-            self._sender.abort(f"{what}: {type(error).__name__}: {error}")  # receivers then stop waiting at once
+            self._sender.abort(f"{what}: {type(error).__name__}: {error}")  # The receivers then stop waiting at once.
             return None
         finally:
             self._send_s += time.perf_counter() - start

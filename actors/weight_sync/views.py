@@ -87,11 +87,11 @@ class BucketViews:
     def _kept(self, bucket: int, buffer: torch.Tensor) -> Views:
         """Return the views that are cached for this bucket in this buffer, or an empty dict to fill. Views of buffers
         on a CPU are not cached."""
-        if not buffer.is_cuda:  # host views are cheap, and would keep a mapping alive
+        if not buffer.is_cuda:  # Views of host memory are cheap, and a cached view would keep a mapping alive.
             return {}
         key = (bucket, buffer.data_ptr(), len(buffer))
         if key not in self._made and self._plan is not None and len(self._made) > 4 * len(self._plan.sizes):
-            self._made = {}  # old views would keep the buffers of a sender that is gone
+            self._made = {}  # Old views would keep the buffers of a sender that is gone.
         return self._made.setdefault(key, {})
 
 

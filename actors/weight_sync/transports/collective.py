@@ -63,7 +63,7 @@ class CollectiveSender(Sender):
     def _begin(self, update: SenderUpdate) -> str:
         if self._tracker is not None:
             self._tracker.close()
-        if any(self._running):  # an update ended in the middle of a payload
+        if any(self._running):  # The last update ended in the middle of a payload.
             self._leave_group()
         self._tracker = ReceiverTracker(update.number, update.receivers, self._listener, self.timeout_s)
         self._started = False
@@ -77,10 +77,10 @@ class CollectiveSender(Sender):
 
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         self._start(update)
-        self._look(update, None)  # messages that were not read are lost with their connection
+        self._look(update, None)  # Unread messages would be lost with their connection.
         number = self._num_payloads % _RING
         if nbytes > len(self._ring[number]):
-            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, which is more than the largest bucket")
         self._await(update, number, f"no room for bucket {bucket}, not taken")
         return self._ring[number][:nbytes]
 
@@ -94,9 +94,9 @@ class CollectiveSender(Sender):
             try:
                 self._running[number] = self._group.broadcast(self._ring[number][: frame.nbytes])
             except RuntimeError as error:
-                raise self._broken(update, f"bucket {frame.bucket} was not taken", error) from error
+                raise self._broken(update, f"bucket {frame.bucket} was not received", error) from error
             self._num_payloads += 1
-        if frame.nbytes and self._device.type == "cuda":  # computed while the payload travels
+        if frame.nbytes and self._device.type == "cuda":  # The digest is computed while the payload travels.
             self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
 
     def _finish(self, update: SenderUpdate) -> None:
@@ -137,7 +137,7 @@ class CollectiveSender(Sender):
         self._ring = []
 
     def _deadline(self, update: SenderUpdate) -> Deadline:
-        # Earlier than the receivers' deadlines, so that they learn from the sender what is wrong.
+        # This deadline is earlier than the receivers' deadlines, so that they learn the cause from the sender.
         if update.deadline is None:
             update.deadline = Deadline("sender", update.version, self.timeout_s - min(1.0, 0.1 * self.timeout_s))
         return update.deadline
@@ -180,7 +180,7 @@ class CollectiveSender(Sender):
         self._started = True
 
     def _join(self, port: int, name: str, world: int, deadline: Deadline) -> Group:
-        # Each group has its own client, because a client that hangs in a group that never formed would block this one.
+        # Each group has its own client: a client that hangs in an incomplete group would block this group, too.
         store = RendezvousStore(self._host, port, self._key, max(deadline.left_s, 1.0))
         return Group(store, name, 0, world, host=self._host, device=self._device, timeout_s=self.timeout_s)
 
@@ -189,7 +189,7 @@ class CollectiveSender(Sender):
             self._group.leave()
         self._group = None
         if any(self._running):
-            self._ring = []  # a broadcast may still read the old buffers
+            self._ring = []  # A broadcast may still read the old buffers.
         self._running = [None] * _RING
 
     def _look(self, update: SenderUpdate, what: str | None) -> None:
@@ -255,7 +255,9 @@ class CollectiveReceiver(Receiver):
             link.send(Hello(int(number), rank, "" if self.group is None else self.group.name))
             start = next_note(link, deadline, deadline.left_s, "waiting for the start")
             if start is None or start.kind != "start":
-                raise deadline.error(f"the sender at {host}:{port} did not start it: not all receivers are here")
+                raise deadline.error(
+                    f"the sender at {host}:{port} did not start the update, because not all receivers have joined"
+                )
             notes: deque[Note] = deque()
             self._join(update, rank, link, start, host, deadline, notes)
             return CollectiveStream(update, read_plan(start.data), deadline, link, notes, self)
@@ -263,7 +265,7 @@ class CollectiveReceiver(Receiver):
             link.close()
             raise deadline.error(f"the sender at {host}:{port} is lost: {error}") from error
         except WeightTransferError:
-            with contextlib.suppress(OSError):  # otherwise the sender would count this receiver as lost
+            with contextlib.suppress(OSError):  # Otherwise the sender would count this receiver as lost.
                 link.send(Note("gave up"))
             link.close()
             self.leave()
@@ -356,7 +358,7 @@ class CollectiveStream(Stream):
         try:
             while not self._ended and len(self._under_way) < _RING:
                 self._begin_next(_RING, wait=True)
-        except Exception as error:  # the iteration raises it
+        except Exception as error:  # The iteration raises this error.
             self._failure = error
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -368,7 +370,7 @@ class CollectiveStream(Stream):
                 break
             frame, payload, running = self._under_way.popleft()
             self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
-            self._begin_next(_RING - 1, wait=False)  # the next payload arrives in the other buffer meanwhile
+            self._begin_next(_RING - 1, wait=False)  # Meanwhile the next payload arrives in the other buffer.
             yield frame, payload
             self._tell(Note("through", number=frame.bucket))
 
@@ -414,7 +416,7 @@ class CollectiveStream(Stream):
                 self._notes.append(note)
                 wait_s = 0.0
         except WeightTransferError:
-            self.check_open()  # another thread of this process may have closed the link
+            self.check_open()  # Another thread of this process may have closed the link.
             raise
 
     def _receive(self, frame: BucketFrame) -> tuple[BucketFrame, torch.Tensor, Broadcast | None]:
@@ -447,7 +449,7 @@ class CollectiveStream(Stream):
 
     def _broken(self, of: str, error: RuntimeError) -> WeightTransferError:
         reason = str(error).strip().splitlines()[0]
-        try:  # the sender may know what happened
+        try:  # A message from the sender may give the cause.
             self._hear(min(1.0, self.deadline.left_s), f"{of}: {reason}")
         except WeightTransferError as told:
             return told
@@ -478,7 +480,7 @@ class CollectiveStream(Stream):
 
     def _close(self) -> None:
         if not self._done:
-            with contextlib.suppress(OSError):  # a lost connection tells the sender as well
+            with contextlib.suppress(OSError):  # A lost connection also informs the sender.
                 self._link.send(Note("gave up"))
         self._link.close()
         if not self._done and self._receiver.group is self._group:
@@ -499,6 +501,6 @@ def next_note(link: Link, deadline: Deadline, wait_s: float, when: str) -> Note 
             raise deadline.error(f"{when}: the sender is lost: {error}") from error
         assert note is None or isinstance(note, Note)
         if note is not None and note.kind == "abort":
-            raise deadline.error(f"{when}: the sender has ended it: {note.text}")
+            raise deadline.error(f"{when}: the sender has ended the update: {note.text}")
         if note is not None or left_s <= 0:
             return note

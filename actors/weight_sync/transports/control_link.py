@@ -30,7 +30,8 @@ MAX_ANNOUNCEMENT_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
 _MAX_WAITING = 1024
-"""Largest number of connections that a sender keeps for `LinkListener.accept`. Above it the oldest is closed."""
+"""Largest number of connections that a sender keeps for `LinkListener.accept`. Above this number, the oldest connection
+is closed."""
 _NOTES_AT_ONCE = 256
 """Largest number of messages of one receiver that are read before the next receiver's."""
 
@@ -104,7 +105,7 @@ class Link:
     def receive(self, kind: type, wait_s: float) -> Hello | Note | None:
         """Return the next message, decoded as type `kind`, or None when none comes within `wait_s` seconds.
 
-        Raises OSError when the connection is broken, the bytes are not a message, or it has too many.
+        Raises OSError when the connection is broken, the bytes are not a message, or the message is too long.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -113,7 +114,7 @@ class Link:
                 try:
                     return messages.decode(body, kind)
                 except ValueError as error:
-                    raise ConnectionError(f"got bytes that are no message of this protocol: {error}") from error
+                    raise ConnectionError(f"got bytes that are not a message of this protocol: {error}") from error
             if not readable(self._socket, max(0.0, deadline - time.monotonic())):
                 return None
             data = self._socket.recv(_CHUNK)
@@ -139,14 +140,14 @@ class Link:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the link is closed, or was never connected
+            return  # The link is closed, or was never connected.
         finally:
             self._socket.close()
 
 
 class LinkListener:
-    """Listens for a sender's receivers. A thread carries out the handshakes, so that connections of strangers never
-    reach the sender's own thread."""
+    """Listens for a sender's receivers. A thread carries out the handshakes, so that only clients that know the run's
+    key reach the sender's own thread."""
 
     def __init__(self, host: str, key: bytes, port: int = 0) -> None:
         """Listen on `host`, at `port`, or at any free port when `port` is 0 or taken. key: the run's key. Raises
@@ -159,7 +160,7 @@ class LinkListener:
     def _admit(self, connection: socket.socket) -> None:
         self._waiting.append(connection)
         if len(self._waiting) > _MAX_WAITING:
-            with contextlib.suppress(IndexError):  # the sender's thread has just taken them
+            with contextlib.suppress(IndexError):  # The sender's thread has just taken the last connection.
                 self._waiting.popleft().close()
 
     def accept(self, timeout_s: float) -> Link | None:
@@ -178,12 +179,12 @@ class LinkListener:
 
 
 def readable(thing: socket.socket, wait_s: float) -> bool:
-    """Wait at most `wait_s` seconds for something to read or the connection's end, and return whether it came. Raises
-    ConnectionError if another thread has closed the socket."""
+    """Wait at most `wait_s` seconds for something to read or the connection's end, and return whether one of them came.
+    Raises ConnectionError if another thread has closed the socket."""
     poll = select.poll()
     try:
         poll.register(thing, select.POLLIN)
-    except ValueError as error:  # another thread has closed it, which makes its file number -1
+    except ValueError as error:  # Another thread has closed the socket, so its file number is -1.
         raise ConnectionError("the connection was closed") from error
     return bool(poll.poll(max(0.0, wait_s) * 1e3))
 
@@ -246,7 +247,7 @@ class ReceiverTracker:
     def _poll(self) -> None:
         while not self._closed and (link := self._listener.accept(self._send_s)) is not None:
             self._arrivals.append(link)
-        if self._closed:  # another thread closed it, perhaps without seeing the last arrival
+        if self._closed:  # Another thread closed the tracker, perhaps before the last link arrived.
             self.close()
             return
         for link in list(self._arrivals):
@@ -274,7 +275,7 @@ class ReceiverTracker:
             else:
                 self._links[hello.rank] = link
                 self.groups[hello.rank] = hello.group
-        except OSError:  # the connection broke before the receiver identified itself
+        except OSError:  # The connection broke before the receiver identified itself.
             link.close()
         self._arrivals.remove(link)
 
@@ -311,7 +312,7 @@ class ReceiverTracker:
             self.tell(Note("abort", reason))
 
     def close(self) -> None:
-        """Close all connections, even one that an `end` in another thread is just accepting. Idempotent."""
+        """Close all connections, including one that `end` is accepting in another thread. Idempotent."""
         self._closed = True
         for link in [*self._links.values(), *self._arrivals]:
             link.close()

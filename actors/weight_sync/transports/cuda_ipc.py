@@ -27,7 +27,7 @@ from .ends import SenderUpdate, bucket_offsets
 from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, Lease, SharedStatus, lease_holders
 from .protocol import BucketFrame, Deadline, WeightUpdate, worker_name
 
-# ---------------- Calls that the host makes when a CUDA stream has come to an event.
+# ---------------- callbacks at events of a CUDA stream
 
 
 class EventCallbacks:
@@ -71,7 +71,7 @@ class EventCallbacks:
             try:
                 event.synchronize()
                 call()
-            except Exception as error:  # `check` raises this error
+            except Exception as error:  # `check` raises this error.
                 self._failure = error
 
 
@@ -137,7 +137,7 @@ class CudaIpcSender(IpcSenderBase):
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         number = self._num_payloads % RING
         if nbytes > len(self._ring[number]):
-            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, which is more than the largest bucket")
         before = self._last[number]
         if before is not None:
             self._wait(update, before + 1)
@@ -280,7 +280,7 @@ class CudaIpcStream(IpcStreamBase):
     def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
         """Count the bucket as finished once `stream` has completed the queued work that reads the sender's buffer. The
         last bucket is left to `_confirm`."""
-        if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last one, once the digests match
+        if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last bucket once the digests match.
             self._cache.callbacks.put(partial(self._count, bucket + 1), stream)
 
     def _count(self, num_buckets: int) -> None:

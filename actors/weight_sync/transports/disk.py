@@ -93,7 +93,7 @@ class DiskSender(BackgroundSender):
 
     def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         path = Path(update.location)
-        with contextlib.suppress(OSError):  # without room even for that, readers wait until their deadline
+        with contextlib.suppress(OSError):  # Without room even for this file, readers wait until their deadline.
             _write_file(path / "ended", reason.encode())
         for file in [path / "manifest", *path.glob("bucket-*")]:
             file.unlink(missing_ok=True)
@@ -197,7 +197,7 @@ def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
         numbers = {name: int(told[name]) for name in ("bucket", "nbytes", "checksum", "result")}
         frame = BucketFrame(encoding=told["encoding"], **numbers)
     except (KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"it is not a bucket's file: {error!r}") from error
+        raise ValueError(f"the file does not hold a bucket: {error!r}") from error
     if not frame.nbytes:
         return frame, torch.empty(0, dtype=torch.uint8)
     return frame, torch.frombuffer(mapping, dtype=torch.uint8, offset=_LENGTH.size + length)
@@ -223,5 +223,6 @@ def _sync_folder(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    (path / "manifest").unlink(missing_ok=True)  # it is removed first, so that a reader's last check finds it gone
+    # The manifest is removed first, so that a reader's last check finds it gone.
+    (path / "manifest").unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)

@@ -72,7 +72,7 @@ class Sender(ABC):
         if self._newest is not None and version < self._newest:
             raise ValueError(f"weights: got version {version}, expected {self._newest}, the newest, or one above it")
         if base is not None and base >= version:
-            raise ValueError(f"weights: got base {base} of version {version}, expected an earlier one")
+            raise ValueError(f"weights: got base {base} of version {version}, expected an earlier version")
         if len({group.engine for group in receivers}) < len(receivers):
             raise ValueError(f"weights: got receivers {[group.engine for group in receivers]}, expected each once")
         self.abort("another update was begun")
@@ -178,7 +178,7 @@ class Sender(ABC):
         update = self._update
         if update is None:
             raise ValueError("weights: no update is open, call begin first")
-        self._deadline(update).moved()  # the trainer's own work since the last call does not count as waiting
+        self._deadline(update).moved()  # The trainer's own work since the last call does not count as waiting.
         self._check_ended(update)
         return update
 
@@ -188,7 +188,7 @@ class Sender(ABC):
         return error
 
 
-# ---------------- A sender that writes in a thread of its own, so that the next bucket is filled while one is written.
+# ---------------- senders that write buckets in a background thread
 
 
 class BackgroundSender(Sender):
@@ -211,19 +211,19 @@ class BackgroundSender(Sender):
     def _begin(self, update: SenderUpdate) -> str:
         nbytes = max((ALIGN, *update.plan.sizes))
         for write in [*filter(None, self._writes), *self._pending]:
-            write.exception(self._deadline(update).left_s)  # errors of an aborted update were raised to its caller
+            write.exception(self._deadline(update).left_s)  # Errors of an aborted update were raised to its caller.
         self._writes = [None for _ in range(_RING)]
         self._pending, self._num_payloads = [], 0
         location = self._thread.submit(self._open, update).result()
         if not self._ring or len(self._ring[0]) < nbytes:
             self._ring = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_RING)]
-        update.deadline = None  # the deadline runs from the first bucket on
+        update.deadline = None  # The deadline starts with the first bucket.
         return location
 
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         number = self._num_payloads % _RING
         if nbytes > len(self._ring[number]):
-            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, which is more than the largest bucket")
         self._await(update, self._writes[number], f"no room for bucket {bucket}: an earlier one is being written")
         return self._ring[number][:nbytes]
 
@@ -259,7 +259,7 @@ class BackgroundSender(Sender):
             try:
                 return write.result(min(_SLICE_S, deadline.left_s))
             except FutureTimeout:
-                if write.done():  # the write itself has raised a TimeoutError
+                if write.done():  # The write itself has raised a TimeoutError.
                     raise
                 if not deadline.left_s:
                     raise deadline.error(what) from None
@@ -329,7 +329,7 @@ class Stream(ABC):
         """
         expected = 0
         found: dict[int, torch.Tensor] = {}
-        self.deadline.moved()  # between joining and reading, an engine may have waited for its requests
+        self.deadline.moved()  # Between joining and reading, an engine may have waited for its requests.
         for frame, payload in self._arrivals():
             self.deadline.moved()
             try:
@@ -341,7 +341,7 @@ class Stream(ABC):
                 found[frame.bucket] = device_digest(payload) if self.take is None else self.take(frame, payload)
             expected += 1
             yield frame, payload
-            self.deadline.moved()  # work on the bucket does not count as waiting
+            self.deadline.moved()  # Work on the bucket does not count as waiting.
         if expected != len(self.plan.sizes):
             raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
         if found and (damage := self._damage(found)):
@@ -393,20 +393,20 @@ class Stream(ABC):
     def check_open(self) -> None:
         """Raise WeightTransferError when another thread has closed the stream."""
         if self.closed:
-            raise self.deadline.error("the reception was ended")
+            raise self.deadline.error("the stream was closed")
 
     # ------------------------------------------------------------ private methods
 
     def _check(self, frame: BucketFrame, payload: torch.Tensor, expected: int) -> None:
         name = f"bucket {frame.bucket} of {len(self.plan.sizes)}"
         if frame.bucket != expected:
-            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came, {name} did")
+            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came, {name} came instead")
         if frame.encoding == "whole" and frame.nbytes != self.plan.sizes[frame.bucket]:
-            raise self.deadline.error(f"{name} has {frame.nbytes} bytes, planned are {self.plan.sizes[frame.bucket]}")
+            raise self.deadline.error(f"{name} has {frame.nbytes} bytes, the plan has {self.plan.sizes[frame.bucket]}")
         if frame.encoding != "whole" and self.update.base is None:
             raise self.deadline.error(f"{name} is a delta, but the update has no base")
         if len(payload) != frame.nbytes:
-            raise self.deadline.error(f"{name} has {len(payload)} bytes, announced were {frame.nbytes}")
+            raise self.deadline.error(f"{name} has {len(payload)} bytes, but {frame.nbytes} were announced")
         if frame.nbytes and not payload.is_cuda:
             found = checksum(payload)
             if found != frame.checksum:
@@ -419,7 +419,7 @@ class Stream(ABC):
         """Compare the digests of payloads on a GPU (`found`, by bucket) with the sender's. Returns a description of the
         damage, or "" when there is none."""
         sent = self._digests()
-        # Usually all of them are compared; picking some would cost the GPU another round trip.
+        # Usually all digests are compared; a selection would cost the GPU another round trip.
         same = torch.stack([*found.values()]) == (sent if len(found) == len(sent) else sent[list(found)])
         damaged = [bucket for bucket, right in zip(found, same.tolist(), strict=True) if not right]
         if not damaged:
@@ -459,7 +459,7 @@ class Receiver(ABC):
                 return self._open(update, before + self.worker, deadline)
             before += group.num_workers
         named = ", ".join(f"{group.engine} ({group.num_workers})" for group in update.receivers)
-        raise deadline.error(f"takes no part in the update, which is for {named or 'no receiver'}")
+        raise deadline.error(f"this receiver has no part in the update, which is for {named or 'no receiver'}")
 
     def interrupt(self) -> None:
         """Make an `open` that waits in another thread fail at once."""

@@ -24,7 +24,7 @@ def build_sender(kind: str, config: SenderConfig) -> Sender:
     device = torch.device(config.device)
     if kind == "collective":
         if not config.key:
-            raise ValueError("sync.transport='collective' needs the run's key, the sender was given none")
+            raise ValueError("sync.transport='collective' needs the run's key, but the sender got none")
         return CollectiveSender(config.host, config.key, config.sync.timeout_s, device)
     if kind == "ipc":
         if device.type == "cuda":
@@ -32,11 +32,11 @@ def build_sender(kind: str, config: SenderConfig) -> Sender:
         return IpcSender(config.run_id, config.sync.timeout_s)
     if kind == "store":
         if config.data_plane is None:
-            raise ValueError("sync.transport='store' needs a data plane, the sender was given none")
+            raise ValueError("sync.transport='store' needs a data plane, but the sender got none")
         return StoreSender(config.data_plane, config.sync.timeout_s)
     if kind == "disk":
         if not config.folder:
-            raise ValueError("sync.transport='disk' needs a folder, the sender was given none")
+            raise ValueError("sync.transport='disk' needs a folder, but the sender got none")
         return DiskSender(config.folder, config.run_id, config.sync.timeout_s)
     raise ValueError(f"sync.transport: got {kind!r}, expected one of {', '.join(TRANSPORT_KINDS)}")
 
@@ -50,15 +50,13 @@ def build_receiver(kind: str, config: ReceiverConfig, worker: int) -> Receiver:
     device = torch.device(config.device)
     if kind == "collective":
         if not config.key:
-            raise ValueError(
-                f"sync.transport='collective' needs the run's key, engine {config.engine!r} was given none"
-            )
+            raise ValueError(f"sync.transport='collective' needs the run's key, but engine {config.engine!r} got none")
         return CollectiveReceiver(config.engine, worker, config.key, device)
     if kind == "ipc":
         return IpcReceiver(config.engine, worker, device)
     if kind == "store":
         if config.data_plane is None:
-            raise ValueError(f"sync.transport='store' needs a data plane, engine {config.engine!r} was given none")
+            raise ValueError(f"sync.transport='store' needs a data plane, but engine {config.engine!r} got none")
         return StoreReceiver(config.engine, worker, config.data_plane)
     if kind == "disk":
         return DiskReceiver(config.engine, worker)

@@ -73,7 +73,7 @@ class IpcSender(IpcSenderBase):
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         room = self._offsets[bucket + 1] - self._offsets[bucket]
         if nbytes > room:
-            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, planned are {room} at most")
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, expected at most {room}")
         return self._slots[-1].memory[self._offsets[bucket] : self._offsets[bucket] + nbytes]
 
     def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
@@ -138,7 +138,7 @@ class IpcSender(IpcSenderBase):
                 return _Slot(slot.path, slot.memory) if len(slot.memory) >= nbytes else self._new_slot(nbytes)
             slot.path.unlink()
             raise deadline.error(
-                f"no room: version {status.version} is still held by {holders}, and there is none beside it ({error})",
+                f"no room: version {status.version} is still held by {holders}, and another does not fit ({error})",
                 [holder.rpartition(" worker ")[0] for holder in lease_holders(status.path)],
             ) from error
         slot.path.unlink()
@@ -147,10 +147,11 @@ class IpcSender(IpcSenderBase):
 
     def _new_slot(self, nbytes: int) -> _Slot:
         path = self.folder / f"slot-{self._token}-{self._num_slots}"
-        self._num_slots += 1  # no name is used twice in any process, because receivers keep mappings by name
+        self._num_slots += 1  # A name is never reused in any process, because receivers keep mappings by name.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # makes lack of room an error here, not a SIGBUS at a later write
+            # This turns a lack of room into an error here, instead of a SIGBUS at a later write.
+            os.posix_fallocate(descriptor, 0, nbytes)
             mapping = mmap.mmap(descriptor, nbytes)
         except OSError as error:
             path.unlink()
@@ -195,13 +196,13 @@ class IpcReceiver(Receiver):
             try:
                 size = os.fstat(descriptor).st_size
                 if size < nbytes or not size:
-                    raise deadline.error(f"{path} has {size} bytes, the update's are {nbytes}")
+                    raise deadline.error(f"{path} has {size} bytes, expected {nbytes} for the update")
                 mapping = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise deadline.error(f"{path} cannot be mapped: {error}") from error
-        with contextlib.suppress(OSError):  # on an older kernel every 64 KiB costs one page fault instead
+        with contextlib.suppress(OSError):  # On an older kernel, every 64 KiB costs one page fault instead.
             mapping.madvise(_MADV_POPULATE_READ)
         self._mappings[path] = torch.frombuffer(mapping, dtype=torch.uint8)
         while len(self._mappings) > _SLOTS:

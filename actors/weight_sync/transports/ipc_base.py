@@ -104,14 +104,14 @@ class SharedStatus:
         try:
             size = os.fstat(descriptor).st_size
             if size < _BUCKETS_AT:
-                raise ValueError(f"{path}: its {size} bytes are not an update's status file")
+                raise ValueError(f"{path}: these {size} bytes are not an update's status file")
             memory = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
         head = [int(word) for word in np.frombuffer(memory, np.uint64, count=8)]
         planned = head[_NUM_BUCKETS] * _BUCKET_WORDS * _WORD + head[_NUM_RECEIVERS] * _WORD + head[_CONTENTS_BYTES]
         if size != _BUCKETS_AT + planned or head[_STATE] not in (OPEN, WHOLE, WITHDRAWN):
-            raise ValueError(f"{path}: its {size} bytes are not an update's status file")
+            raise ValueError(f"{path}: these {size} bytes are not an update's status file")
         return SharedStatus(path, memory)
 
     @property
@@ -277,7 +277,7 @@ class IpcStreamBase(Stream):
             if self._status.frame(bucket) is not None:
                 return True
             if self._status.state == WHOLE:
-                if self._status.frame(bucket) is not None:  # the bucket came between the two checks
+                if self._status.frame(bucket) is not None:  # The bucket came between the two checks.
                     return True
                 raise self.deadline.error(f"{of} never came, though the sender finished")
             return False
@@ -295,7 +295,7 @@ class IpcStreamBase(Stream):
         self.check_open()
         state = self._status.state
         if state == WITHDRAWN:
-            raise self.deadline.error(f"{when}: the sender has withdrawn it: {self._status.reason}")
+            raise self.deadline.error(f"{when}: the sender has withdrawn the update: {self._status.reason}")
         now = time.monotonic()
         if state == OPEN and now >= self._looked + _LOOK_S:
             self._looked = now
@@ -316,7 +316,7 @@ def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease,
         status = SharedStatus.open(path)
         lease = Lease(path, deadline.end)
         contents = messages.decode(status.contents, Contents)
-        read_plan(contents.layout)  # raises ValueError now if it is damaged
+        read_plan(contents.layout)  # This raises ValueError now if the layout is damaged.
     except (FileNotFoundError, ValueError) as error:
         if lease is not None:
             lease.release()

@@ -145,7 +145,7 @@ class WeightSender(Protocol):
         ...
 
 
-# ---------------- Settings of the two ends of a transport, as plain data that travels to the processes that build them.
+# ---------------- settings of the two ends of a transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Group:
         group's own, which the group closes when it is left, or when joining fails. host: this process's own address.
         Raises what torch raises."""
         self.name = name
-        self._store = store  # the store must outlive the group
+        self._store = store  # The store must outlive the group.
         self.device = device
         deadline = timedelta(seconds=timeout_s + _GRACE_S)
         prefixed = PrefixStore(name, store)
@@ -85,7 +85,7 @@ class Group:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             work = self._backend.broadcast([buffer], options)
-            work.wait()  # makes this stream wait for NCCL's, and does not block the thread
+            work.wait()  # This makes the current stream wait for NCCL's stream, and does not block the thread.
             event.record(self._stream)
         return Broadcast(work, event, buffer)
 
@@ -108,7 +108,7 @@ class Broadcast:
     def __init__(self, work: Any, event: torch.cuda.Event | None, buffer: torch.Tensor) -> None:
         self._work = work
         self._event = event
-        self._buffer = buffer  # must outlive the operation
+        self._buffer = buffer  # The buffer must outlive the operation.
 
     def ended(self, wait_s: float) -> bool:
         """Wait at most `wait_s` seconds, and return whether the broadcast has ended. Raises RuntimeError when it
@@ -124,7 +124,7 @@ class Broadcast:
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # the work may have ended well just after the timeout
+            self._work.wait()  # The work may have succeeded just after the timeout.
             return True
 
 
@@ -145,15 +145,15 @@ def bounded(
         while not wait([ended], 0.01).done:
             look()
             if not deadline.left_s:
-                raise deadline.error(f"{what}: not all members came")
+                raise deadline.error(f"{what}: not all members have joined")
     except BaseException:
-        if not ended.cancel() and ended.exception() is None:  # the wait has just ended
+        if not ended.cancel() and ended.exception() is None:  # `call` has just ended.
             drop(ended.result())
         raise
     failed = ended.exception()
     if failed is not None:
         time.sleep(_MOMENT_S)
-        look()  # raises a better error when it knows which member is lost
+        look()  # `look` raises a better error when it knows the lost member.
         reason = str(failed).strip().splitlines() or [type(failed).__name__]
         raise deadline.error(f"{what}: {reason[0]}") from failed
     return ended.result()
@@ -164,7 +164,7 @@ def _run(call: Callable[[], T], ended: Future[T], drop: Callable[[T], None]) -> 
     try:
         result = call()
     except Exception as error:
-        with contextlib.suppress(InvalidStateError):  # no caller waits for the result
+        with contextlib.suppress(InvalidStateError):  # No caller waits for the result.
             ended.set_exception(error)
         return
     try:
@@ -178,7 +178,7 @@ _leaving: set[threading.Thread] = set()
 
 def _end(held: list[Any], store: RendezvousStore, device: torch.device) -> None:
     if device.type == "cuda":
-        held[0].abort()  # otherwise kernels that wait for a lost peer would block the device
+        held[0].abort()  # Otherwise kernels that wait for a lost peer would block the device.
     held.clear()
     store.close()
     _leaving.discard(threading.current_thread())

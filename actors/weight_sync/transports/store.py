@@ -37,11 +37,11 @@ PARTITION = "weights"
 SCHEMA = Schema([Field("payload", Kind.RAGGED, torch.uint8, ndim=1), Field("frame", Kind.OBJECT)])
 _KEPT = 2
 _LOOK_S = 0.1
-"""Seconds of one wait for a row at the data plane's directory, which ends as soon as the row is put. Between two waits
-the receiver checks that the update has not been ended and that it has not been closed itself."""
+"""Longest time in seconds of one wait for a row at the data plane's directory. Between two waits, the receiver checks
+that neither the update has ended nor the receiver was closed."""
 _CLOSE_S = 5.0
 _SAY_S = 0.5
-"""Seconds for which the reason of an abort may wait for room before the rows of the update are removed."""
+"""Longest time in seconds that the reason of an abort waits for room; then the rows of the update are removed."""
 
 
 @dataclass(slots=True)
@@ -98,18 +98,19 @@ class StoreSender(BackgroundSender):
         rows = self._kept[-1]
         keys, rows.keys, rows.ended = rows.keys, [], True
         said = False
-        with contextlib.suppress(DataPlaneError):  # such as CapacityExceeded: there is room once the rows are gone
+        # If there is no room (CapacityExceeded), the reason is put again once the rows are gone.
+        with contextlib.suppress(DataPlaneError):
             # The reason is put before the rows are removed, so that a reader always finds one of the two.
             self._put(update, "ended", {"reason": reason}, timeout_s=_SAY_S)
             said = True
-        with contextlib.suppress(DataPlaneError):  # if it fails, readers still notice that rows are missing
+        with contextlib.suppress(DataPlaneError):  # If this fails, readers still notice that rows are missing.
             if keys:
                 self._client.clear(PARTITION, keys[::-1], timeout_s=_CLOSE_S)
             if not said:
                 self._put(update, "ended", {"reason": reason}, timeout_s=_CLOSE_S)
 
     def _remove_all(self) -> None:
-        with contextlib.suppress(DataPlaneError):  # a data plane that was closed before has removed the rows
+        with contextlib.suppress(DataPlaneError):  # A data plane that was closed before has removed the rows.
             for rows in list(self._kept):
                 self._clear(rows)
         self._client.close()
@@ -134,7 +135,7 @@ class StoreSender(BackgroundSender):
     def _clear(self, rows: _Rows) -> None:
         self._kept.remove(rows)
         if rows.keys:
-            # The row that marks it as whole was put last and goes first, so that a reader's last check finds it gone.
+            # The row `whole` was put last and is removed first, so that a reader's last check finds it gone.
             self._client.clear(PARTITION, rows.keys[::-1], timeout_s=_CLOSE_S)
 
     def _expect_room(self, update: SenderUpdate, nbytes: int) -> None:
@@ -143,8 +144,8 @@ class StoreSender(BackgroundSender):
         if nbytes + kept > capacity:
             raise OSError(
                 errno.ENOSPC,
-                f"weights: version {update.version} has {nbytes} bytes, the version kept {kept}; "
-                f"the store holds {capacity}: raise dataplane.store.capacity_mib",
+                f"weights: version {update.version} has {nbytes} bytes, the previous version {kept}, but "
+                f"the store holds only {capacity}; raise dataplane.store.capacity_mib",
             )
 
 

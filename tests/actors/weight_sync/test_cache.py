@@ -93,7 +93,7 @@ def test_memory_is_checked_before() -> None:
     cache = BucketCache(1.0)
     nbytes = int(psutil.virtual_memory().total * 0.45)  # one would fit, two do not
     plan = plan_buckets({"w": (torch.int8, (nbytes,))}, 1 << 30)
-    with pytest.raises(ValueError, match=r"2 versions .* want \d+ bytes, more than 80% of the \d+ available"):
+    with pytest.raises(ValueError, match=r"2 versions .* need \d+ bytes, more than 80% of the \d+ available"):
         cache.reserve(plan)
     with pytest.raises(ValueError, match="want"), cache.writing(1, plan):
         raise AssertionError("not reached")
@@ -144,7 +144,7 @@ def test_a_reader_is_not_overtaken() -> None:
         thread.join(30)
         assert set(cached.memory[:100].tolist()) == {1} and cache.versions == (1,)
     [error] = failures
-    assert "s to write version 2: another thread has it, to read version 1" in str(error)
+    assert "s to write version 2: another thread uses it to read version 1" in str(error)
     thread = threading.Thread(target=write_next)
     thread.start()
     thread.join(30)

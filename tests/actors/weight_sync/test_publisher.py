@@ -164,15 +164,15 @@ def test_an_update_that_is_not_open() -> None:
     second = target.open(2, specs(named), ENGINES)
     assert sender.aborts == ["begun again"]
     gather = Gather(named)
-    with pytest.raises(ValueError, match="version 1, cached: False, is not open; open is version 2, cached: False"):
+    with pytest.raises(ValueError, match="version 1, cached: False, is not open; the open update is version 2"):
         target.publish(first, iter(gather))
     assert gather.exhausted
-    with pytest.raises(ValueError, match="version 2, cached: True, is not open; open is version 2, cached: False"):
+    with pytest.raises(ValueError, match="2, cached: True, is not open; the open update is version 2, cached: False"):
         target.publish_cached(second)
     target.publish(second, iter(Gather(named)))
-    with pytest.raises(ValueError, match="version 2, cached: False, is not open; open is none"):
+    with pytest.raises(ValueError, match="version 2, cached: False, is not open; the open update is none"):
         target.publish(second, iter(Gather(named)))
-    with pytest.raises(ValueError, match="version 2 is to be sent again, but the trainer keeps none"):
+    with pytest.raises(ValueError, match="version 2 is to be sent again, but the trainer keeps no versions"):
         publish_again(publisher(MemorySender()), 2)
 
 
@@ -219,7 +219,7 @@ def test_a_lasting_sender_is_not_sent_to_again() -> None:
     report = target.publish_cached(update)
     assert report.bytes_sent == report.num_whole == 0 and report.num_bytes == sender.plans[1].num_bytes
     assert sender.calls == []
-    with pytest.raises(ValueError, match="version 0 is to be sent again, but the trainer keeps none"):
+    with pytest.raises(ValueError, match="version 0 is to be sent again, but the trainer keeps no versions"):
         publish_again(target, 0)
 
 
@@ -306,7 +306,7 @@ def test_memory_is_reserved_before_anything_is_announced() -> None:
     target = WeightPublisher(sender, SyncConfig(timeout_s=2.0, delta=True), 1 << 40)
     huge = {"w": (torch.float32, (1 << 45,))}
     for call in (lambda: target.reserve(huge), lambda: target.open(1, huge, ENGINES)):
-        with pytest.raises(ValueError, match=r"want \d+ bytes, more than 80% of the \d+ available"):
+        with pytest.raises(ValueError, match=r"need \d+ bytes, more than 80% of the \d+ available"):
             call()
     assert sender.calls == []
     WeightPublisher(sender, SyncConfig(timeout_s=2.0), 1 << 40).reserve(huge)  # keeps nothing
@@ -347,7 +347,7 @@ def test_a_version_that_was_only_cached_is_sent_later() -> None:
 def test_weights_that_cannot_be_cached_are_read_to_their_end() -> None:
     """The other ranks take part in gathering them."""
     uncached, gather = publisher(MemorySender()), Gather(weights())
-    with pytest.raises(ValueError, match="version 1 is to be cached, but the trainer keeps none"):
+    with pytest.raises(ValueError, match="version 1 is to be cached, but the trainer keeps no versions"):
         uncached.cache(1, specs(weights()), iter(gather))
     assert gather.exhausted
     target, gather = publisher(MemorySender(), cache=True), Gather(dict(reversed(weights().items())))

@@ -105,7 +105,7 @@ def test_a_delta_without_its_base_is_refused(group: Callable[..., PeerGroup], ki
     outcome(lambda: publish(peers.sender, plan, named, weights(2)))
     late = peers.of(peers.groups[1:])
     for peer in late:
-        assert "refers to version 2, kept here is version 1: send it whole" in peer.answer().error
+        assert "refers to version 2, but the engine keeps version 1: send it whole" in peer.answer().error
     for peer in peers.of(peers.groups[:1]):
         peer.answer()
         peer.call("drop", 3).expect()
@@ -219,7 +219,8 @@ def test_an_engine_that_takes_no_part(group: Callable[..., PeerGroup], kind: str
     update = peers.sender.begin(1, plan_of(weights(1), 256), (ReceiverGroup("engine-1", 1),))
     for number, (engine, worker) in enumerate((("engine-0", 0), ("engine-1", 1))):
         error = peers.workers[engine, worker].call("prepare", update).error
-        assert f"{engine} worker {worker}: takes no part in the update, which is for engine-1 (1)" in error, number
+        text = f"{engine} worker {worker}: this receiver has no part in the update, which is for engine-1 (1)"
+        assert text in error, number
 
 
 def test_unknown_kinds(sender_config: Callable[..., SenderConfig]) -> None:
@@ -228,7 +229,7 @@ def test_unknown_kinds(sender_config: Callable[..., SenderConfig]) -> None:
     with pytest.raises(ValueError, match="sync.transport: got 'nccl'"):
         build_receiver("nccl", ReceiverConfig("e", SyncConfig()), 0)
     for kind, what in (("store", "a data plane"), ("disk", "a folder"), ("collective", "the run's key")):
-        with pytest.raises(ValueError, match=f"'{kind}' needs {what}, the sender was given none"):
+        with pytest.raises(ValueError, match=f"'{kind}' needs {what}, but the sender got none"):
             build_sender(kind, SenderConfig("run"))
 
 

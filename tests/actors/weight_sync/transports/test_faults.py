@@ -143,7 +143,7 @@ def test_a_sender_that_comes_late_names_the_receiver_that_is_missing(group: Call
     for peer in others:
         peer.start("prepare", update)
     for peer in others:
-        assert "did not start it: not all receivers are here" in peer.answer().error
+        assert "did not start the update, because not all receivers have joined" in peer.answer().error
     sent = outcome(lambda: publish(peers.sender, plan, named))
     assert "engine-1 worker 1 did not join" in sent.error and sent.error.count("gave up waiting") == 3, sent
     peers.sender.abort(sent.error)

@@ -93,11 +93,11 @@ def test_a_delta_after_a_drop_refers_to_what_is_served(sender: IpcSender) -> Non
     inbox.prepare(sent(sender, 3, base=1))
     assert inbox.staged is not None and equal(inbox.staged.named, weights(3))
     inbox.committed(3)
-    with pytest.raises(WeightTransferError, match="refers to version 1, kept here is version 3: send it whole"):
+    with pytest.raises(WeightTransferError, match="refers to version 1, but the engine keeps version 3: send it whole"):
         inbox.prepare(sent(sender, 4, base=1))
     inbox.prepare(sent(sender, 5, base=3))
     inbox.committed(5)
-    with pytest.raises(WeightTransferError, match="refers to version 5, which has another layout here"):
+    with pytest.raises(WeightTransferError, match="refers to version 5, which has another layout in the engine"):
         inbox.prepare(sent(sender, 6, base=5, bucket_bytes=64))
     inbox.close()
 
@@ -156,7 +156,7 @@ def test_damage_in_shared_memory_is_named(sender: IpcSender) -> None:
     with pytest.raises(WeightTransferError, match="slot-.* has 100 bytes, the update's are"):
         inbox.prepare(update)
     Path(update.location).write_bytes(b"noise")
-    with pytest.raises(WeightTransferError, match="its 5 bytes are not an update's status file"):
+    with pytest.raises(WeightTransferError, match="these 5 bytes are not an update's status file"):
         inbox.prepare(update)
     inbox.close()
 
@@ -169,7 +169,7 @@ def test_a_version_withdrawn_while_it_is_read_is_refused(sender: IpcSender) -> N
     next(arriving)
     sent(sender, 2)
     sent(sender, 3)
-    with pytest.raises(WeightTransferError, match="the sender has withdrawn it: version 3 takes its place"):
+    with pytest.raises(WeightTransferError, match="the sender has withdrawn the update: version 3 takes its place"):
         list(arriving)
     inbox.close()
 

@@ -130,7 +130,7 @@ def test_a_receiver_leaves_a_group_that_is_joined_after_its_sender_gave_up(
     wait_until(lambda: stores)
     links[0].send(Note("abort", "another receiver is lost"))
     receiving.join(BOUND_S)
-    assert "making the group: the sender has ended it: another receiver is lost" in errors[0]
+    assert "making the group: the sender has ended the update: another receiver is lost" in errors[0]
     join(server.port, "group", 0).leave()
     wait_until(lambda: is_closed(stores[0]))
     for end in (*links, receiver, listener):
