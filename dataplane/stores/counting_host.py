@@ -14,21 +14,20 @@ _logger = logging.getLogger(__name__)
 FREE_TIMEOUT_S = 5.0
 """Seconds that a process may take to answer a request to free blocks."""
 RETRY_TIMEOUT_S = 0.5
-"""Seconds that a process may take to answer once it has failed to answer before. They are few, so that a stopped
-process hardly delays the requests to the others."""
+"""Seconds that a process may take to answer once it has failed to answer before. The limit is short, so that a stopped
+process hardly delays the requests to other processes."""
 
 
 class Unfreed:
-    """Holds the blocks that have been freed but that a store's processes have not deleted yet, by process number. Not
-    thread-safe.
+    """Holds the freed blocks that a store's processes have not deleted yet, by process number. Not thread-safe.
 
-    A process that does not answer may be stopped, swapped out or busy, so its blocks stay here and it is asked again.
+    A process that does not answer may be stopped, swapped out or busy, so its blocks stay here for the next request.
     Only the blocks of a process that is proven dead are dropped, because they are gone with it.
     """
 
     def __init__(self, peers: list[str], limit_bytes: int) -> None:
-        """peers: names of the processes, as shown in the log. limit_bytes: number of bytes of blocks freed but not
-        deleted yet above which nothing new should be written."""
+        """peers: names of the processes, as shown in the log. limit_bytes: bytes of freed but not yet deleted blocks
+        above which nothing new should be written."""
         self._peers = peers
         self._limit_bytes = limit_bytes
         self._blocks: list[dict[int, int]] = [{} for _ in peers]
@@ -95,15 +94,15 @@ class Unfreed:
         return self.nbytes > self._limit_bytes
 
     def described(self) -> str:
-        """Return a text for an error message on cleared blocks that processes still hold; "" if none do. It says which
-        processes, and how many bytes."""
+        """Return a text for an error message on cleared blocks that processes still hold; "" if there are none. It
+        names the processes and the number of bytes."""
         silent = [f"{self._peers[peer]} ({sum(self._blocks[peer].values())} bytes)" for peer, _ in self.waiting()]
         return f"cleared blocks are not freed yet by {', '.join(silent)}" if silent else ""
 
 
 class CountingHost(ABC):
-    """Base class of hosts whose blocks are held by other processes. It records which blocks these hold, and which freed
-    blocks they still have."""
+    """Base class of hosts whose blocks are held by other processes. It records the blocks of each process, and the
+    freed blocks that the process has not dropped yet."""
 
     def __init__(self, peers: list[str], capacity_bytes: int) -> None:
         """peers: names of the processes, as shown in the log."""
@@ -148,8 +147,8 @@ class CountingHost(ABC):
         return self._unfreed.described()
 
     def _undelivered(self, peer: int, error: Exception, *, dead: bool) -> None:
-        """Record that a process did not confirm that it has dropped freed blocks. They are kept for the next request,
-        unless the process is proven dead."""
+        """Record that a process did not confirm that it has dropped freed blocks. The blocks are kept for the next
+        request, unless the process is proven dead."""
         if dead:
             self._unfreed.died(peer, error)
         else:

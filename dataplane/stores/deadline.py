@@ -1,4 +1,4 @@
-"""Adds a time limit to calls into a library that has none, by making them on threads that may be left behind."""
+"""Adds time limits to calls into a library without time limits. The calls run on threads that may be left behind."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MAX_THREADS = 16
 class DeadlineThreads:
     """Runs calls on daemon threads, each with a time limit. Thread-safe.
 
-    A call that exceeds its time limit continues in its thread. Whatever it was given must stay alive until it returns,
-    and its result is dropped.
+    A call that exceeds its time limit continues in its thread. Its arguments must stay alive until it returns, and its
+    result is dropped.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,7 +38,7 @@ class DeadlineThreads:
 
     def run(self, call: Callable[[], Any], timeout_s: float) -> Any:
         """Run `call`, and return its result or raise its error. Raises TimeoutError when it takes longer than
-        `timeout_s`, and the error given to `end` once that has been called."""
+        `timeout_s`, and the error given to `end` after a call of `end`."""
         future: Future[Any] = Future()
         with self._lock:
             if self._ended is not None:

@@ -162,8 +162,8 @@ class LinkedLocalStore:
 
 
 def _attach(spec: StoreSpec, link: Link) -> BlockStore:
-    """Return a store that uses the host's memory directly, or one that uses a connection to the directory. The former
-    serves the directory's process; the latter has this process's link."""
+    """Return a store that uses the host's memory directly, or one that uses a connection to the directory. The first is
+    for the directory's process; the second uses this process's link."""
     if isinstance(link, InProcessLink) and isinstance(link.host, LocalHost):
         return LocalStore(link.host)
     return LinkedLocalStore(link)

@@ -1,4 +1,4 @@
-"""Wraps Mooncake's client: time limits, pooled buffers, errors that name the master, settings independent of the shell.
+"""Wraps Mooncake's client and adds time limits, pooled buffers, errors that name the master, and fixed settings.
 
 No other module imports mooncake. A client that lends no memory to the store (no segment) holds no rows, so no rows are
 lost when its process ends.
@@ -297,7 +297,7 @@ class MooncakeClient:
 
     def _watch_master(self) -> None:
         """Wait on an otherwise unused connection to the Mooncake master until it breaks, then make all calls fail. The
-        end of the master is thus noticed at once, and not only after the library's retries."""
+        end of the master is thus noticed at once, instead of after the library's retries."""
         try:
             self._watch.recv(1)
         except OSError:

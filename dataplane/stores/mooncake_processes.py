@@ -1,8 +1,7 @@
-"""Runs the two processes of a Mooncake store: the master (metadata server), and the one that lends memory to it.
-
-If a process lends memory and the master dies, the threads of Mooncake's library keep calling the dead master forever,
-and disconnecting from it takes 20 s under Python's global interpreter lock. In a separate process these threads end
-with the process, and the directory's process is not disturbed.
+"""Runs the two processes of a Mooncake store: the master (metadata server), and the one that lends memory to it. When
+the master dies, the threads of Mooncake's library in the process that lends memory keep calling the dead master
+forever, and disconnecting from it takes 20 s under Python's global interpreter lock. A separate process ends together
+with these threads, and the directory's process is not disturbed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from .mooncake_client import HOW_TO_GET_IT, MasterAddress, MooncakeClient
 
 MASTER_START_TIMEOUT_S = 30.0
 PORT_ATTEMPTS = 5
-"""Maximum number of attempts to start the Mooncake master. Each takes a free port, which another process may take
-first."""
+"""Maximum number of attempts to start the Mooncake master. Each attempt picks a free port, which another process may
+take first."""
 
 # Blocks are pinned and their space is accounted for, so nothing needs to be evicted. The process that lends the memory
 # ends with the master, so a late heartbeat (10 s by default) means a busy machine instead of a death.

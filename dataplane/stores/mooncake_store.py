@@ -124,8 +124,8 @@ class MooncakeHost:
         return sum(self._unfinished.values())
 
     def shortage(self) -> str:
-        """Return a text for an error message on freed blocks that the Mooncake master has not removed; "" if none. It
-        says how many bytes they have."""
+        """Return a text for an error message on freed blocks that the Mooncake master has not removed; "" if there are
+        none. It gives the number of their bytes."""
         held = sum(self._unfinished.values())
         return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
 
@@ -259,7 +259,7 @@ def _aligned(nbytes: int) -> int:
 def _spans(
     layout: BlockLayout, parts: Sequence[int], end: int
 ) -> tuple[list[tuple[int, int, int]], dict[int, int], int]:
-    """Plan how to read `parts` of a block into a buffer that is already filled up to offset `end`.
+    """Plan how to read `parts` of a block into a buffer that is filled up to offset `end`.
 
     Returns the byte ranges to read (offset in the block, nbytes, offset in the buffer), where neighbouring parts share
     a range; the offset of each part in the buffer; and the offset at which the buffer is filled then. Parts stay

@@ -49,8 +49,8 @@ class Keeper:
         return os.getpid()
 
     def keep(self, first_block_id: int, blocks: list[list[np.ndarray]]) -> bool:
-        """Copy each block's parts into an object that this process owns. Returns False as soon as it meets a block that
-        has already been freed; later blocks are not kept."""
+        """Copy each block's parts into an object that this process owns. Returns False at the first block that has
+        already been freed; later blocks are not kept."""
         for block_id, parts in enumerate(blocks, first_block_id):
             if block_id not in self._dropped_early:
                 self._blocks[block_id] = ray.put(parts)
@@ -118,7 +118,7 @@ class RayObjectsHost(CountingHost):
         """Make the keepers (the actors that own the blocks) drop these blocks, so that they can no longer be read. It
         takes one round trip, about a millisecond. Idempotent.
 
-        If a keeper does not answer, its blocks are remembered, and it is asked again at the next call unless it is
+        If a keeper does not answer, its blocks are remembered and sent to it again with the next call, unless it is
         dead.
         """
         for block_id, location in blocks:

@@ -24,7 +24,7 @@ _MODULES = {
 """Module in this folder for each kind of store. Each module defines its StoreEntry as `STORE`."""
 
 WRAPPERS: dict[str, Callable[[StoreEntry], StoreEntry]] = {}
-"""Functions that replace the entry of a kind of store in this process. Tests put one here to make a store fail."""
+"""Functions that replace the entry of a kind of store in this process. Tests add a function to make a store fail."""
 
 
 def _nothing() -> None:
@@ -46,17 +46,18 @@ class StoreEntry:
     """Holds the functions through which the data plane uses one kind of store."""
 
     open_host: Callable[[StoreConfig, str, str], StoreHost]
-    """Function that starts the store of a run, given the configuration, the run's id, and the IP address of this host
-    at which clients of other hosts reach its processes; "" when all clients are on this host."""
+    """Function that starts the store of a run. Its arguments are the configuration, the run's id, and the IP address of
+    this host for clients of other hosts; "" when all clients are on this host."""
     attach: Callable[[StoreSpec, Link], BlockStore]
-    """Function that joins the store from this process, given its spec and this process's link to the directory."""
+    """Function that joins the store from this process. Its arguments are the store's spec and the link to the
+    directory."""
     remove_leftovers: Callable[[], object] = _nothing
-    """Function that removes what killed runs with this kind of store left on this machine. It keeps whatever runs in
-    progress use."""
+    """Function that removes the leftovers of killed runs with this kind of store from this machine. The files and
+    processes of running runs are kept."""
     open_unit: Callable[[StoreSpec, StoreConfig, Link, str, float], StorageUnitProcess] | None = None
-    """Function that starts a storage unit on this host for a store that runs elsewhere, given the store's spec and
-    configuration, this process's link to the directory, the IP address at which the unit listens, and a time limit in
-    seconds. None for kinds of store without units that may join."""
+    """Function that starts a storage unit on this host for a store that runs elsewhere. Its arguments are the store's
+    spec and configuration, the link to the directory, the IP address at which the unit listens, and a time limit in
+    seconds. None for kinds of store that no unit can join."""
 
 
 def store_entry(kind: str) -> StoreEntry:

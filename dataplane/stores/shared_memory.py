@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 SPARE_PART = 8
-"""Divisor that gives the share of the capacity, one eighth, by which the pool may be larger than the capacity. It makes
-up for holes between ranges."""
+"""Divisor of the capacity. The pool may exceed the capacity by the quotient, which makes up for holes between
+ranges."""
 SPARE_BYTES = 16 << 20
-"""Number of bytes by which the pool may exceed the capacity, in addition to the share that SPARE_PART gives."""
+"""Number of bytes by which the pool may exceed the capacity, in addition to the quotient of SPARE_PART."""
 
 _LOCATION = struct.Struct("<QQ")  # A location is a slot and an offset.
 
@@ -121,7 +121,7 @@ class SharedMemoryHost:
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
         """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest. The
-        first block keeps its slot (its entry in the table of blocks), because its writer has checked that one. Raises
+        first block keeps its slot (its entry in the table of blocks), because its writer has checked that slot. Raises
         CapacityExceeded if /dev/shm has no room for more slots, and RowsCleared if the range was freed."""
         with self._lock:
             if block_id not in self._held:
@@ -190,12 +190,12 @@ class SharedMemoryHost:
         unfreed_bytes = self.unfreed_bytes()
         with self._lock:
             if unfreed_bytes:
-                return f"writers that have not stopped are still in {unfreed_bytes} bytes of cleared blocks"
+                return f"unfinished writers still use {unfreed_bytes} bytes of cleared blocks"
             if self._refused:
                 return self._refused
             grown = self._limit_bytes - self._ranges.size_bytes
             largest = max(self._ranges.largest_bytes, self._ranges.tail_bytes + grown)
-            return f"the largest piece that is free has {largest} bytes of {self._ranges.free_bytes + grown}"
+            return f"the largest free range has {largest} of {self._ranges.free_bytes + grown} free bytes"
 
     def processes(self) -> dict[str, int]:
         """Return an empty dict, because the store has no processes: its bytes are files in memory."""
@@ -324,8 +324,8 @@ class SharedMemoryStore:
 
     @contextlib.contextmanager
     def writing(self, block_id: int, location: bytes) -> Iterator[Callable[[int, int], np.ndarray]]:
-        """Mark this process as the writer of a block for as long as the context lasts. Gives a function (offset in the
-        block's range, number of bytes) -> the range's memory, uint8 1-D.
+        """Mark this process as the writer of a block for as long as the context lasts. The context's value is a
+        function (offset in the block's range, number of bytes) -> the range's memory, uint8 1-D.
 
         Raises RowsCleared, on entry or at the end, if the put's reservation has ended, and StoreLost after the host's
         `close`.

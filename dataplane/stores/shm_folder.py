@@ -32,7 +32,7 @@ SLOTS_CHUNK = 2048
 file is a hole without memory."""
 
 GENERATION, WRITER_PID, WRITER_START = 0, 1, 2
-"""Columns of the table of blocks, whose entries are called slots. Slot 0 belongs to the host, and its generation is
+"""Columns of the table of blocks. An entry of the table is a slot. Slot 0 belongs to the host, and its generation is
 OPEN or CLOSED."""
 OPEN, CLOSED = 1, 2
 PIECE_BYTES = 4 << 20
@@ -92,7 +92,7 @@ class PoolMapping:
 
     @property
     def view(self) -> memoryview:
-        """View of the whole pool, bytes. Only what the host has reserved may be touched."""
+        """View of the whole pool as bytes. Only the part that the host has reserved may be touched."""
         return self._bytes.data
 
     def range(self, offset: int, nbytes: int) -> np.ndarray:

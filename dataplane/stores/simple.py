@@ -128,7 +128,7 @@ class UnitLink:
             raise StoreLost(f"storage unit is lost: {why}", op=op, peer=unit.peer, elapsed_s=elapsed)
         reply = ZMQMessage.deserialize(channel.recv_multipart(copy=False))
         if reply.sender_id != unit.unit_id:
-            raise StoreLost(f"answer came from {reply.sender_id}", op=op, peer=unit.peer)
+            raise StoreLost(f"the answer came from {reply.sender_id}, not from this unit", op=op, peer=unit.peer)
         return reply
 
     @contextmanager
@@ -237,8 +237,8 @@ class SimpleHost(CountingHost):
         """Delete these blocks from the storage units, with one round trip to each, about a millisecond. Idempotent.
 
         A block that was never committed may still be on its way to its storage unit, so it is deleted again together
-        with later blocks. If a storage unit does not answer, its blocks are remembered, and it is asked again at the
-        next call unless it is dead.
+        with later blocks. If a storage unit does not answer, its blocks are remembered and sent to it again with the
+        next call, unless it is dead.
         """
         for block_id in self._uncommitted:
             self._unfreed.add(block_id % len(self._link.units), block_id, 0)
@@ -287,8 +287,8 @@ class SimpleStore(PutsAll):
         self._link = UnitLink([Unit(*unit) for unit in units])
 
     def put_many(self, first_block_id: int, blocks: Sequence[BlockPieces], timeout_s: float) -> tuple[bytes, ...]:
-        """Send each storage unit its blocks in one message, and return once the units hold them. Parts in one piece are
-        sent straight from their own memory."""
+        """Send each storage unit its blocks in one message, and return once the units hold them. Parts that are
+        contiguous in memory are sent without a copy."""
         by_unit: dict[int, list[int]] = {}
         for number in range(len(blocks)):
             by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)

@@ -1,1 +1,1 @@
-"""Implements the store `tcp`: our own storage units, one on each host that produces rows, and their clients."""
+"""Implements the store `tcp`: a storage unit on each host that produces rows, and the clients of the units."""

@@ -68,7 +68,7 @@ class TcpHost(CountingHost):
         """Make the units delete these blocks, so that they can no longer be read. It takes one round trip to each unit
         that holds one. Idempotent.
 
-        If a unit does not answer, its blocks are remembered, and it is asked again at the next call unless it is dead.
+        If a unit does not answer, its blocks are remembered and sent to it again with the next call, unless it is dead.
         """
         for block_id, location in blocks:
             nbytes = self._bytes.pop(block_id, None)
@@ -107,7 +107,7 @@ class TcpHost(CountingHost):
 
     def _add(self, address: UnitAddress) -> None:
         if len(self._units) == MAX_UNITS:
-            raise ValueError(f"storage unit {address.name}: the store has {MAX_UNITS} units, and no more")
+            raise ValueError(f"storage unit {address.name}: the store has {MAX_UNITS} units already, expected fewer")
         self._unfreed.add_peer(address.peer)
         self._units.append(UnitLink(address, self._key))
 
@@ -116,9 +116,9 @@ class TcpHost(CountingHost):
 
 
 def _open_host(config: StoreConfig, run_id: str, host: str) -> TcpHost:
-    """Start the storage units on this host or on every node of the Ray cluster. If `host` is "", they are on this host
-    and listen on loopback; else there is one on each node of the cluster that this process belongs to. Without Ray they
-    are on this host and listen at `host`; `open_unit` adds those of other hosts."""
+    """Start the storage units on this host or on every node of the Ray cluster. If `host` is "", the units are on this
+    host and listen on loopback. Otherwise one unit is on each node of the Ray cluster of this process. Without Ray, the
+    units are on this host and listen at `host`; `open_unit` adds units of other hosts."""
     remove_stale_folders()
     key, capacity_bytes = new_key(), config.capacity_mib << 20
     if host and _in_ray_cluster():

@@ -15,7 +15,7 @@ from ...security.handshake import HandshakeError, left_s
 from .wire import DONE, FREED, FULL, SERVICE, Connection, UnitAddress
 
 DYING_S = 1.0
-"""How long a unit whose connections break is asked whether it still listens."""
+"""Seconds for which a unit with broken connections is asked whether it still listens."""
 
 
 class UnitDied(StoreLost):
@@ -40,8 +40,8 @@ class UnitLink:
         self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)
 
     def ask(self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float) -> bytes:
-        """Send a request that has no raw bytes in its reply, and return the head of the reply. op: the client's
-        operation, for errors. Raises the errors of `exchange`."""
+        """Send a request whose reply has no raw bytes, and return the reply's head. op: the client's operation, for
+        errors. Raises the errors of `exchange`."""
         with self.exchange(op, request, head, raw, deadline) as (_, answer, _):
             return answer
 
@@ -49,8 +49,8 @@ class UnitLink:
     def exchange(
         self, op: str, request: str, head: bytes, raw: Sequence[memoryview], deadline: float
     ) -> Iterator[tuple[Connection, bytes, int]]:
-        """Send a request and receive the beginning of its reply. Gives the connection, the reply's head, and the number
-        of raw bytes that the context must receive from the connection.
+        """Send a request and receive the beginning of its reply. The context's value is the connection, the reply's
+        head, and the number of raw bytes to receive from the connection.
 
         Raises RowsCleared when a block was freed, CapacityExceeded when the unit has no room, UnitDied when its address
         refuses connections, and StoreLost when the unit does not answer by the deadline or breaks the connection.
@@ -66,7 +66,7 @@ class UnitLink:
                 if answer == DONE:
                     yield connection, text, raw_bytes
                 elif raw_bytes:
-                    raise ValueError(f"reply {answer!r} with {raw_bytes} bytes")
+                    raise ValueError(f"got {raw_bytes} bytes with the reply {answer!r}, expected none")
             except BaseException:
                 connection.close()
                 raise

@@ -29,8 +29,8 @@ class UnitActor:
         self._unit: StorageUnit | None = None
 
     def start(self) -> UnitAddress | ValueError:
-        """Start the unit and return its address, or the error of a node that has no room for it. Ray would wrap an
-        error that is raised."""
+        """Start the unit and return its address, or the error of a node that has no room for it. The error is not
+        raised, because Ray would wrap it."""
         run_id, name, key, capacity_bytes = self._arguments
         try:
             self._unit = StorageUnit(run_id, name, key, ray.util.get_node_ip_address(), capacity_bytes)

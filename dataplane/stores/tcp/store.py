@@ -39,7 +39,7 @@ class TcpStore(PutsAll):
 
     def __init__(self, spec: StoreSpec, link: Link) -> None:
         """Join the units that the directory lists, without connecting to them. `shares_memory` False in the spec's
-        address makes this client use sockets even for units of its own host, as tests and benchmarks want it."""
+        address makes this client use sockets even for units of its own host. Tests and benchmarks set it."""
         self._key = spec.key
         self._link = link
         self._lock = threading.Lock()
@@ -129,8 +129,8 @@ class TcpStore(PutsAll):
     # ---------------- These methods read blocks.
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return views of the wanted parts. They are of the pool itself for blocks of this host's units, else of memory
-        into which they were received."""
+        """Return views of the wanted parts. Views of blocks in this host's units show the pool itself. Other views show
+        the memory into which the parts were received."""
         deadline = time.monotonic() + timeout_s
         found: list[dict[int, np.ndarray]] = [{} for _ in wants]
         far: list[tuple[int, Want]] = []
@@ -170,8 +170,8 @@ class TcpStore(PutsAll):
         return all(self._number(block, deadline) in self._near for block in blocks)
 
     def read_ranges(self, blocks: Sequence[BlockRef], ranges: Sequence[ByteRanges], timeout_s: float) -> None:
-        """Receive ranges of bytes of blocks straight into the memory where they belong. Every block is checked for
-        whether it still exists, even those without ranges.
+        """Receive ranges of bytes of blocks straight into their destination memory. Every block is checked for whether
+        it still exists, even a block without ranges.
 
         Raises RowsCleared when a block was freed, before or while it was read, and StoreLost naming the unit that has
         died or does not answer.
@@ -202,7 +202,7 @@ class TcpStore(PutsAll):
         deadline: float,
     ) -> None:
         """Ask one unit for the ranges at the indices `chosen`, and receive them. positions: position of each of
-        `blocks` among all blocks of the read, in rising order."""
+        `blocks` among all blocks of the read, ascending."""
         request = Get(
             column([block.block_id for block in blocks]),
             column(np.searchsorted(positions, columns.block[chosen])),
@@ -213,7 +213,7 @@ class TcpStore(PutsAll):
         state = bytearray(1)
         with unit.exchange("get", "get", encode(request), (), deadline) as (connection, _, raw_bytes):
             if raw_bytes != expected:
-                raise ValueError(f"got {raw_bytes} bytes, expected {expected}")
+                raise ValueError(f"got a reply of {raw_bytes} bytes, expected {expected}")
             connection.receive_into([*columns.targets(chosen), memoryview(state)], deadline)
         if state != b"\1":
             raise RowsCleared("a block was freed while it was read", op="get", peer=unit.address.peer)
@@ -287,7 +287,7 @@ class TcpStore(PutsAll):
 
 
 class _Columns:
-    """Ranges of several `ByteRanges` as columns, with the memory to which each belongs."""
+    """Ranges of several `ByteRanges` as columns, with the destination memory of each range."""
 
     def __init__(self, ranges: Sequence[ByteRanges]) -> None:
         none = np.empty(0, np.int64)
@@ -330,8 +330,8 @@ def _in_pool(want: Want) -> Want:
 
 
 def _laid_out(blocks: Sequence[BlockPieces], layouts: Sequence[BlockLayout]) -> list[memoryview]:
-    """Return the blocks' parts as pieces of memory, with padding between them. Sent one after another, they lie as in
-    the pool."""
+    """Return the blocks' parts as pieces of memory, with padding between them. Sent one after another, the pieces have
+    the same layout as in the pool."""
     pieces = []
     for parts, layout in zip(blocks, layouts, strict=True):
         ends = [*layout.offsets[1:], layout.nbytes]

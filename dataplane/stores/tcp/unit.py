@@ -2,7 +2,7 @@
 
 Bytes of a put are received straight into the unit's pool, and bytes of a get are sent straight from it. A writer or
 reader on the unit's host uses the pool itself, and only asks the unit for room. One thread serves each connection, so
-that a client that is slow or stopped holds up no other. Run as a module, it is the process of a unit that is a child of
+that a client that is slow or stopped holds up no other. Run as a module, this file is the process of a unit, a child of
 the process that starts it.
 """
 
@@ -54,11 +54,11 @@ STALL_S = 60.0
 MAX_WAIT_S = 86400.0
 """Largest number of seconds for which a put may wait for room."""
 MAX_BLOCK_ID = 1 << 62
-"""Number above all ids of blocks, which the table of blocks holds as 64 bits."""
+"""Number above all ids of blocks, because the table of blocks holds ids as 64 bits."""
 LATE_BLOCKS = 1 << 16
-"""Number of deleted blocks that are remembered because they had not come when they were deleted."""
+"""Number of deleted blocks that are remembered because they had not arrived when they were deleted."""
 LOOK_AGAIN_S = 0.25
-"""Seconds after which a put that waits for room looks again for ranges whose late writers have ended."""
+"""Seconds after which a put that waits for room checks again for ranges whose late writers have ended."""
 THREAD_STACK_BYTES = 512 << 10
 _VALID, _FREED = b"\1", b"\0"
 
@@ -148,7 +148,7 @@ class StorageUnit:
                 op, head, raw_bytes = request
                 handler = self._handlers.get(op)
                 if handler is None:
-                    raise ValueError(f"op {op!r}")
+                    raise ValueError(f"the op {op!r} is unknown")
                 handler(connection, head, raw_bytes)
             except ValueError as error:  # The message is malformed, so the bytes after it cannot be read, either.
                 _logger.warning("a connection is closed: %s", error)
@@ -166,7 +166,7 @@ class StorageUnit:
     def _put(self, connection: Connection, head: bytes, raw_bytes: int) -> None:
         request = decode(head, Put)
         if sum(request.sizes) != raw_bytes:
-            raise ValueError(f"put: blocks of {sum(request.sizes)} bytes, but {raw_bytes} follow")
+            raise ValueError(f"put: got {raw_bytes} bytes of blocks, expected {sum(request.sizes)}")
         _check_sizes(request.sizes, raw_bytes)
         deadline = time.monotonic() + request.wait_s + STALL_S
         location = self._room_for(request.first_block_id, raw_bytes, request.wait_s)
@@ -246,10 +246,10 @@ class StorageUnit:
         """Allocate room for a put, waiting for it at most `wait_s` seconds. Returns its location, or why there is
         none."""
         if not 0 <= first_block_id < MAX_BLOCK_ID or nbytes <= 0 or not 0 <= wait_s <= MAX_WAIT_S:
-            raise ValueError(f"put: block {first_block_id} of {nbytes} bytes, which waits {wait_s} s for room")
+            raise ValueError(f"put: block {first_block_id} of {nbytes} bytes with a wait of {wait_s} s is not valid")
         deadline = time.monotonic() + wait_s
         if self._pool.holds(first_block_id):
-            raise ValueError(f"put: block {first_block_id} is there already")
+            raise ValueError(f"put: block {first_block_id} exists already, expected a new id")
         while True:
             location = self._pool.allocate(first_block_id, nbytes)
             if location is not None:
@@ -283,9 +283,11 @@ def _end(connection: socket.socket) -> None:
 
 
 def _check_sizes(sizes: Sequence[int], room_bytes: int) -> None:
-    """Raise ValueError unless `sizes` are those of one or more blocks that fit into `room_bytes` bytes."""
+    """Raise ValueError unless `sizes` are sizes of one or more blocks that fit into `room_bytes` bytes."""
     if not sizes or min(sizes) <= 0 or any(size % ALIGN for size in sizes) or sum(sizes) > room_bytes:
-        raise ValueError(f"blocks of {shown_ids(sizes)} bytes in {room_bytes}, expected multiples of {ALIGN}")
+        raise ValueError(
+            f"got blocks of {shown_ids(sizes)} bytes, expected multiples of {ALIGN} that fit into {room_bytes} bytes"
+        )
 
 
 def _checked(request: Get, held: np.ndarray) -> tuple[list[int], list[int]]:
@@ -293,14 +295,14 @@ def _checked(request: Get, held: np.ndarray) -> tuple[list[int], list[int]]:
     ranges beyond their blocks. held: (slot, offset, bytes) of each block, int64 `[B, 3]`."""
     block, start, nbytes = integers(request.block), integers(request.start), integers(request.nbytes)
     if not len(block) == len(start) == len(nbytes):
-        raise ValueError("get: the columns of its ranges differ in length")
+        raise ValueError("get: the columns of the ranges differ in length, expected equal lengths")
     if len(block) and not 0 <= block.min() <= block.max() < len(held):
-        raise ValueError(f"get: ranges of blocks {block.min()} to {block.max()} of {len(held)}")
+        raise ValueError(f"get: got ranges of blocks {block.min()} to {block.max()}, expected 0 to {len(held) - 1}")
     first = held[block, 1] + start
     wrong = (start < 0) | (nbytes < 0) | (start > held[block, 2]) | (nbytes > held[block, 2] - start)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        text = f"get: {nbytes[at]} bytes from byte {start[at]} of a block of {held[block[at], 2]}"
+        text = f"get: got {nbytes[at]} bytes from byte {start[at]}, expected at most {held[block[at], 2]} bytes in all"
         raise ValueError(text)
     return first.tolist(), (first + nbytes).tolist()
 

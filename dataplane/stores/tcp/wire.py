@@ -1,7 +1,7 @@
 """Defines the requests to a storage unit and its replies, and carries them over blocking sockets.
 
 A message is a frame of `rpc/frames.py`. Its payload is the number of bytes of its head, the head (msgpack), and then
-raw bytes, which are sent from the memory where they lie and received into the memory where they belong.
+raw bytes. The raw bytes are sent straight from their memory and received straight into their destination.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 SERVICE = "storage unit"
 """Name of a storage unit in handshakes."""
 MAX_HEAD_BYTES = 64 << 20
-"""Largest number of bytes of a message's head. A request for a million ranges has 20 MB."""
+"""Largest number of bytes of a message's head. The head of a request for a million ranges has 20 MB."""
 _HEAD_BYTES = struct.Struct("<I")
 _BUFFER_BYTES = 64 << 10
 _LOOK_S = 1.0
-"""Longest time in seconds that a system call may wait before the deadline is looked at."""
+"""Longest time in seconds that a system call may wait before the deadline is checked."""
 _MOST_VIEWS = 1024
 """Largest number of pieces of memory that one system call takes (IOV_MAX of Linux)."""
 
@@ -55,7 +55,7 @@ class Connection:
 
     def send(self, op: str, text: bytes, raw: Sequence[memoryview], deadline: float, *, later_bytes: int = 0) -> None:
         """Send a message. raw: pieces of memory (bytes each) that follow its head, in this order. later_bytes: number
-        of bytes that belong to the message, too, and that the caller sends next with `send_raw`.
+        of further bytes of the message, which the caller sends next with `send_raw`.
 
         Raises ValueError for a message of more than MAX_FRAME_BYTES, TimeoutError at the deadline (by the clock
         `time.monotonic()`), and ConnectionError when the other end has closed the connection.
@@ -90,20 +90,22 @@ class Connection:
         deadline = time.monotonic() + _LOOK_S * 60 if deadline is None else deadline
         nbytes, _, op_bytes = HEADER.unpack_from(self._take(HEADER.size))
         if nbytes > MAX_FRAME_BYTES or nbytes < op_bytes + _HEAD_BYTES.size:
-            raise ValueError(f"a frame of {nbytes} bytes, expected {op_bytes + _HEAD_BYTES.size} to {MAX_FRAME_BYTES}")
+            raise ValueError(
+                f"got a frame of {nbytes} bytes, expected {op_bytes + _HEAD_BYTES.size} to {MAX_FRAME_BYTES}"
+            )
         self._fill(op_bytes + _HEAD_BYTES.size, deadline)
         op = bytes(self._take(op_bytes)).decode()
         (head_bytes,) = _HEAD_BYTES.unpack(self._take(_HEAD_BYTES.size))
         raw_bytes = nbytes - op_bytes - _HEAD_BYTES.size - head_bytes
         if head_bytes > MAX_HEAD_BYTES or raw_bytes < 0:
-            raise ValueError(f"a head of {head_bytes} bytes in a frame of {nbytes}")
+            raise ValueError(f"got a head of {head_bytes} bytes in a frame of {nbytes}, expected a smaller one")
         text = bytearray(head_bytes)
         self.receive_into([memoryview(text)], deadline)
         return op, bytes(text), raw_bytes
 
     def receive_into(self, pieces: Sequence[memoryview], deadline: float) -> None:
         """Fill pieces of memory with the next bytes. Raises TimeoutError at the deadline, and ConnectionError when the
-        connection ends before."""
+        connection ends first."""
         left = [piece for piece in pieces if piece.nbytes]
         while left and self._end > self._start:
             count = min(self._end - self._start, left[0].nbytes)
@@ -149,7 +151,7 @@ class Connection:
 
     def _fill(self, nbytes: int, deadline: float | None, *, at_end: bool = False) -> bool:
         """Receive into the buffer until it has at least `nbytes` unused bytes. Returns False if `at_end` is true and
-        the connection ended before the first of them."""
+        the connection ended before the first byte."""
         if self._start and self._start + nbytes > len(self._buffer):
             unused = self._end - self._start
             self._view[:unused] = bytes(self._view[self._start : self._end])
@@ -197,7 +199,7 @@ def _rest(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class UnitAddress:
-    """Address of one storage unit, and what a process needs to use its memory directly if it is on the same host."""
+    """Address of one storage unit, with the location of its memory for processes on the same host."""
 
     name: str
     pid: int
@@ -205,8 +207,8 @@ class UnitAddress:
     """IP address at which the unit listens."""
     port: int
     memory: str
-    """Identity of the shared memory (of the host, or of the container) that the unit's pool is in, as `memory_id`
-    returns it."""
+    """Identity of the shared memory with the unit's pool, as `memory_id` returns it. Hosts and containers have
+    different ones."""
     folder: str
     """Folder of the unit's pool in that shared memory."""
 
@@ -256,21 +258,22 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Get:
     """Request (op `get`) to read R ranges of bytes of B blocks. The reply is the bytes of the ranges, end to end, and
-    one byte more that is 1 if no block was freed meanwhile, else 0."""
+    one more byte: 1 if no block was freed in the meantime, else 0."""
 
     block_ids: bytes
-    """Ids of the blocks, `column` of `[B]`. A block without ranges is only checked for whether it still exists."""
+    """Ids of the blocks, `[B]`, as `column` encodes them. A block without ranges is only checked for whether it still
+    exists."""
     block: bytes
-    """Position of each range's block in `block_ids`, `column` of `[R]`."""
+    """Position of each range's block in `block_ids`, `[R]`, as `column` encodes it."""
     start: bytes
-    """First byte of each range within its block, `column` of `[R]`."""
+    """First byte of each range within its block, `[R]`, as `column` encodes it."""
     nbytes: bytes
-    """Number of bytes of each range, `column` of `[R]`."""
+    """Number of bytes of each range, `[R]`, as `column` encodes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Request (op `free`) to delete blocks, and to refuse those of them that are yet to come."""
+    """Request (op `free`) to delete blocks, and to refuse blocks among them that have not arrived yet."""
 
     block_ids: bytes
     """Ids of the blocks, as `column` returns them."""
@@ -300,7 +303,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{len(data)} bytes are not a {kind}: {error}") from error
+        raise ValueError(f"these {len(data)} bytes are not a {kind}: {error}") from error
 
 
 def locations(head: bytes) -> tuple[bytes, ...]:

@@ -144,7 +144,7 @@ def test_a_store_that_has_no_room_says_why(host: SharedMemoryHost, monkeypatch: 
     for number in range(0, 88, 2):
         host.free(number, held[number] or b"")
     assert host.allocate(1000, 2 * MIB) is None
-    assert host.shortage() == f"the largest piece that is free has {MIB} bytes of {44 * MIB}"
+    assert host.shortage() == f"the largest free range has {MIB} of {44 * MIB} free bytes"
 
     def no_more(pid: int) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -154,7 +154,7 @@ def test_a_store_that_has_no_room_says_why(host: SharedMemoryHost, monkeypatch: 
         monkeypatch.setattr(shared_memory, "process_start", no_more)
         host.free(number, held[number] or b"")
         assert host.unfreed_bytes() == MIB * (number + 1) // 2, "a writer that cannot be looked up may be alive"
-    assert host.shortage() == f"writers that have not stopped are still in {44 * MIB} bytes of cleared blocks"
+    assert host.shortage() == f"unfinished writers still use {44 * MIB} bytes of cleared blocks"
     monkeypatch.setattr(shared_memory, "process_start", lambda pid: None)
     assert host.unfreed_bytes() == host.usage_bytes() == 0, "no range is lost"
     assert host.allocate(1000, 88 * MIB) is not None

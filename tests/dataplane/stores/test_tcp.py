@@ -121,7 +121,7 @@ def test_a_block_that_was_deleted_before_it_came_is_refused(unit: StorageUnit, l
 
 def test_a_put_waits_for_room_and_says_why_there_is_none(unit: StorageUnit, link: UnitLink) -> None:
     number = 0
-    with pytest.raises(CapacityExceeded, match="largest piece that is free"):
+    with pytest.raises(CapacityExceeded, match="largest free range"):
         for number in range(100):
             put(link, number, bytes(1 << 20))
     other = UnitLink(unit.address, KEY)
