@@ -1,5 +1,4 @@
-"""Connects a run to Ray: joins or starts a cluster, checks its CPUs, and at the end stops a cluster that it has
-started."""
+"""Connects a run to Ray: joins or starts a cluster, checks its CPUs, and at the end stops a started cluster."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Derives the settings of rollout actors: what they generate for training and evaluations, and which files they
-write."""
+"""Derives the settings of rollout actors: what they generate, and which files they write."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Shows what a run does: metrics, live progress, timeline, Prometheus endpoint, plots and report."""
+"""Records and shows the progress of a run: metrics, live display, timeline, Prometheus endpoint, plots and report."""

@@ -1,4 +1,4 @@
-"""Compares runs: their curves over each other, what they reached, their time and memory, and their settings."""
+"""Compares runs by their curves, results, times, memory and settings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .page import page, plot_html, short, table, write_page
 from .report import judged_key, seconds_text
 
 MAX_RUNS = 12
-"""Largest number of runs on one page, beyond which their lines look alike."""
+"""Largest number of runs on one page. With more runs, the lines of a plot would be hard to distinguish."""
 UNTOLD = ("run.dir", "run.name")
-"""Config keys that differ between any two runs, and are not shown."""
+"""Config keys that are left out of the comparison, because they differ between any two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,19 @@ class Compared:
     """One run of a comparison."""
 
     name: str
-    """Name of its folder, made distinct from the other runs' if need be."""
+    """Name of the run's folder, made unique among the compared runs."""
     records: list[Record]
-    """Metrics, one record a step."""
+    """Metrics, one record per step."""
     finished: bool
     restarts: int
-    """Number of times that the run went back to a checkpoint or was resumed."""
+    """Number of times that the run returned to a checkpoint or was resumed."""
     config: dict[str, Any]
     """Resolved configuration by dotted key; empty if the folder has none."""
     judged: str
     """Key of the metric that `validation.metric` names."""
 
     def values(self, key: str) -> list[float]:
-        """Return the values of a metric in the steps that have it."""
+        """Return the values of a metric, leaving out steps without it."""
         return [record[key] for record in self.records if record.get(key) is not None]
 
 
@@ -86,7 +86,7 @@ _MISSING = "-"
 
 
 def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
-    """Return what is compared in numbers, as (label, text for each run). Lines that no run has are left out."""
+    """Return the compared numbers as (label, text for each run). A number that no run has is left out."""
     lines: list[tuple[str, Callable[[Compared], str]]] = [
         ("steps", lambda run: f"{len(run.values('time/step_s'))}{'' if run.finished else ', not finished'}"),
         ("restarts", lambda run: str(run.restarts)),
@@ -131,8 +131,8 @@ def _share(run: Compared, stage: str) -> str:
 
 
 def differences(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
-    """Return the config keys whose values differ, as (dotted key, value in each run). A run without config.yaml is left
-    out of the comparison, and shown by `-`."""
+    """Return the config keys whose values differ, as (dotted key, value in each run). A run without config.yaml does
+    not count as different; its values are shown as `-`."""
     known = [run for run in runs if run.config]
     keys = dict.fromkeys(key for run in known for key in run.config)
     return [
@@ -150,8 +150,9 @@ def _value(value: Any) -> str:
 
 
 def write_comparison(runs: Sequence[Compared], path: Path) -> Path:
-    """Write the page that compares `runs` to `path`, and return it. Raises UserError if it cannot be written."""
-    from .plots import compared_plots  # matplotlib is slow to import, and an extra
+    """Write the page that compares `runs` to `path`, and return `path`. Raises UserError if the page cannot be
+    written."""
+    from .plots import compared_plots  # matplotlib is slow to import, and belongs to an extra.
 
     head = ("", *(run.name for run in runs))
     shown = compared_plots([(run.name, run.records) for run in runs], _panels(runs))
@@ -193,7 +194,7 @@ def _panels(runs: Sequence[Compared]) -> list[tuple[str, str]]:
 
 
 def tables(runs: Sequence[Compared]) -> list[Table]:
-    """Return the comparison as tables for the terminal: figures, and settings that differ."""
+    """Return the comparison as tables for the terminal: compared numbers, and differing settings."""
     drawn = []
     for title, what, lines in (("figures", "", figures(runs)), ("settings that differ", "key", differences(runs))):
         if not lines:

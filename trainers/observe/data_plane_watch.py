@@ -1,4 +1,4 @@
-"""Sums up the data-plane calls of all processes for the driver, and measures how busy actors are."""
+"""Adds up the data-plane calls of all processes for the driver, and measures how busy actors are."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ STATUS_FIELDS = (
     "waiting_claims",
     "waiting_puts",
 )
-"""Fields of the status that the data plane's directory reports, which become metrics of each step named
+"""Fields of the status that the data plane's directory reports. Each becomes a metric of each step,
 `dataplane/<name>`."""
 
 
 class DataPlaneWatch:
-    """Sums up the data-plane calls that processes report to the driver. Thread-safe, because a metrics endpoint reads
+    """Adds up the data-plane calls that processes report to the driver. Thread-safe, because a metrics endpoint reads
     while the driver adds.
 
-    Each process reports its latest calls in messages that it sends to the driver anyway, so a step's metrics count
-    exactly the calls that were made for the step.
+    Each process reports its latest calls in its usual messages to the driver, so a step's metrics count exactly the
+    calls made for that step.
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
@@ -56,10 +56,10 @@ class DataPlaneWatch:
 
     def end_step(self, group_size: int) -> tuple[dict[str, float], int]:
         """Return the metrics of the calls since the last `end_step`, and the bytes of the driver's own calls. The bytes
-        are those exchanged with the data plane's directory since then.
+        are those that the driver exchanged with the data plane's directory since then.
 
-        group_size: number of rows of a group. Makes one call to the directory, which asks what is in the data plane
-        now. Raises DataPlaneError if that call fails.
+        group_size: number of rows of a group. Makes one call to the directory for the current content of the data
+        plane. Raises DataPlaneError if that call fails.
         """
         status = self._client.status()
         own = self._client.stats.take()
@@ -80,7 +80,7 @@ class DataPlaneWatch:
         return copy
 
     def status(self, timeout_s: float) -> DataPlaneStatus:
-        """Ask the data plane's directory what is in the data plane now. Raises DataPlaneError if it does not answer
+        """Ask the directory for the current content of the data plane. Raises DataPlaneError if it does not answer
         within `timeout_s` seconds."""
         return self._client.status(timeout_s=timeout_s)
 
@@ -115,11 +115,11 @@ def ready_rows(status: DataPlaneStatus) -> int:
 
 
 def status_metrics(status: DataPlaneStatus) -> dict[str, float]:
-    """Return the metrics that describe what is in the data plane now, such as its rows and leases."""
+    """Return metrics of the current content of the data plane, such as its rows and leases."""
     return {f"dataplane/{name}": float(getattr(status, name)) for name in STATUS_FIELDS}
 
 
-# ---------------- Busy time: the share of a time interval in which actors were at work.
+# ---------------- busy time: the share of a time interval during which actors were working
 
 
 @dataclass(frozen=True, slots=True)

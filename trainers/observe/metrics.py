@@ -2,7 +2,7 @@
 
 Keys are flat: `reward/`, `val/`, `eval/`, `rollout/`, `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`,
 `dataplane/`, `driver/`, `idle/`, `sync/`, `switch/`, `pool/`, `run/`, `memory/` and, in seconds, `time/`.
-`time/step_s` is a whole step without the validation after it. `time/elapsed_s` counts from the writer's start.
+`time/step_s` is the time of a step without the validation after it. `time/elapsed_s` counts from the writer's start.
 `time/rollout_s` is the driver's wait for groups. `time/data_wait_s`, the time that train workers waited for rows, is
 part of `time/logprob_s` and `time/train_s`. docs/reference/metrics.md explains every key.
 """
@@ -24,11 +24,11 @@ from .tracking import Tracking
 FINISHED = "finished"
 RESUMED = "resumed"
 REPLACED = "replaced"
-"""Name of the event that reports the replacement of an actor; FINISHED and RESUMED are names of events, too. An event
-is a line of metrics.jsonl that reports something other than a step."""
+"""Name of the event that reports the replacement of an actor. FINISHED and RESUMED are also names of events. An event
+is a line of metrics.jsonl about something other than a step."""
 ELAPSED = "time/elapsed_s"
 SWITCH = "time/switch_s"
-"""Metric of the seconds in which a run passed the memory of its GPUs between engines and train workers."""
+"""Metric of the seconds that a run spent on passing GPU memory between engines and train workers."""
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
 
@@ -44,7 +44,7 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
         return {}
     wait, logprob, train = (record.get(f"time/{name}_s") or 0.0 for name in ("data_wait", "logprob", "train"))
     wait = min(wait, logprob + train)
-    # The first pass over the rows waits for them.
+    # The first pass over the rows includes the wait for them.
     in_logprob = min(wait, logprob)
     split = {
         "rollout": record.get("time/rollout_s") or 0.0,
@@ -70,8 +70,8 @@ def judged_format(judged: str) -> str:
 
 
 ATTEMPT = "run/attempt"
-"""Metric that counts how often the run had gone back to a checkpoint, or was resumed, when a line was written. If a
-step has several lines, the one with the largest value counts."""
+"""Metric of the number of times that the run had returned to a checkpoint or been resumed when a line was written. If a
+step has several lines, the line with the largest value counts."""
 
 
 class MetricsWriter:
@@ -106,13 +106,13 @@ class MetricsWriter:
             self._tracking.log(step, {key: value for key, value in line.items() if value is not None and key != "step"})
 
     def event(self, name: str, step: int, **fields: Any) -> None:
-        """Append an event, `{"event": name, "step": step, ...}`. An event is a line that reports something other than
-        the metrics of a step. fields: JSON values."""
+        """Append an event, `{"event": name, "step": step, ...}`. An event is a line about something other than the
+        metrics of a step. fields: JSON values."""
         self._append({"event": name, "step": step, ELAPSED: self.elapsed_s, **fields})
         self._attempt += name == RESUMED
 
     def finish(self, step: int, **fields: Any) -> None:
-        """Append the `finished` event, the last line of a run that reached its end."""
+        """Append the `finished` event, which is the last line of a completed run."""
         self.event(FINISHED, step, **fields)
         self.finished = True
 
@@ -149,15 +149,15 @@ def _number(key: str, value: Any) -> float | int | None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off an incomplete last line, which a process left when it died. The next line then does not continue it."""
+    """Cut off an incomplete last line from a process that died, so that the next line does not continue it."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def read_run(folder: str | os.PathLike[str]) -> tuple[list[Record], list[Record]]:
-    """Return the metrics of the run in `folder` as `read_metrics` does. Raises UserError if the folder has no metrics,
-    or a broken file of them."""
+    """Return the metrics of the run in `folder` as `read_metrics` does. Raises UserError if the folder has no
+    metrics.jsonl or a broken one."""
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{folder}: the folder has no metrics.jsonl, expected a run folder")

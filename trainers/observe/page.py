@@ -1,6 +1,5 @@
-"""Builds the HTML pages of a report and of a comparison: their frame, style, cards, plots and tables.
-
-A page is one file that needs no network. All text in it is escaped, because prompts and answers may contain HTML.
+"""Builds the HTML pages of a report and of a comparison: their frame, style, cards, plots and tables. A page is one
+file that works offline. All text in it is escaped, because prompts and answers may contain HTML.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ $body
 
 def page(title: str, body: str, *, state: str = "", good: bool = False, scripts: str = "") -> str:
     """Return a whole page. title: heading, as text. body: HTML below the heading. state: text beside the heading, ""
-    for none, green if `good`. scripts: HTML of the `<script>` elements at the end."""
+    for none; the text is green if `good`. scripts: HTML of the `<script>` elements at the end."""
     mark = f'<span class="state {"good" if good else "open"}">{html.escape(state)}</span>' if state else ""
     return Template(_PAGE).substitute(title=html.escape(title), state=mark, body=body, scripts=scripts)
 

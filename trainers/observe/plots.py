@@ -1,4 +1,4 @@
-"""Draws the report's plots from metrics records, as SVG that takes its colours and font from the surrounding page."""
+"""Draws the report's plots from metrics records, as SVG with the colours and font of the surrounding page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ModuleNotFoundError:
 
 from .metrics import Record, judged_label, time_split
 
-# matplotlib draws with these placeholder colours, which become CSS variables in the SVG, so that a plot follows the
+# matplotlib draws with these placeholder colours. In the SVG they become CSS variables, so that a plot follows the
 # page's theme.
 _STAND_INS = {
     "ink": "#010203",
@@ -50,7 +50,7 @@ MAX_BARS = 80
 """Largest number of bars in a stacked bar plot; the steps of a longer run are averaged into this many bars."""
 
 SMOOTH_SHARE = 1 / 30
-"""Number of neighbouring steps on either side over which a smoothed line averages, as a share of all steps."""
+"""Half-width of the averaging window of a smoothed line, as a share of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Plot:
 
     title: str
     note: str
-    """Explanation of how to read the plot; "" if the title is enough."""
+    """Explanation of the plot for readers; "" if the title is enough."""
     legend: tuple[tuple[str, str], ...]
     """Entries of the legend, as (label, colour name defined by the page)."""
     svg: str
@@ -101,7 +101,7 @@ def _learning(judged: str, records: Sequence[Record]) -> Plot | None:
 
 
 def _rewards(records: Sequence[Record]) -> Plot | None:
-    """Plot each reward function by itself. Returns None if there is only one, which the total shows already."""
+    """Plot each reward function separately. Returns None if there is only one, because the total already shows it."""
     keys = dict.fromkeys(key for record in records for key in record)
     names = [key for key in keys if key.startswith("reward/") and key != "reward/mean"]
     if len(names) < 2:
@@ -148,7 +148,7 @@ def _times(records: Sequence[Record]) -> Plot | None:
         share = sum(split.get(stage, 0.0) for _, split in timed) / sum(sum(split.values()) for _, split in timed)
         legend.append((f"{stage} {share:.0%}", colour))
     notes = [f"Each bar is the mean of {size} steps."] if size > 1 else []
-    # A long first step, which loads and compiles, would make all other bars too flat.
+    # A long first step with loading and compiling would flatten all other bars.
     typical = sorted(base)[int(0.9 * (len(base) - 1))]
     if max(base) > 2.5 * typical > 0:
         axes.set_ylim(0, 1.6 * typical)
@@ -228,17 +228,17 @@ def _optimisation(records: Sequence[Record]) -> Plot | None:
 # ---------------------------------------------------------------- several runs
 
 RUN_COLOURS = ("blue", "orange", "green", "red", "purple", "grey")
-"""Colours of runs, or of reward functions, in one plot. Further ones take them again with dashed lines."""
+"""Colours of the lines for runs or reward functions in one plot. Further lines repeat the colours with dashes."""
 
 
 def _dashes(count: int) -> list[str]:
-    """Return the line styles of `count` lines, whose colours are RUN_COLOURS in turn."""
+    """Return the line styles of `count` lines. Their colours cycle through RUN_COLOURS."""
     return ["-" if at < len(RUN_COLOURS) else "--" for at in range(count)]
 
 
 def compared_plots(runs: Sequence[tuple[str, Sequence[Record]]], panels: Sequence[tuple[str, str]]) -> list[Plot]:
     """Draw the curves of several runs over each other. runs: name and records of each. panels: title and key of each
-    metric; one that fewer than one run has is left out. The first metric is also drawn over time."""
+    metric; a metric that no run has is left out. The first metric is also drawn over time."""
     colours = [colour for _, colour in zip(runs, itertools.cycle(RUN_COLOURS), strict=False)]
     drawn = []
     for number, (title, key) in enumerate(panels):
@@ -269,7 +269,7 @@ def compared_plots(runs: Sequence[tuple[str, Sequence[Record]]], panels: Sequenc
 
 
 def minutes(records: Sequence[Record]) -> list[float]:
-    """Return the minutes of work until the end of each record's step, validations included and restarts left out."""
+    """Return the minutes of work until the end of each record's step, including validations but not restarts."""
     spent = ((record.get("time/step_s") or 0.0) + (record.get("time/validate_s") or 0.0) for record in records)
     return [total / 60 for total in itertools.accumulate(spent)]
 
@@ -283,7 +283,7 @@ def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return the centred moving average of `values`. Near both ends, the window only covers the values that exist."""
+    """Return the centred moving average of `values`. Near both ends, the window is cut off at the end."""
     reach = round(len(values) * SMOOTH_SHARE)
     windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
     return [sum(window) / len(window) for window in windows]
@@ -295,8 +295,8 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 def _figures(count: int, *, wide: bool = False) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its `count` axes side by side, all with steps on the x-axis."""
-    # The sizes in inches cover half of the page or all of it and make 9 pt as large as the page's small print.
+    """Return a figure with `count` axes side by side, all with steps on the x-axis."""
+    # The sizes in inches fit half or all of the page's width, and make 9 pt text as large as the page's small print.
     figure = Figure(figsize=(12.0, 2.4) if wide else (5.8, 2.9), layout="constrained")
     places = [figure.add_subplot(1, count, index + 1) for index in range(count)]
     for axes in places:
@@ -324,13 +324,13 @@ def _finish(axes: Axes, title: str, values: Sequence[float] = ()) -> None:
 
 def _plot(title: str, note: str, legend: Sequence[tuple[str, str]], figure: Figure, *, wide: bool = False) -> Plot:
     buffer = io.StringIO()
-    # The salt makes the ids of several plots on one page distinct, and the same in every build.
+    # The salt makes the ids of plots on one page distinct, and keeps them the same in every build.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # The opening tag keeps the viewBox and loses the size, which the page decides.
+    # The opening tag keeps only the viewBox, because the page sets the size.
     links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     opening = rf'<svg role="img" aria-label="{title}" \1 {links}>'
     svg = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', opening, svg, count=1)

@@ -1,4 +1,4 @@
-"""Shows a run's progress live, as a panel on a terminal and as short lines everywhere else."""
+"""Shows a run's progress live, as a panel on a terminal or as short lines elsewhere."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ LOSSES = (
     ("restarts", "run/restarts", False),
     ("engines left out", "sync/engines_left_out", False),
 )
-"""Failures that a run survives, such as dropped groups and replaced actors, which are shown if their count is above 0:
-(label, metric key, whether the value counts a single step and must be summed)."""
+"""Failures that a run survives, such as dropped groups and replaced actors, as (label, metric key, whether the value
+counts a single step and must be summed). A failure is shown if its count is above 0."""
 
 LINE_EVERY_S, LONGEST_SILENCE_S, SILENT_SHARE = 60.0, 600.0, 1 / 40
-"""Seconds without output after which a run without a terminal prints a line: at first, at most, and in between as a
-share of the time since its start."""
+"""Limits on the time without output of a run without a terminal. After this many seconds without output,
+the run prints a line: SILENT_SHARE times the seconds since its start, but at least LINE_EVERY_S and at most
+LONGEST_SILENCE_S."""
 
 POLL_S = 1.0
-"""Seconds between two looks at whether a line is due by time."""
+"""Seconds between two checks whether a line is due."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
@@ -68,8 +69,8 @@ class Progress:
         judged: str = REWARD,
     ) -> None:
         """Prepare the display of a run of `num_steps` steps. Without a terminal, it prints about twenty lines over the
-        run, one for each validation, and more lines by time (see LINE_EVERY_S), which say what a long step is doing.
-        judged: key of the metric that `validation.metric` names."""
+        run, one for each validation, and during long steps further lines by time (see LINE_EVERY_S). judged: key of the
+        metric that `validation.metric` names."""
         self.doing: Callable[[], str] = lambda: ""
         """Function that returns what the run is doing now, such as the stage of its step; "" if it is not known."""
         self._title = title
@@ -115,8 +116,8 @@ class Progress:
             self._live = None
 
     def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        """Show what the run does outside its steps, such as starting, warm-up or saving. done, total: progress within
-        this phase; with `total` 0 none is shown."""
+        """Show the phase of the run outside its steps, such as starting, warm-up or saving. done, total: progress
+        within the phase, not shown if `total` is 0."""
         new = name != self._phase.partition(":")[0]
         if new:
             self._step_s = time.monotonic()
@@ -130,7 +131,7 @@ class Progress:
         self._phase, self._phase_share, self._step = "training", None, step
         self._step_s = time.monotonic()
         if step and self._first_step is None:
-            # The first step is left out of the estimate, because it includes one-time work.
+            # The estimate leaves out the first step, because that step includes one-time work.
             self._first_step = (step, time.monotonic())
         for key, value in metrics.items():
             # A step may lack a figure, such as tokens per second when all its groups come from the journal.
@@ -171,13 +172,14 @@ class Progress:
         return now - self._printed_s >= bound_s
 
     def _print_by_time(self) -> None:
-        """Print what the run is doing whenever it has printed nothing for too long, until the display ends."""
+        """Print a line whenever the run has printed nothing for too long, until the display ends."""
         while not self._ended.wait(POLL_S):
             if self._silent_too_long():
                 self._print(f"{self._where()}, for {_clock(time.monotonic() - self._step_s)} so far")
 
     def _where(self) -> str:
-        """Return what the run is doing: the step in progress and its stage, or the phase outside the steps."""
+        """Return the current activity of the run: the step in progress and its stage, or the phase outside the
+        steps."""
         if self._phase != "training":
             return self._phase
         stage = self.doing()
@@ -216,8 +218,8 @@ class Progress:
         return [(label, f"{count:.0f}") for label, count in self._lost.items() if count]
 
     def _left_s(self) -> float | None:
-        """Estimate the seconds until the last step ends from the average time per step, without the first step. None
-        before the second step has ended."""
+        """Estimate the seconds until the last step ends, from the average time of all steps but the first. None before
+        the second step has ended."""
         if self._first_step is None or self._step <= self._first_step[0]:
             return None
         first, since = self._first_step
@@ -236,7 +238,7 @@ class Progress:
         where = f"step {self._step}/{self._num_steps}" + (f"  {stage}" if stage else "")
         where = where if self._phase == "training" else self._phase
         head.add_row(Text(where, style="bold"), Text(clock, style="dim"))
-        bar = Table.grid(expand=True)  # a table holds the bar, because a bare ProgressBar does not end its line
+        bar = Table.grid(expand=True)  # The bar is in a table, because a bare ProgressBar does not end its line.
         bar.add_row(
             ProgressBar(total=1.0, completed=share, complete_style="bright_green", finished_style="bright_green")
         )
@@ -285,7 +287,7 @@ class Progress:
 
 
 def _overlap(metrics: Mapping[str, float | None]) -> bool:
-    """Return whether rollouts and training overlapped in a step: their idle shares then add up to less than 1."""
+    """Return whether rollouts and training overlapped in a step, so whether their idle shares add up to less than 1."""
     rollout, train = metrics.get("idle/rollout"), metrics.get("idle/train")
     return rollout is not None and train is not None and rollout + train < 1
 

@@ -1,7 +1,7 @@
 """Serves a run's metrics to Prometheus over HTTP, from the driver.
 
-A scrape gets the metrics of the last finished step, the data-plane calls reported so far, and what is in the data plane
-at that moment. During a step that hangs, the last part still shows whether rows wait or consumers wait.
+A scrape returns the metrics of the last finished step, the data-plane calls reported so far, and the current content of
+the data plane. The content shows, even while a step hangs, whether rows or consumers are waiting.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .data_plane_watch import DataPlaneWatch
 from .metrics import time_split
 
 STATUS_TIMEOUT_S = 2.0
-"""Seconds that a scrape waits for an answer of the data plane's directory. Together with the RPC link's grace period
-this stays below Prometheus' usual timeout of 10 s."""
+"""Seconds that a scrape waits for an answer of the data plane's directory. Together with the RPC link's grace period,
+the wait stays below the usual Prometheus timeout of 10 s."""
 END_TIMEOUT_S = 5.0
 
 STEP_GAUGES = (
@@ -49,7 +49,7 @@ STEP_GAUGES = (
     ("headrace_restarts", "run/restarts", "Times that the run restarted from its last checkpoint by itself."),
     ("headrace_driver_bytes_per_row", "driver/bytes_per_row", "Bytes through the driver for each row of the step."),
 )
-"""Gauges as (name, key in metrics.jsonl, help text). Each shows the value of the last step that has the key."""
+"""Gauges as (name, key in metrics.jsonl, help text). Each shows the value of the last step with that key."""
 
 GROUP_COUNTS = {
     "dropped": "rollout/groups_dropped",
@@ -57,10 +57,8 @@ GROUP_COUNTS = {
     "surplus": "rollout/groups_surplus",
     "reissued": "rollout/groups_reissued",
 }
-"""Values of the label `fate` -> key in metrics.jsonl of the number of a step's groups that were not trained on or were
-issued again.
-
-They are exported as counters summed over steps, because scrapes miss most steps.
+"""Value of the label `fate` -> key in metrics.jsonl. The keys count groups of a step that were not trained on or were
+issued again. They are exported as sums over steps, because scrapes miss most steps.
 """
 QUEUE = {"ready": "queue/groups_ready", "in_flight": "queue/groups_in_flight"}
 
@@ -84,7 +82,7 @@ class RunCollector(Collector):
     """Collects the metrics for each scrape. Thread-safe, because every scrape has its own thread."""
 
     def __init__(self, run_name: str, judged: str) -> None:
-        """judged: key of the metric that `validation.metric` names, which is exported as `headrace_validation`."""
+        """judged: key of the metric that `validation.metric` names; it is exported as `headrace_validation`."""
         self._run_name = run_name
         self._judged = judged
         self._lock = threading.Lock()
@@ -99,8 +97,8 @@ class RunCollector(Collector):
             self._watch = watch
 
     def publish(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Publish the metrics of a finished step. Metrics that the step lacks, such as those of a validation, keep
-        their last value."""
+        """Publish the metrics of a finished step. Metrics that the step lacks, such as validation metrics, keep their
+        last value."""
         with self._lock:
             self._metrics.update({key: value for key, value in metrics.items() if value is not None})
             for fate, key in GROUP_COUNTS.items():
@@ -141,9 +139,8 @@ def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
 
 def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
     """Yield the Prometheus metrics of queued groups, of rows' staleness, and of dropped or reissued groups. Dropped
-    groups were not trained on.
-
-    counts: numbers of the latter groups since the run started, under the labels of GROUP_COUNTS.
+    groups were not trained on. counts: numbers of dropped and reissued groups since the run started, under the labels
+    of GROUP_COUNTS.
     """
     yield labelled(
         "headrace_queue_groups",
@@ -159,8 +156,8 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:
-    """Yield the Prometheus metrics of all clients' data-plane calls. They are their seconds, their bytes, and the
-    fitted cost per call and per byte."""
+    """Yield the Prometheus metrics of all clients' data-plane calls: seconds, bytes, and the fitted costs per call and
+    per byte."""
     seconds = HistogramMetricFamily(
         "headrace_dataplane_call_seconds", "Seconds of data-plane calls, waits included.", labels=["op"]
     )
@@ -188,7 +185,7 @@ def call_families(total: Traffic) -> Iterator[Metric]:
 
 
 def status_families(watch: DataPlaneWatch) -> Iterator[Metric]:
-    """Yield the Prometheus metrics of what is in the data plane now. If the data plane's directory does not answer,
+    """Yield the Prometheus metrics of the data plane's current content. If the data plane's directory does not answer,
     yield only `headrace_dataplane_up` with the value 0."""
     try:
         status = watch.status(STATUS_TIMEOUT_S)
@@ -209,7 +206,7 @@ def labelled(
     values: Mapping[str, float],
     kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
 ) -> GaugeMetricFamily | CounterMetricFamily:
-    """Return the gauge or counter `name` with a value for each value of its label `label`."""
+    """Return the gauge or counter `name` with one value per value of the label `label`."""
     family = kind(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
@@ -222,14 +219,14 @@ class PrometheusEndpoint:
     def __init__(self, collector: Collector, host: str, port: int | None, folder: Path, key: str) -> None:
         """Start listening and write the endpoint's URL to `folder`/prometheus.txt, which is deleted on closing.
 
-        port: port on `host` to listen on; 0 for any free one; None serves nothing. key: name of the setting that chose
-        the port, for error messages. Raises UserError if it cannot listen on the port.
+        port: port on `host`; 0 picks a free port, and None serves nothing. key: name of the setting of the port, for
+        error messages. Raises UserError if the port is not available.
         """
         self.address = ""
         """URL to scrape; "" if nothing is served."""
         self._file = folder / "prometheus.txt"
         self._serving = None
-        self._file.unlink(missing_ok=True)  # left by a process that was killed
+        self._file.unlink(missing_ok=True)  # A process that was killed can have left the file.
         if port is None:
             return
         registry = CollectorRegistry()

@@ -1,6 +1,5 @@
-"""Writes a run's report as one HTML file that needs no network, and rebuilds it while the run is in progress.
-
-Rebuilding happens in a process of low priority, so that the run does not wait for plots.
+"""Writes a run's report as one HTML file that works offline, and rebuilds it while the run is in progress. A separate
+process of low priority rebuilds it, so that the run does not wait for plots.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from .page import card, data_script, page, plot_html, script, short, table, writ
 from .samples import FILE, Row, read_samples
 
 CLOSE_S = 10.0
-"""Seconds that a build may take to end once it is asked to; then it is killed."""
+"""Seconds within which a build must end after it is terminated; then it is killed."""
 _PRIORITY = 15
-"""Increment of the niceness of a build."""
+"""Increment of the niceness of the process that builds the report."""
 
 
 class LiveReport:
     """Starts builds of a run's report in child processes, one at a time."""
 
     def __init__(self, folder: Path, every_s: float) -> None:
-        """folder: the run folder. every_s: seconds between the starts of two builds, the first of which comes that long
-        after the start of the run; 0 for none."""
+        """folder: the run folder. every_s: seconds between the starts of two builds, and before the first build; 0 for
+        no builds."""
         self._command = [sys.executable, "-m", "headrace.cli", "report", str(folder)]
         self._every_s = every_s
         self._last_s = time.monotonic()
@@ -54,7 +53,7 @@ class LiveReport:
             psutil.Process(self._process.pid).nice(os.getpriority(os.PRIO_PROCESS, 0) + _PRIORITY)
 
     def close(self) -> None:
-        """End a build that is running, and wait until its process has exited. Idempotent."""
+        """End a running build, and wait until its process has exited. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -67,7 +66,7 @@ class LiveReport:
 
 
 RELOAD_S = 30
-"""Seconds after which the page of an unfinished run loads itself again."""
+"""Seconds after which the page of an unfinished run reloads."""
 
 SUMMARY_KEYS = (
     "model.path",
@@ -98,7 +97,7 @@ SUMMARY_KEYS = (
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into the run folder from its metrics.jsonl, samples.jsonl and config.yaml; returns its path.
 
-    Also works while a run is in progress and after it failed. Raises UserError if the folder has no metrics or a broken
+    Also works for a run that is in progress or has failed. Raises UserError if the folder has no metrics or a broken
     metrics file.
     """
     folder = Path(run_dir)
@@ -115,7 +114,7 @@ def render(
 ) -> str:
     """Return the HTML of the report. config_text: content of the resolved config.yaml, "" if there is none. samples:
     episodes as `read_samples` returns them."""
-    from .plots import all_plots  # matplotlib is slow to import, and an extra
+    from .plots import all_plots  # matplotlib is slow to import, and belongs to an extra.
 
     config = yaml.safe_load(config_text) or {}
     num_steps = _at(config, "algorithm.steps")
@@ -144,8 +143,8 @@ def render(
 
 
 def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple[str, str, str]]:
-    """Return the cards at the top of the page, as (label, value, small print). Metrics that the records lack get no
-    card. judged: key of the metric that `validation.metric` names."""
+    """Return the cards at the top of the page, as (label, value, small print). There is no card for metrics that the
+    records lack. judged: key of the metric that `validation.metric` names."""
     cards = []
     held_out = (judged_label(judged).capitalize(), judged, judged_format(judged))
     for label, key, form in (held_out, ("Reward", "reward/mean", ".3f")):
@@ -204,7 +203,7 @@ def _values(records: Sequence[Record], key: str) -> list[float]:
 
 
 def seconds_text(value: float) -> str:
-    """Return a duration in seconds as text with a fitting unit."""
+    """Format a duration in seconds as text with a suitable unit."""
     if value < 1:
         return f"{value * 1e3:.0f} ms"
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
@@ -231,8 +230,8 @@ def _at(config: Any, dotted: str) -> Any:
 
 
 def _phases_html(events: Sequence[Record]) -> str:
-    """Return an HTML table of the run's events, one line each. Events are everything but steps, such as a warm-up or a
-    resume."""
+    """Return an HTML table of the run's events, one line each. Events are lines of metrics.jsonl about something other
+    than a step, such as a warm-up or a resume."""
     lines = []
     for event in events:
         facts = [f"step {event['step']}", f"at {seconds_text(event[ELAPSED])}"]
@@ -253,8 +252,8 @@ def _validations_html(records: Sequence[Record], judged: str) -> str:
 
 
 def judged_key(config: dict[str, Any], records: Sequence[Record]) -> str:
-    """Return the key of the metric that `validation.metric` named in the run. It is exact match for runs from before
-    that config key existed. Falls back to the reward if the records lack that metric."""
+    """Return the key of the metric that `validation.metric` named in the run. For a run that is older than this config
+    key, the metric is exact match. Falls back to the reward if the records lack the metric."""
     keys = {key for record in records for key in record}
     return find_figure(_at(config, "validation.metric") or EXACT_MATCH, keys) or REWARD
 

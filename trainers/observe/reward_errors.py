@@ -1,4 +1,4 @@
-"""Reports why rows failed: each kind of failure once on the terminal, and every failed row in a file."""
+"""Reports failed rows: each kind of failure once on the terminal, and every failed row in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class RewardErrors:
-    """Records in reward_errors.jsonl why rows failed, a line for each rollout call with failed rows. The file is
+    """Records the errors of failed rows in reward_errors.jsonl, one line per rollout call with failed rows. The file is
     created with the first line."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -25,9 +25,8 @@ class RewardErrors:
         self._told: set[str] = set()
 
     def note(self, step: int, failed: int, rows: int, errors: Sequence[str]) -> None:
-        """Record that `failed` of the `rows` rows of a rollout call, which ended in `step`, had no valid reward.
-
-        errors: the error of each of these rows, or of some if there are very many. A no-op if `failed` is 0.
+        """Record that `failed` of the `rows` rows of a rollout call had no valid reward. The call ended in `step`.
+        errors: the errors of the failed rows; only some of them if there are very many. A no-op if `failed` is 0.
         """
         if not failed:
             return
@@ -45,8 +44,8 @@ class RewardErrors:
 
 
 def kind_of(error: str) -> str:
-    """Return what kind of failure an error message reports, without the parts that differ from row to row. For a reward
-    that raised, this is the reward's name and the type of the exception. For other messages, it is the message with
+    """Return the kind of failure that an error message reports, without the parts that differ between rows. If a reward
+    raised an exception, the kind is the reward's name and the type of the exception. Otherwise it is the message with
     quoted text and numbers replaced by `*`."""
     reward = re.match(r"reward '[^']*' raised \w+", error)
     return reward[0] if reward else re.sub(r"'[^']*'|\d+", "*", error)

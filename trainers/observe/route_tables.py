@@ -1,4 +1,4 @@
-"""Shows what a run measured of its routes and of the load of its experts, from the metrics in its folder."""
+"""Shows a run's measurements of routes and of the load of experts, from the metrics in its folder."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ BY_STEP = {
     "moe/aux_loss": "auxiliary loss",
     "moe/bias_max": "largest bias",
 }
-"""Columns of the table by step: metric -> heading. A column that no step has is left out."""
+"""Columns of the table by step: metric -> heading. A column without values is left out."""
 BY_LAYER = {"routes/native_agreement_layer_": "agreement", "moe/load_imbalance_layer_": "imbalance"}
-"""Columns of the table by layer: start of a metric's name, to which the layer's number is added -> heading."""
+"""Columns of the table by layer: metric's name without the layer's number at its end -> heading."""
 SHARES = ("routes/missing_share", "routes/mixed_context_share", "routes/native_agreement")
 """Metrics that are shown in percent."""
 
 
 def route_tables(run_dir: Path, *, last: int | None = None) -> list[Table]:
-    """Return the tables of a run, by step and by layer. last: number of steps that are shown and averaged, the latest;
-    None for all. Raises UserError if `last` is below 1, if the folder has no metrics, or if the run measured neither
-    routes nor experts."""
+    """Return the tables of a run, by step and by layer. last: number of latest steps to show and average; None for all
+    steps. Raises UserError if `last` is below 1, if the folder has no metrics, or if the run measured neither routes
+    nor experts."""
     if last is not None and last < 1:
         raise UserError(f"--last: got {last}, expected 1 step or more")
     records, _ = read_run(run_dir)
@@ -59,7 +59,7 @@ def _by_step(steps: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _by_layer(steps: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return the table by layer, of means over the steps that measured them; [] if none has."""
+    """Return the table by layer, with means over the steps that have the metrics; [] if no step has them."""
     found: dict[int, dict[str, list[float]]] = {}
     for line in steps:
         for name, value in line.items():

@@ -18,8 +18,7 @@ from .trackers import build_tracker, wanted_trackers
 from .tracking import Tracking
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
-"""Glob patterns of drafts, the files and folders that are written under a temporary name and renamed once they are
-complete."""
+"""Glob patterns of drafts. A draft is a file or folder with a temporary name, which is renamed when it is complete."""
 
 
 def has_figures(folder: str | os.PathLike[str]) -> bool:
@@ -32,26 +31,25 @@ class RunFolder:
     """An open run folder, locked for this process; as a context manager it saves the traceback of a run's failure.
 
     config.yaml     the resolved configuration
-    metrics.jsonl   one JSON object a line; the last one of a finished run has "event": "finished"
+    metrics.jsonl   one JSON object per line; the last one of a finished run has "event": "finished"
     tensorboard/    the same metrics as TensorBoard events
     wandb/, mlruns/ the same metrics as Weights & Biases and MLflow keep them; trackers.json has the names of their runs
     trace.json      the timeline of some steps (Perfetto, chrome://tracing)
     checkpoints/    one folder per checkpoint
     journal/        finished groups that no checkpoint covers yet
-    engines/        what vLLM's processes wrote, engine-N.log of each engine
-    report.html     metrics and plots in one page that needs no network
+    engines/        output of vLLM's processes: engine-N.log for each engine
+    report.html     metrics and plots in one page that works offline
     samples.jsonl   episodes of some steps and of validations, for `headrace samples` and the report
-    reward_errors.jsonl  why rows failed, a line for each rollout call with failed rows; only if any did
-    incidents.txt   what died or failed while the run went on, a sentence a line; only if anything did
+    reward_errors.jsonl  errors of failed rows, a line per rollout call with failed rows; only if any row failed
+    incidents.txt   deaths and failures that the run survived, one sentence per line; only if there were any
     error.txt       the traceback, when the run failed
     watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run
     """
 
     def __init__(self, config: Config, *, resume: bool) -> None:
-        """Create `config.run.dir`, or with `resume` open the run that is in it.
-
-        Raises UserError if run.dir is not set or cannot be created, if another process has a run open there, if the
-        folder holds a run (any metrics) without `resume`, or if it holds none with `resume`.
+        """Create `config.run.dir`, or with `resume` open the run in it. Raises UserError if run.dir is not set or
+        cannot be created, or if another process has a run open there. Also raises it if the folder contains a run (any
+        metrics) without `resume`, or does not contain one with `resume`.
         """
         if config.run.dir is None:
             raise UserError("run.dir: not set, expected a folder (`with_run_dir` fills in the default)")
@@ -78,7 +76,8 @@ class RunFolder:
                 )
             self.checkpoints_dir.mkdir(exist_ok=True)
             if not resume:
-                shutil.rmtree(self.path / "journal", ignore_errors=True)  # left by a run without metrics
+                # A run without metrics can have left a journal.
+                shutil.rmtree(self.path / "journal", ignore_errors=True)
                 (self.path / "samples.jsonl").unlink(missing_ok=True)
             self._write_config(resolved_yaml(config))
             self.error_path.unlink(missing_ok=True)
@@ -94,12 +93,12 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether the folder has metrics of a run. A run that failed before its first metrics may be overwritten."""
+        """Whether the folder has metrics of a run. A run that failed before its first metrics can be overwritten."""
         return has_figures(self.path)
 
     def _acquire(self) -> int:
         """Lock the folder and return the lock file's descriptor. The operating system releases the lock when the
-        process ends, even by a kill. Raises UserError if another process holds the lock or the folder cannot be
+        process ends, even if it is killed. Raises UserError if another process holds the lock or the folder cannot be
         created."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -135,8 +134,7 @@ class RunFolder:
     def resumed(self, step: int, *, died: str = "") -> None:
         """Record in the metrics that training continues after `step`; earlier records of later steps no longer count.
 
-        died: sentence about the loss that made the run restart by itself; "" if the user resumed the run in a new
-        process.
+        died: sentence about the loss that caused an automatic restart; "" if the user resumed the run in a new process.
         """
         self.metrics.event(RESUMED, step, **({"died": died} if died else {}))
 
@@ -163,7 +161,7 @@ class RunFolder:
     ) -> None:
         if error is not None:
             for draft in (draft for pattern in _DRAFTS for draft in self.path.glob(pattern)):
-                _remove(draft)  # the processes that wrote it have ended by now
+                _remove(draft)  # The processes that wrote the drafts have ended by now.
         if isinstance(error, Exception) and not isinstance(error, UserError):
             self._write_traceback(error)
         try:
@@ -171,13 +169,14 @@ class RunFolder:
         except OSError:
             if error is None:
                 self.close()
-                raise  # an error of the run itself has the same cause, such as a full disk
+                raise  # If the run itself failed, its error has the same cause, such as a full disk.
         if isinstance(error, UserError) and not self.metrics.begun:
             self._remove_what_was_made()
         self.close()
 
     def _write_traceback(self, error: Exception) -> None:
-        """Write the traceback to error.txt, and add a note to `error` that says where it is or why it is missing."""
+        """Write the traceback to error.txt, and add a note to `error` with the path of the file, or the reason why it
+        could not be written."""
         try:
             self.error_path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         except OSError as full:
@@ -188,18 +187,18 @@ class RunFolder:
             error.add_note(f"The traceback is in {self.error_path}")
 
     def _remove_what_was_made(self) -> None:
-        """Delete all that was created in the run folder since it was opened, because the user's mistake ended the run.
-        The next start then finds the folder unchanged. The lock is still held."""
+        """Delete everything that was created in the run folder since it was opened. Called when a user's mistake ends
+        the run, so that the next start finds the folder unchanged. The lock must still be held."""
         for path in list(self.path.iterdir()):
             if path.name not in self._before:
                 _remove(path)
         for folder in self._made:
-            with contextlib.suppress(OSError):  # something else may be in it by now
+            with contextlib.suppress(OSError):  # The folder is kept if it contains other files by now.
                 folder.rmdir()
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, or a folder with everything in it. Whatever cannot be deleted is left, without an error."""
+    """Delete a file, or a folder with everything in it. Items that cannot be deleted remain, without an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

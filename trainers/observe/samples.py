@@ -1,4 +1,4 @@
-"""Reads samples.jsonl of a run folder, joins what was generated with what training made of it, and prints it."""
+"""Reads samples.jsonl of a run folder, joins each episode with its values from training, and prints the episodes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ Row = dict[str, Any]
 def read_samples(path: str | os.PathLike[str]) -> list[Row]:
     """Read a samples.jsonl as one dict for each episode, in the order of generation; [] without such a file.
 
-    The dict has the entries of the line `episode` (see `actors/sample_file.py`). Of a training prompt it also has
-    `step`, `advantage` and `trained_logprobs`, which are None until a step trains on the row. Of a held-out prompt,
-    `step` is the version that was evaluated. A row that was generated again replaces the earlier one. An incomplete
-    last line is ignored. For any other line that this version does not know, raises UserError that names file and
-    line.
+    The dict has the entries of the line `episode` (see `actors/sample_file.py`). For a training prompt it also has
+    `step`, `advantage` and `trained_logprobs`; they are None until a step trains on the row. For a held-out prompt,
+    `step` is the evaluated version. A row that was generated again replaces the earlier one. An incomplete last line is
+    ignored. Raises UserError that names file and line for any other unknown line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -59,7 +58,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Row]:
 
 def mismatch(row: Row) -> float | None:
     """Return the mean distance between the trainer's and the engine's log-probs of a row's tokens. None if the trainer
-    has not computed any; infinite if a log-prob is not finite."""
+    has computed no log-probs for the row; infinite if a log-prob is not finite."""
     engine = [value for turn in row["turns"] for value in turn.get("logprobs", ())]
     trainer = row["trained_logprobs"]
     if not trainer or len(trainer) != len(engine):
@@ -70,15 +69,15 @@ def mismatch(row: Row) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Selection of episodes for the terminal, the options of `headrace samples`."""
+    """Selection of episodes for the terminal, from the options of `headrace samples`."""
 
     show: str = "all"
-    """Which episodes: a key of SHOWS."""
+    """Kind of the selection, a key of SHOWS."""
     name: str | None = None
     """Name of the set of prompts, such as `train` or `validation`; None for all sets."""
     step: int | None = None
     search: str = ""
-    """Text that the prompt or the answer contains, in any case of letters."""
+    """Text that the prompt or the answer must contain, ignoring case."""
     limit: int = 5
 
 
@@ -91,7 +90,7 @@ SHOWS: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Any] | None]] = {
     "failed": (lambda row: bool(row["error"]), None),
     "untrained": (lambda row: row["set"] == TRAINING and row["step"] is None, None),
 }
-"""Name of a selection -> (whether a row belongs to it, key by which it is sorted; None leaves the latest first)."""
+"""Name of a selection -> (function that returns whether a row belongs to it, sort key; None for latest first)."""
 
 
 def select(rows: Sequence[Row], choice: Choice) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Records a timeline of some steps, with spans of the driver and its actors, for Perfetto and chrome://tracing."""
+"""Records a timeline of some steps for Perfetto and chrome://tracing, with spans of the driver and its actors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...actors.protocols import Span
 DRIVER = "driver"
 STEP = "step"
 JITTER_S = 2e-5
-"""Largest overlap of neighbouring spans, in seconds, that is attributed to differences between clocks."""
+"""Largest overlap of neighbouring spans that counts as a difference between clocks, in seconds."""
 
 LANES = {
     STEP: "steps",
@@ -39,7 +39,7 @@ LANES = {
 spans are stages of the driver and are drawn in the lane `stages`. The lanes of a process are drawn in this order."""
 STAGES = "stages"
 PARTS = ("first", "tail")
-"""Kinds of spans that are parts of a generation span. In a report, they follow the span that they are part of."""
+"""Kinds of spans that are parts of a generation span. In a report, the parts follow their generation span."""
 COLOURS = {
     "generation": "thread_state_running",
     "reward": "olive",
@@ -78,16 +78,14 @@ class OpenSpan:
 
 
 class Tracer:
-    """Times the driver's spans. Keeps the spans of all processes that overlap the traced window, a range of steps, even
-    if they are reported later.
-
-    Rollouts run across the boundaries of steps. A span that began before the window and ends in it is kept, and so is a
-    span that began in the window and is reported long after.
+    """Times the driver's spans. Keeps the spans of all processes that overlap the traced window, a range of steps.
+    Rollouts cross the boundaries of steps, so a span is also kept if it began before the window and ends in it, or if
+    it began in the window and is reported long after.
     """
 
     def __init__(self, step: int, num_steps: int = 1, path: str | os.PathLike[str] | None = None) -> None:
-        """Trace a window of `num_steps` steps from `step` on, and write it to `path` when it ends. With `step` 0
-        nothing is traced."""
+        """Trace a window of `num_steps` steps that begins with `step`, and write it to `path` when it ends. With `step`
+        0 nothing is traced."""
         self.step = step
         self.num_steps = num_steps
         self._path = path
@@ -100,13 +98,13 @@ class Tracer:
         """Spans kept so far: name of a process -> one tuple of spans for each of its reports."""
 
     def begin_step(self, step: int) -> None:
-        """Note that step `step` begins. The first step after the window writes the trace file."""
+        """Record that step `step` begins. The first step after the window writes the trace file."""
         self._current = step
         if not self.step:
             return
         now = time.time()
         if self.step <= step < self.step + self.num_steps:
-            if not self._begun or self._end_s < now:  # the run may have gone back to an earlier checkpoint
+            if not self._begun or self._end_s < now:  # The run can have returned to an earlier checkpoint.
                 self._begun, self._end_s, self._reports = [], math.inf, {DRIVER: []}
             self._begun.append((step, now))
         elif self._begun and self._end_s > now:
@@ -121,8 +119,8 @@ class Tracer:
 
     @property
     def recording(self) -> bool:
-        """Whether processes should report spans. They should during the window and for one step longer, because a
-        worker reports its work at the end of a step only with the next step."""
+        """Whether processes should report spans, which is true in the window and in one more step. A worker reports its
+        work at the end of a step only with the next step."""
         return self.begun and self.step <= self._current <= self.step + self.num_steps
 
     @property
@@ -147,7 +145,7 @@ class Tracer:
     def write(self, path: str | os.PathLike[str] | None = None) -> bool:
         """Write the kept spans as Chrome trace JSON to `path`, by default the tracer's own path.
 
-        Returns whether the file was written: not if the window was never reached or there is no path.
+        Returns whether the file was written; False if the window was never reached or there is no path.
         """
         path = path or self._path
         if not self._begun or path is None:
@@ -165,8 +163,8 @@ class Tracer:
         return True
 
     def _step_spans(self) -> list[Span]:
-        """Return a span for each step of the window that has begun. If the run ended within the window, the last step
-        ends with the driver's last stage."""
+        """Return one span for each step of the window, as far as the steps have begun. If the run ended within the
+        window, the last step ends with the driver's last stage."""
         last_s = max((span.start_s + span.dur_s for report in self._reports[DRIVER] for span in report), default=0.0)
         ends = [start for _, start in self._begun[1:]]
         ends.append(self._end_s if self._end_s < math.inf else max(last_s, self._begun[-1][1]))
@@ -211,15 +209,15 @@ def _named(what: str, pid: int, tid: int, name: str, place: int) -> list[dict[st
 
 
 def _drawn(name: str, lane: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, object]:
-    # Ends are rounded instead of durations, so that spans that meet or nest still do so exactly.
+    # Rounding ends instead of durations keeps adjacent and nested spans exact.
     start, end = round(start_s * 1e6), round(end_s * 1e6)
     event = {"ph": "X", "name": name, "cat": lane, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
     return {**event, **({"cname": COLOURS[lane]} if lane in COLOURS else {})}
 
 
 def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Span]]]]:
-    """Group spans by lane, in the order of LANES. Returns (lane, units), where each unit is a list of spans to be drawn
-    in the same row: a single span, or the generation span of a rollout call with its parts."""
+    """Group spans by lane, in the order of LANES. Returns (lane, units), where each unit is a list of spans for the
+    same row: a single span, or the generation span of a rollout call with its parts."""
     order = [*dict.fromkeys(LANES.values()), STAGES]
     units: dict[str, list[list[Span]]] = {}
     for span in (span for report in reports for span in report):
@@ -233,7 +231,7 @@ def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Spa
 
 
 class _Lane:
-    """One row of the drawing, with its open spans, which have not ended yet. Spans must be placed in the order of their
+    """One row of the drawing, with the open spans that have not ended yet. Spans must be placed in the order of their
     starts."""
 
     def __init__(self) -> None:
@@ -241,14 +239,14 @@ class _Lane:
         """Ends of the open spans in seconds, that of the outermost span first."""
 
     def fits(self, start_s: float, end_s: float, *, nesting: bool) -> bool:
-        """Return whether a span fits in this row. It does if no other span is open at its start, or with `nesting` if
-        the innermost open span contains it."""
+        """Return whether a span fits in this row: no other span is open at its start, or with `nesting` the innermost
+        open span contains it."""
         ends = [end for end in self._ends if end > start_s + JITTER_S]
         return not ends or (nesting and end_s <= ends[-1] + JITTER_S)
 
     def place(self, span: Span) -> tuple[float, float]:
-        """Place a span in this row and return its start and end. They are trimmed if the span overlaps another because
-        of differences between clocks."""
+        """Place a span in this row and return its start and end. Both are trimmed if the span overlaps another one
+        because of differences between clocks."""
         start, end, closed = span.start_s, span.start_s + span.dur_s, 0.0
         while self._ends and self._ends[-1] <= start + JITTER_S:
             closed = self._ends.pop()
@@ -259,12 +257,12 @@ class _Lane:
 
 
 def _in_lanes(units: Sequence[Sequence[Span]], *, nesting: bool) -> list[tuple[str, int, float, float]]:
-    """Assign each of `units` to the first row (counted from 1) in which it fits. A unit is a list of spans to be drawn
-    in the same row. `nesting` allows a unit inside another.
+    """Assign each of `units` to the first row (counted from 1) in which it fits. A unit is a list of spans for the same
+    row. `nesting` allows a unit inside another.
 
-    Returns (name, row, start, end) of every span, outer spans first. Viewers draw spans of a row wrongly if they
-    overlap without nesting. Starts and durations come from two clocks, so neighbouring spans may overlap by
-    microseconds and are trimmed.
+    Returns (name, row, start, end) of every span, outer spans first. Viewers draw a row wrongly if its spans overlap
+    without nesting. Starts and durations come from two clocks, so neighbouring spans can overlap by microseconds and
+    are trimmed.
     """
     rows: list[_Lane] = []
     placed: list[tuple[str, int, float, float]] = []

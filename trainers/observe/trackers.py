@@ -1,6 +1,6 @@
 """Sends metrics and samples to trackers: TensorBoard, Weights & Biases, MLflow and trackio, each behind one protocol.
 
-A tracker imports its package when it is started, so that a run needs only the packages that it uses.
+A tracker imports its package when it is started, so a run needs only the packages of its own trackers.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class TrackedRun:
     """The run that a tracker records."""
 
     name: str
-    """Name of the run folder, which distinguishes runs of the same configuration."""
+    """Name of the run folder. It distinguishes runs of the same configuration."""
     folder: Path
     config: Mapping[str, Any]
     """The resolved configuration, as nested dicts of plain values."""
     previous: str | None
-    """Value that `start` returned when the run was started before; None in a new run."""
+    """Value that the previous `start` of this run returned; None in a new run."""
 
 
 class Tracker(Protocol):
-    """A service or file that metrics and samples are sent to. All calls come from one thread, which nothing waits for
-    until the end. Any of them may raise any exception: it is reported, and the run continues."""
+    """A service or file that receives metrics and samples. All calls come from one thread. The run waits for this
+    thread only at its end. A call can raise any exception; the exception is reported, and the run continues."""
 
     def start(self, run: TrackedRun) -> str:
-        """Begin a run, or continue with the earlier one that `run.previous` names. Returns the name by which a resumed
-        run finds it again."""
+        """Begin a run, or continue the earlier run that `run.previous` names. Returns the tracker's name of the run,
+        which is `run.previous` after a resume."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ class Tracker(Protocol):
         ...
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Record episodes that were written since the last call. step: the last step that was recorded."""
+        """Record the episodes that were written since the last call. step: the last recorded step."""
         ...
 
     def finish(self) -> None:
@@ -77,13 +77,13 @@ class Tracker(Protocol):
 
 
 _BATCH = 1000
-"""Largest number of metrics that MLflow takes in one call."""
+"""Largest number of metrics in one call to MLflow."""
 _VALUE_CHARS = 6000
-"""Largest number of characters of a parameter's value."""
+"""Largest number of characters of a parameter's value in MLflow."""
 
 
 class MlflowTracker:
-    """Tracker that is a run of MLflow."""
+    """Tracker that records to a run of MLflow."""
 
     def __init__(self, options: MlflowOptions) -> None:
         self._options = options
@@ -97,7 +97,7 @@ class MlflowTracker:
         # migrations, which take 9 s.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # By default a server that is down is tried for minutes.
+        # By default MLflow retries for minutes if the server is down.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         try:
             from mlflow import MlflowClient  # pyright: ignore[reportMissingImports] - the extra `trackers`
@@ -119,7 +119,7 @@ class MlflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        # MLflow takes no @ in the key of a metric, as in val/pass@4.
+        # MLflow does not allow @ in the key of a metric, as in val/pass@4.
         entries = [self._metric(key.replace("@", "_at_"), value, now, step) for key, value in metrics.items()]
         for first in range(0, len(entries), _BATCH):
             self._client.log_batch(self._run_id, metrics=entries[first : first + _BATCH])
@@ -140,12 +140,13 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]
 
 
 class TensorboardTracker:
-    """Tracker that is a folder of TensorBoard events. Samples are a text, because TensorBoard has no tables."""
+    """Tracker that writes a folder of TensorBoard events. Samples are written as text, because TensorBoard has no
+    tables."""
 
     def __init__(self, options: TensorboardOptions) -> None:
         self._options = options
         self._writer: Any = None
-        self._summary: Any = None  # the class of tensorboard's message
+        self._summary: Any = None  # This becomes the class of tensorboard's message.
 
     def start(self, run: TrackedRun) -> str:
         try:
@@ -158,7 +159,7 @@ class TensorboardTracker:
         return ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # A step is one event: an event for each of its hundred scalars (`add_scalar`) takes the driver 7 ms.
+        # A step is written as one event, because an event per scalar (`add_scalar`) takes 7 ms for a hundred scalars.
         values = [self._summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
         self._writer.file_writer.add_summary(self._summary(value=values), step)
 
@@ -172,7 +173,7 @@ class TensorboardTracker:
 
 
 class _LibraryRun:
-    """The part of a tracker whose package has runs with `log` and `finish`, and tables."""
+    """Common part of the trackers for packages that have tables, and runs with `log` and `finish`."""
 
     _library: Any
     _run: Any
@@ -188,13 +189,14 @@ class _LibraryRun:
 
 
 class TrackioTracker(_LibraryRun):
-    """Tracker that is a run of trackio."""
+    """Tracker that records to a run of trackio."""
 
     _options: TrackioOptions
 
     def start(self, run: TrackedRun) -> str:
         if self._options.dir is not None:
-            os.environ["TRACKIO_DIR"] = os.path.abspath(os.path.expanduser(self._options.dir))  # trackio reads it
+            # trackio reads this variable.
+            os.environ["TRACKIO_DIR"] = os.path.abspath(os.path.expanduser(self._options.dir))
         try:
             import trackio  # pyright: ignore[reportMissingImports] - the extra `trackers`
         except ModuleNotFoundError:
@@ -208,7 +210,7 @@ class TrackioTracker(_LibraryRun):
             config=dict(run.config),
             resume="allow",
             auto_log_gpu=False,
-            auto_log_cpu=False,  # the run has metrics of its own for that
+            auto_log_cpu=False,  # The run has its own metrics for the CPU.
             embed=False,
         )
         return name
@@ -221,8 +223,8 @@ class TrackioTracker(_LibraryRun):
 
 
 class WandbTracker(_LibraryRun):
-    """Tracker that is a run of Weights & Biases. Steps that were logged before, as a resumed run repeats them, are
-    dropped by the service."""
+    """Tracker that records to a run of Weights & Biases. The service drops steps that were logged before, which a
+    resumed run repeats."""
 
     _options: WandbOptions
 
@@ -248,11 +250,11 @@ class WandbTracker(_LibraryRun):
             tags=list(options.tags) or None,
             config=dict(run.config),
             reinit="create_new",
-            # It must neither capture what the run prints nor measure the machine.
+            # wandb must neither capture the output of the run nor measure the machine.
             settings=wandb.Settings(console="off", x_disable_stats=True, silent=True),
         )
-        # wandb 0.31 counts the packages that a run uses by hooks on their imports. Once its helper process has died,
-        # these hooks raise, and with them every later import of such a package (torch, tensorboard) in this process.
+        # wandb 0.31 installs import hooks to count the packages that a run uses. After its helper process has died,
+        # these hooks raise an exception at every import of such a package (torch, tensorboard) in this process.
         unregister_all_post_import_hooks()
         return name
 
@@ -268,7 +270,7 @@ def wanted_trackers(config: LoggingConfig) -> Sequence[TrackerConfig]:
 
 
 def build_tracker(config: TrackerConfig) -> Tracker:
-    """Build one tracker. It imports its package when it is started."""
+    """Build one tracker. The tracker imports its package when it is started."""
     options: Any = options_section(config.kind, config.options)
     kinds = {
         "wandb": WandbTracker,

@@ -1,7 +1,7 @@
-"""Feeds several trackers at once, each from a thread of its own, so that none can slow down or end the run.
+"""Sends metrics to several trackers, each from its own thread, so that no tracker can slow down or end the run.
 
 log -> a queue for each tracker -> its thread: start, log, log_samples, finish
-       full: the step is left out     an exception: reported; after a few in a row the tracker is given up
+       full: the step is left out     an exception: reported; after MOST_FAILURES in a row the tracker is abandoned
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from .trackers import SampleRow, TrackedRun, Tracker
 
 MOST_FAILURES = 3
-"""Number of calls in a row that may fail before a tracker is given up."""
+"""Number of consecutive failed calls after which a tracker is abandoned."""
 CLOSE_TIMEOUT_S = 60.0
-"""Seconds within which all trackers must have sent what is left when the run ends."""
+"""Seconds that trackers have at the end of the run to send the remaining calls."""
 _MOST_WAITING = 1000
-"""Largest number of calls that wait for a tracker."""
+"""Largest number of calls in the queue of a tracker."""
 _IDS = "trackers.json"
-"""Name of the file in the run folder that has, for each kind of tracker, the name of its run."""
+"""File in the run folder with each tracker's name of the run: kind of the tracker -> name."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Tracking:
         ]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand the metrics of a step to all trackers, and the episodes that samples.jsonl has got since."""
+        """Pass the metrics of a step, and the new episodes in samples.jsonl, to all trackers."""
         self._step = step
         for line in self._lines:
             line.put(lambda tracker: tracker.log(step, metrics))
@@ -66,7 +66,7 @@ class Tracking:
                 line.put(lambda tracker: tracker.log_samples(step, rows))
 
     def close(self) -> None:
-        """End all trackers, and wait for them for `timeout_s` seconds in all. Idempotent."""
+        """End all trackers, and wait at most `timeout_s` seconds for all of them together. Idempotent."""
         self._log_samples()
         lines, self._lines = self._lines, []
         for line in lines:
@@ -89,7 +89,7 @@ class _Line:
         self._thread.start()
 
     def put(self, call: Callable[[Tracker], None]) -> None:
-        """Queue `call` for the tracker's thread. A no-op if the tracker was given up."""
+        """Queue `call` for the tracker's thread. A no-op if the tracker was abandoned."""
         if self._given_up.is_set():
             return
         try:
@@ -102,10 +102,10 @@ class _Line:
         try:
             self._calls.put_nowait(None)
         except queue.Full:
-            self._given_up.set()  # the tracker hangs, or is far behind
+            self._given_up.set()  # The tracker hangs, or is far behind.
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end, and report what the tracker has not got."""
+        """Wait for the thread to end, and report calls that the tracker did not receive."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _log.warning("tracker %s: it has not finished in time, and what it had left to send is lost", self._kind)
@@ -132,7 +132,7 @@ class _Line:
     def _try(self, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # services fail in many ways, and none of them may end the run
+        except Exception as error:  # A service can fail in many ways, none of which must end the run.
             _log.warning("tracker %s: %s: %s", self._kind, type(error).__name__, " ".join(str(error).split())[:300])
             return False
         return True
@@ -143,7 +143,7 @@ class _Line:
 
 
 class _Ids:
-    """The names that trackers gave their runs, kept in a file so that a resumed run continues with them."""
+    """The trackers' names of this run, kept in a file so that a resumed run can continue the same tracker runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -164,17 +164,17 @@ class _Ids:
 
 
 class SampleTail:
-    """Reads the episodes that other processes append to samples.jsonl, each of them once."""
+    """Reads the episodes that other processes append to samples.jsonl, each episode once."""
 
     def __init__(self, path: Path) -> None:
-        """Begin at the present end of the file, because an earlier start of the run has sent the lines before it."""
+        """Begin at the current end of the file, because an earlier start of the run has sent the previous lines."""
         self._path = path
         self._at = path.stat().st_size if path.exists() else 0
         self._file_id = self._identity()
 
     def read(self) -> list[SampleRow]:
-        """Return the episodes that were appended since the last call. Lines whose end is not written yet are left for
-        the next call. After the file was rewritten, which thins out old lines, reading continues at its end."""
+        """Return the episodes that were appended since the last call. Incomplete lines are left for the next call. If
+        the file was rewritten with fewer old lines, reading continues at its end."""
         identity = self._identity()
         if identity is None:
             return []
