@@ -192,7 +192,7 @@ class ReplicaReader:
         finally:
             ended = ahead.close(THREAD_END_S)
             if taken < count:
-                self._fail(delivery, f"rank {view.rank} ended a pass early, after {taken} of {count} microbatches", ended)
+                self._fail(delivery, f"rank {view.rank} ended a pass after {taken} of {count} microbatches", ended)
 
     def _fail(self, delivery: Delivery, reason: str, ended: bool) -> None:
         """Handle a pass that ended early. A reader that shares its reads is marked as broken, and ranks that wait get

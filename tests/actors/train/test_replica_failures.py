@@ -153,11 +153,11 @@ def test_mishaps_are_named_on_every_rank_within_the_bound(handle: DataPlaneHandl
 
     assert leader["abort"][:2] == (
         "ReplicaError",
-        "stream: the reader of rank 0 is broken: rank 0 gave a pass up after 1 of 8 microbatches",
+        "stream: the reader of rank 0 is broken: rank 0 ended a pass after 1 of 8 microbatches",
     )
     kind, text, seconds = sibling["abort"]
     assert kind == "ReplicaError" and seconds < 2
-    assert "rank 0: worker 0" in text and "gave a pass up after 1 of 8 microbatches" in text
+    assert "rank 0: worker 0" in text and "ended a pass after 1 of 8 microbatches" in text
     assert leader["abort, thread"] < 1 and sibling["abort, thread"] < 1
 
     assert sibling["sibling aborts"] < 1
