@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Compact form of a list of spans (timed pieces of work), which actors send to the driver in their reports."""
+    """Compact form of a list of spans (timed pieces of work). Actors send it to the driver in their reports."""
 
     origin_s: float
     """Unix time in seconds relative to which the start times in `spans` are given; 0.0 when there are no spans."""
@@ -124,7 +124,8 @@ class PromptRow:
     fields: Mapping[str, Any]
     """Other columns of the dataset row, for use by environments and custom reward functions."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Chat messages that `text` was rendered from, for environments that continue with them; () for a text prompt."""
+    """Chat messages from which `text` was rendered, for environments that continue the conversation; () for a text
+    prompt."""
 
 
 class PromptSource(Protocol):
@@ -164,7 +165,8 @@ class Prompt:
     fields: Mapping[str, Any]
     """Other columns of the dataset row, for use by environments and custom reward functions."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Chat messages that `text` was rendered from, for environments that continue with them; () for a text prompt."""
+    """Chat messages from which `text` was rendered, for environments that continue the conversation; () for a text
+    prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,9 @@ class RowTokens:
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it."""
     routes: tuple[tuple[int, np.ndarray], ...] = ()
-    """Routes that the engine reported, in pieces (see `Completion.routes`): for each the index in `input_ids` of its
-    first token, and the routes `[n, layers, k]`. Where pieces overlap, the earlier one counts. Tokens without a route
-    are replayed as `router_replay.missing` says. () without router replay."""
+    """Routes that the engine reported, in pieces (see `Completion.routes`): a piece is the index of its first token in
+    `input_ids` and the routes `[n, layers, k]`. Where pieces overlap, the earlier piece counts. `router_replay.missing`
+    decides what happens to tokens without a route. () without router replay."""
 
     @property
     def version(self) -> int:
@@ -213,8 +215,8 @@ def _lowest_version(versions: np.ndarray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished episode that started from a prompt: its tokens, turns and rewards, and how it ended. It becomes one
-    row of the data plane, or several if `more_rows` has any."""
+    """One finished episode that started from a prompt: its tokens, turns and rewards, and the reason why it ended. It
+    becomes one row of the data plane, and one more for each entry of `more_rows`."""
 
     prompt: Prompt
     index: int
@@ -229,13 +231,13 @@ class Sample:
     text: str
     """Text of the response, without special tokens."""
     finish_reason: str
-    """Reason why the episode ended: `stop`, `length` or `abort`; `timeout` when it ran out of time and keeps the
-    rewards that it had; `error` when it failed."""
+    """Reason why the episode ended: `stop`, `length` or `abort`; `timeout` when it ran out of time but keeps its
+    rewards; `error` when it failed."""
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
     error: str = ""
-    """Message of the error that made the episode fail; "" if it did not fail. A failed sample becomes a row that is not
-    trained on."""
+    """Message of the error that made the episode fail; "" if it did not fail. The row of a failed sample is not trained
+    on."""
     routes: tuple[tuple[int, np.ndarray], ...] = ()
     """Routes of the first row (see `RowTokens.routes`)."""
     turns: tuple[Turn, ...] = ()
@@ -247,7 +249,7 @@ class Sample:
     token_values: tuple[TokenValues, ...] = ()
     """Numbers that the environment set for turns, in the user's `per_token` columns."""
     more_rows: tuple[RowTokens, ...] = ()
-    """Further rows of the episode, when its turns do not all continue the same tokens; () for an episode of one row."""
+    """Further rows of the episode, if its turns do not all continue the same tokens; () for an episode with one row."""
 
     @property
     def rows(self) -> tuple[RowTokens, ...]:
@@ -276,7 +278,8 @@ class Score:
     error: str = ""
     """Description of the failure in one line; "" when `valid` is True."""
     answer: str | None = None
-    """Answer for which the response votes in a majority vote; None if it gives none, or if no vote is held."""
+    """Answer for which the response counts in a majority vote; None if the response has no answer, or if there is no
+    vote."""
 
 
 class Reward(Protocol):
@@ -294,21 +297,21 @@ the run stops. Any other error ends the rollout."""
 
 
 class GroupPlayer(Protocol):
-    """Protocol of what plays all episodes of a prompt, using an engine to generate the policy's tokens.
+    """Protocol of an object that plays all episodes of a prompt and generates the policy's tokens with an engine.
 
-    `environments.host.EpisodeHost` does it for any environment that plays one episode at a time.
+    `environments.host.EpisodeHost` implements it for any environment that plays one episode at a time.
     """
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """Play `params.n` episodes of `prompt` and return their samples, in order of their `index`.
 
-        tokenizer: a Hugging Face tokenizer. Raises whatever the engine raises. If the error is one of EPISODE_ERRORS,
-        the caller records all samples of the prompt as failed.
+        tokenizer: a Hugging Face tokenizer. Raises the engine's errors. If an error is one of EPISODE_ERRORS, the
+        caller records all samples of the prompt as failed.
         """
         ...
 
     async def close(self) -> None:
-        """End what the environment has started. No episode is in flight any more. Idempotent."""
+        """Release everything that the environment has started. No episode may be in flight. Idempotent."""
         ...
 
 
@@ -322,9 +325,8 @@ class MicroBatch:
 
     batch: Batch
     """Columns of the rows, packed without padding; the backend may pad them or repack them. A pipeline stage gets only
-    the fields that it uses (a middle stage gets none, except for `routed_experts`, of which every stage gets its own
-    layers). A context-parallel rank gets only its parts of each row
-    (`codecs.context_slices`)."""
+    the fields that it uses: a middle stage gets only `routed_experts`, and every stage gets only its own layers of that
+    field. A context-parallel rank gets only its parts of each row (`codecs.context_slices`)."""
     lengths: np.ndarray
     """Number of tokens in each row, int64 `[N]`. This is the length of the whole row, even if context parallelism gives
     this rank only parts of it."""
@@ -334,26 +336,26 @@ class MicroBatch:
     """Id of each row's group (all rows of one prompt), int64 `[N]`."""
     group_tokens: np.ndarray | None
     """For each row, the number of response tokens in its entire group that this step trains on, int64 `[N]`. None
-    unless `loss.aggregation` is `prompt`, the only setting that needs it."""
+    unless `loss.aggregation` is `prompt`; no other setting needs it."""
     row_tokens: np.ndarray | None = None
-    """Number of response tokens of each whole row that this step trains on, int64 `[N]`, which a pipeline stage without
-    the column `response_mask` cannot count. None unless `trainer.moe.aux_loss_coef` is above 0, which needs it."""
+    """Number of response tokens in each whole row that this step trains on, int64 `[N]`. A pipeline stage without the
+    column `response_mask` cannot count them itself. None unless `trainer.moe.aux_loss_coef` is above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """Report of one `offload` or `onload` of a train rank: what it moved, its seconds, and its effect on device memory.
-    Counts and seconds are 0 when there was nothing to do."""
+    """Report of one `offload` or `onload` of a train rank: bytes moved, seconds, and effect on device memory. Counts
+    and seconds are 0 if there was nothing to do."""
 
     bytes_moved: int
     """Number of bytes copied between the device and host memory."""
     copy_s: float
     """Seconds that the copies took."""
     memory_s: float
-    """Seconds that it took to give the device's memory back or to allocate it again. Host memory, which is allocated
-    once, is in none of these."""
+    """Seconds spent on releasing or reallocating device memory. Allocating host memory does not count here; it happens
+    only once."""
     groups_s: float
-    """Seconds that it took to destroy the process groups or to form them again; 0.0 if they are kept."""
+    """Seconds spent on destroying or re-creating the process groups; 0.0 if they are kept."""
     device_bytes_before: int
     """Bytes of the rank's GPU that were in use before the call, by all processes together; 0 on a CPU."""
     device_bytes_after: int
@@ -363,7 +365,7 @@ class OffloadReport:
 def device_bytes_in_use() -> int:
     """Return the number of bytes of the current GPU that are in use, by all processes together; 0 without a GPU.
 
-    What torch's allocator reports would leave out NCCL's buffers and the CUDA context.
+    torch's allocator is not asked, because its number leaves out NCCL's buffers and the CUDA context.
     """
     if not torch.cuda.is_available():
         return 0
@@ -377,7 +379,7 @@ def offloaded_error(call: str) -> RuntimeError:
 
 
 class TrainBackend(Protocol):
-    """Protocol of a model in training, as seen by one rank of the train mesh. Each step is a sequence of calls:
+    """Protocol of a model in training, from the view of one rank of the train mesh. Each step is a sequence of calls:
 
     `begin_step -> accumulate* -> finish_step | abort_step`. Every rank of the mesh makes the same calls in the same
     order, because most of them are collective.
@@ -476,8 +478,8 @@ class TrainBackend(Protocol):
         ...
 
     def onload(self) -> OffloadReport:
-        """Undo `offload`: bring everything back to the device, in the same storages where others hold references.
-        Idempotent."""
+        """Undo `offload`: bring everything back to the device. Tensors to which other code holds references keep their
+        storages. Idempotent."""
         ...
 
     def group_holders(self) -> Sequence[object]:

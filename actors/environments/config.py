@@ -1,4 +1,4 @@
-"""The sections `environment` and `rollout.endpoint`: what the policy acts in, its bounds, and how agents reach it."""
+"""Config sections `environment` and `rollout.endpoint`: the environment, its limits, and the endpoint for agents."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class EndpointConfig(Section):
     """Address on which the endpoint listens, on a free port. A client that reaches it and knows an episode's secret can
     speak to the policy in that episode."""
     rows: Literal["conversation", "call"] = "conversation"
-    """Rows that an episode's calls become. `conversation`: a call that continues an earlier one extends its row.
-    `call`: each call is a row of its own. `environment.max_rows` limits their number."""
+    """Way in which an episode's calls become rows. `conversation`: a call that continues an earlier call extends the
+    same row. `call`: each call is a separate row. `environment.max_rows` limits their number."""
     model: str = Field(default="policy", min_length=1)
     """Name of the model in answers and in the list of models. Requests can name any model."""
     max_body_mib: Count = 4
-    """Largest size of a request's body in MiB; it is refused while it is read."""
+    """Largest size of a request's body in MiB; a larger body is refused while it is read."""
     max_calls: Count = 1024
     """Largest number of calls that are answered at the same time. Further calls are refused with the status 429."""
     max_episode_calls: Count = 16
@@ -36,34 +36,34 @@ class EndpointConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """The environment that the policy acts in: what it is, and how long and how often it can run."""
+    """The environment that the policy acts in, and the limits of its episodes."""
 
     kind: str = "single_turn"
-    """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, or your own as `package.module:factory`. In
-    `single_turn` an episode is one prompt and one answer. In `tool_use` the policy can call tools by writing
-    `<tool>name: arguments</tool>` and continues with their results, whose tokens are not trained on. `verifiers` plays
-    an environment of that library. Your own is a coroutine function that plays an episode, or a function or class that
-    returns an object with a coroutine `play`."""
+    """Kind of the environment: `single_turn`, `tool_use`, `verifiers`, or the import path of your own,
+    `package.module:factory`. In `single_turn` an episode is one prompt and one answer. In `tool_use` the policy can
+    call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are not trained
+    on. `verifiers` plays an environment of that library. An import path names a coroutine function that plays an
+    episode, or a function or class that returns an object with a coroutine `play`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment. `tool_use` takes `tools` (`calculator`, or your functions from text to text
     as `package.module:function`), `max_turns` (4 if unset), `runs`, `timeout_s` and `retries`. `verifiers` takes `env`,
     the configuration of one of its environments, `python`, the path of a Python that has verifiers, and `path`, folders
     to import from."""
     max_rows: Count = 1
-    """Largest number of rows of an episode. It is above 1 for conversations whose earlier tokens change from turn to
-    turn, as when an agent rewrites its history. The advantage of an episode counts once, and is that of all its
-    rows. An episode with more rows fails."""
+    """Largest number of rows of an episode. Set it above 1 if earlier tokens of a conversation change from turn to
+    turn, for example because an agent rewrites its history. An episode counts once in the advantages, and all its rows
+    get its advantage. An episode with more rows fails."""
     turn_timeout_s: Positive = 120.0
     """Seconds that the environment can take between two turns of the policy. The time in which the policy generates
     does not count."""
     episode_timeout_s: Positive = 600.0
     """Seconds that the environment can take in an episode, without the time in which the policy generates."""
     on_timeout: Literal["fail", "partial"] = "fail"
-    """Treatment of episodes that take too long. `fail`: they are not trained on, and are counted. `partial`: they end
-    where they are, with the rewards that they have been given."""
+    """Treatment of episodes that take too long. `fail`: they are not trained on, and are counted as failed. `partial`:
+    they end at once and keep the rewards so far."""
     max_episodes: Count = 1024
-    """Largest number of episodes that run at the same time in a rollout actor. When some of its engines have failed,
-    it is smaller in proportion."""
+    """Largest number of episodes that run at the same time in a rollout actor. If some of the actor's engines have
+    failed, the number is reduced in proportion."""
 
     @field_validator("kind")
     @classmethod

@@ -30,9 +30,9 @@ from .endpoint_wire import BadRequest, CallAnswer, answer_body, answer_events, e
 from .episode import EndpointAddress, Episode
 
 EPISODE_HEADER = "x-headrace-episode"
-"""Header in which a client may name its episode; a call whose secret belongs to another episode is then refused."""
+"""Header in which a client can name its episode. A call with the secret of another episode is then refused."""
 IGNORED_HEADER = "x-headrace-ignored"
-"""Header of an answer with the names of the request's fields that had no effect."""
+"""Header of an answer that lists the fields of the request that had no effect."""
 HEAD_S = 10.0
 """Seconds within which a new connection must send the head of its first request."""
 DRAIN_S = 2.0
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class _ClientGone(Exception):
-    """The client has closed its connection before it was answered."""
+    """Raised when the client has closed its connection before the answer."""
 
 
 class EndpointServer:
@@ -68,8 +68,8 @@ class EndpointServer:
         return self._num_calls
 
     async def open(self, episode: Episode) -> EndpointAddress:
-        """Open a session for an episode, and return where its agent reaches the policy. Starts to listen with the
-        first. Raises OSError if the address cannot be bound."""
+        """Open a session for an episode, and return the address at which its agent reaches the policy. The first call
+        starts to listen. Raises OSError if the address cannot be bound."""
         await self._start()
         secret = secrets.token_urlsafe(32)
         digest = _digest(secret)
@@ -110,7 +110,8 @@ class EndpointServer:
                 await asyncio.sleep(0.005)
 
     def _listen(self) -> None:
-        """Begin to start the server, which `close` ends from now on, even if the waiting task is cancelled."""
+        """Begin to start the server. From now on `close` ends it, even if the task that waits for the start is
+        cancelled."""
         host = self._config.host
         settings = uvicorn.Config(
             self._app(), log_config=None, access_log=False, lifespan="off", ws="none", http=_Connection,
@@ -158,8 +159,8 @@ class EndpointServer:
         except BadRequest as refused:
             return _refusal(refused)
         except (_ClientGone, ClientDisconnect):
-            return Response(status_code=499)  # the client has disconnected
-        except Exception as error:  # the engine failed; the rollout reports it, too
+            return Response(status_code=499)  # The client has disconnected.
+        except Exception as error:  # The engine failed. The rollout also reports its error.
             _log.warning("endpoint: a call failed: %s: %s", type(error).__name__, error)
             return _refusal(BadRequest(f"the policy cannot answer: {type(error).__name__}", status=503, code="engine"))
 
@@ -227,12 +228,12 @@ class EndpointServer:
         return session.begin(read_call(body, chat=chat), key, digest)
 
     async def _wait(self, request: Request, session: Session, call: Call) -> CallAnswer:
-        """Wait for the answer of a call, and record it unless the client has gone."""
+        """Wait for the answer of a call, and record it unless the client has disconnected."""
         call.waiters += 1
         gone = asyncio.create_task(_until_gone(request))
         try:
             await asyncio.wait({call.task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # lets the loop notice a client that disconnected at the same moment
+            await asyncio.sleep(0)  # The event loop can now notice a client that disconnected at the same moment.
             if gone.done():
                 raise _ClientGone
             if call.task.cancelled() or session.closed:
@@ -254,7 +255,7 @@ class EndpointServer:
 
 
 class _Server(uvicorn.Server):
-    """A server inside another program: it leaves signals alone."""
+    """A server inside another program. It does not install signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -262,7 +263,8 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if its first request does not begin in time: uvicorn itself would wait forever."""
+    """A connection that is closed if its first request does not begin in time. Without this, uvicorn would wait
+    forever."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -287,7 +289,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _digest(secret: str) -> bytes:
-    # Secrets are looked up by digest, so that the time of a look-up tells nothing about them.
+    # Secrets are looked up by digest, so that the time of a look-up does not reveal anything about them.
     return hashlib.sha256(secret.encode("utf-8", "replace")).digest()
 
 

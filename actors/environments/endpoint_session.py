@@ -1,4 +1,4 @@
-"""A session is the part of the endpoint that belongs to one episode: its calls, their tokens, and the rows they make.
+"""A session is the part of the endpoint for one episode. It holds the calls, their tokens, and the rows they become.
 
 request -> the same request again? -> join it        prompt = earlier prompt + answer + new messages, if one matches
         -> else a task of its own -> prompt tokens -> engine -> answer -> client still there? -> recorded
@@ -27,14 +27,14 @@ from .episode import Episode, OutOfTokens
 from .turns import Transcript
 
 LINGER_S = 10.0
-"""Seconds for which a call whose client went away is kept, so that a repeat of it can join."""
+"""Seconds for which a call is kept after its client has disconnected, so that a repeated request can join it."""
 MAX_KEPT = 64
-"""Largest number of answered calls of an episode that a repeat can still join."""
+"""Largest number of answered calls of an episode that are kept for repeated requests."""
 
 _THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
-"""Reasoning, which some clients put back in front of an answer's text."""
+"""Pattern of the reasoning that some clients put in front of an answer's text when they send it back."""
 Said = tuple[Any, ...]
-"""Form in which the messages of calls are compared: one entry for each message."""
+"""Form in which the messages of calls are compared, with one entry per message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class _Recorded:
     answer_ids: Sequence[int]
     row: Transcript
     end: int
-    """Number of tokens of the row after the answer."""
+    """Number of tokens in the row once the answer is appended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class _Prompt:
 
     ids: Sequence[int]
     row: Transcript | None
-    """Row that the call continues; None if it begins one."""
+    """Row that the call continues; None if it begins a row."""
     length: int
     """Number of tokens of that row when the prompt was made."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One call in progress or answered."""
+    """One call, in progress or answered."""
 
     digest: str
     request: CallRequest
@@ -94,9 +94,9 @@ class Session:
         return sum(not call.task.done() for call in self._open)
 
     def find(self, key: str, retry: bool, digest: str) -> Call | None:
-        """Return the call that a request repeats; None if it repeats none.
+        """Return the call that a request repeats; None if it does not repeat a call.
 
-        key: the client's idempotency key, "" if it gave none. retry: whether the client says that it tries again.
+        key: the client's idempotency key, "" if there is none. retry: whether the client says that it tries again.
         digest: digest of the request. Raises BadRequest if the key belongs to another request.
         """
         call = self._calls.get(f"key {key}" if key else f"digest {digest}")
@@ -120,8 +120,8 @@ class Session:
         return call
 
     def leave(self, call: Call) -> None:
-        """Record that a client no longer waits for a call. A call for which no client waits, and whose answer was sent
-        to none, is ended after LINGER_S."""
+        """Record that a client no longer waits for a call. A call is ended after LINGER_S if no client waits for it and
+        no client has received its answer."""
         call.waiters -= 1
         if call.recorded:
             self._open.discard(call)
@@ -145,15 +145,15 @@ class Session:
             del self._calls[name]
 
     def record(self, call: Call) -> None:
-        """Record an answered call as a turn of the episode, right before its client is sent the answer. A no-op if it
-        is recorded, or if the episode has ended."""
+        """Record an answered call as a turn of the episode, right before the answer is sent to its client. A no-op if
+        the call is already recorded, or if the episode has ended."""
         if call.recorded or self.closed:
             return
         call.recorded = True
         answer, prompt, request = call.task.result(), call.prompt, call.request
         assert prompt is not None
         row = prompt.row
-        if row is None or len(row) != prompt.length:  # the row is new, or another call has continued it
+        if row is None or len(row) != prompt.length:  # There is no row yet, or another call has continued it.
             row = Transcript(prompt.ids)
         else:
             row.give(prompt.ids[len(row) :])
@@ -195,7 +195,7 @@ class Session:
             )
         except OutOfTokens as error:
             raise BadRequest(str(error), code="context_length_exceeded") from None
-        except ValueError as error:  # the messages do not fit the template, or the prompt the context
+        except ValueError as error:  # The messages do not fit the template, or the prompt does not fit the context.
             raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from None
         tokens = []
         if request.logprobs:
@@ -246,7 +246,7 @@ class Session:
 
 
 def digest_of(path: str, body: bytes) -> str:
-    """Return the digest by which a repeat of a request is recognised."""
+    """Return the digest by which a repeated request is recognised."""
     return hashlib.sha256(path.encode() + b"\0" + body).hexdigest()
 
 
@@ -255,8 +255,8 @@ def _said(request: CallRequest) -> Said:
 
 
 def _norm(message: Mapping[str, Any]) -> Said:
-    """Return what must be equal in two messages for them to count as the same. Clients send answers back with other
-    spacing, another order of keys, or without their reasoning."""
+    """Return the parts of a message that must be equal for two messages to count as the same. Clients may send answers
+    back with other spacing, another order of keys, or without the reasoning."""
     calls = tuple(
         (call.get("id"), call["function"].get("name"), _canonical(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Clients of openai 3 use parts of httpx once this module is loaded, and fail while another thread is only loading it:
-# it is loaded here, before agents run in threads.
+# Once httpx begins to load, clients of openai 3 use parts of it, and fail if another thread is still loading it. So it
+# is loaded here, before agents run in threads.
 import httpx  # noqa: F401
 from openai.types import Completion as TextCompletion
 from openai.types import CompletionChoice, CompletionUsage
@@ -33,7 +33,7 @@ IGNORED = (
 
 
 class BadRequest(ValueError):
-    """A request that the endpoint refuses. The message says what is wrong."""
+    """Raised for a request that the endpoint refuses. The message says what is wrong."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         self.status = status
@@ -42,14 +42,14 @@ class BadRequest(ValueError):
 
 
 MAX_DEPTH = 100
-"""Largest depth to which lists and objects of a body may be nested: Python's JSON reader recurses."""
+"""Largest nesting depth of lists and objects in a body. It is limited because Python's JSON reader recurses."""
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """One call of the policy, as a client asks for it."""
+    """One call of the policy, as a client requests it."""
 
     messages: tuple[Mapping[str, Any], ...]
     """Chat messages; () for a text completion."""
@@ -125,7 +125,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 
 def _depth(body: bytes) -> int:
-    """Return how deep the lists and objects of a JSON text are nested; 0 where there are too few to matter."""
+    """Return the nesting depth of the lists and objects of a JSON text; 0 if there are at most MAX_DEPTH of them."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return 0
     depth = deepest = 0
@@ -136,8 +136,8 @@ def _depth(body: bytes) -> int:
 
 
 def _messages_of(given: Any, checked: Iterable[Any]) -> tuple[dict[str, Any], ...]:
-    """Return the messages of a request with contents that are texts. checked: pydantic's iterator, which checks each
-    message when it is read. Raises BadRequest for messages that are none."""
+    """Return the messages of a request, with their contents as texts. checked: pydantic's iterator, which checks each
+    message when it is read. Raises BadRequest for invalid messages."""
     if not isinstance(given, list) or not given:
         raise BadRequest("messages: expected a list of at least one message")
     for number, message in enumerate(given):
@@ -196,9 +196,9 @@ class CallAnswer:
     """Token ids that the engine was given."""
     completion: Completion
     reply: Reply
-    """The answer as a message; of a text completion only its content."""
+    """The answer as a message. For a text completion, only its content is used."""
     tokens: Sequence[str]
-    """Text of each token, if the client asked for log-probs; else ()."""
+    """Text of each token if the client requested log-probs; else ()."""
 
     @property
     def finish_reason(self) -> str:
@@ -245,7 +245,7 @@ def answer_body(request: CallRequest, answer: CallAnswer, model: str) -> bytes:
 
 
 def answer_events(request: CallRequest, answer: CallAnswer, model: str) -> Iterator[bytes]:
-    """Yield the server-sent events of a streamed answer, which is complete when the first is sent."""
+    """Yield the server-sent events of a streamed answer. The answer is complete before the first event is sent."""
     if not request.is_chat:
         body = json.loads(answer_body(request, answer, model))
         yield _event(body)
@@ -275,7 +275,7 @@ def error_body(message: str, code: str) -> bytes:
 
 
 def models_body(model: str) -> bytes:
-    """Return the JSON body of the list of models, which has one."""
+    """Return the JSON body of the list of models, which names one model."""
     shown = {"id": model, "object": "model", "created": 0, "owned_by": "headrace"}
     return json.dumps({"object": "list", "data": [shown]}).encode()
 

@@ -1,4 +1,4 @@
-r"""`Episode` is what an environment is handed to play one episode; `Environment` is what a user writes.
+r"""`Episode` is the object with which an environment plays one episode; `Environment` is the protocol for users' code.
 
     async def play(episode: Episode) -> float:
         turn = await episode.generate()            # the policy continues from the tokens so far
@@ -6,7 +6,7 @@ r"""`Episode` is what an environment is handed to play one episode; `Environment
         turn = await episode.generate()
         return float(turn.text == episode.prompt.answer)
 
-Tokens are only appended: what a turn's tokens were when the engine made them, they are in the row that is trained on.
+Tokens are only appended, so the row that is trained on has exactly the tokens that the engine generated.
 `Clock` limits the time that the environment takes.
 """
 
@@ -37,7 +37,7 @@ REWARD = "reward"
 class Clock:
     """Limits the time that an environment takes in an episode, by turn and in all.
 
-    It stops while the policy generates, because a slow or paused engine is not the fault of the environment.
+    It stops while the policy generates, because the environment does not cause the delays of a slow or paused engine.
     """
 
     def __init__(self, turn_s: float, episode_s: float) -> None:
@@ -45,17 +45,18 @@ class Clock:
         take in the whole episode."""
         self._turn_s = turn_s
         self._episode_s = episode_s
-        self._spent_s = 0.0  # in earlier turns
+        # These seconds were spent in earlier turns.
+        self._spent_s = 0.0
         self._since = time.monotonic()
         self._generating = 0
 
     def restart(self) -> None:
-        """Begin to count now, when the episode begins."""
+        """Start the count now. Called when the episode begins."""
         self._since = time.monotonic()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Context manager in which the policy generates. Several may be open at the same time."""
+        """Context manager that stops the clock while the policy generates. Several may be open at the same time."""
         if not self._generating:
             self._spent_s += time.monotonic() - self._since
         self._generating += 1
@@ -67,8 +68,8 @@ class Clock:
 
     @property
     def left_s(self) -> float:
-        """Seconds after which the environment may be out of time. While the policy generates, no less than the smaller
-        bound, so that it must be asked again then."""
+        """Seconds until the environment may run out of time. While the policy generates, the value is the smaller of
+        the two limits, and must be read a second time afterwards."""
         if self._generating:
             return max(0.001, min(self._turn_s, self._episode_s - self._spent_s))
         taken_s = time.monotonic() - self._since
@@ -76,28 +77,30 @@ class Clock:
 
     @property
     def exceeded(self) -> str:
-        """Text that names the bound that an environment without time left has exceeded."""
+        """Text that names the limit that was exceeded. It is valid once no time is left."""
         if self._episode_s - self._spent_s < self._turn_s:
             return f"the environment took longer than environment.episode_timeout_s={self._episode_s:g} s in all"
         return f"the environment took longer than environment.turn_timeout_s={self._turn_s:g} s for one turn"
 
 
 class OutOfTokens(RuntimeError):
-    """The policy has no tokens left for another turn. An environment may let this error pass: the episode then ends
-    with the finish reason `length` and keeps its rewards."""
+    """Raised when the policy has no tokens left for another turn. An environment does not have to catch this error: the
+    episode then ends with the finish reason `length` and keeps its rewards."""
 
 
 class Environment(Protocol):
-    """Protocol of an environment: a coroutine that plays one whole episode. A function `play` of this form is one, too.
+    """Protocol of an environment: an object with a coroutine `play` that plays one whole episode. A coroutine function
+    of the same form is also an environment.
 
-    An environment that can play all episodes of a prompt at once has a coroutine `play_group(episodes)` instead. An
-    environment may have a coroutine `close`, which is awaited when the run ends.
+    An environment that can play all episodes of a prompt at once has a coroutine `play_group(episodes)` instead of
+    `play`. An environment may have a coroutine `close`, which is awaited when the run ends.
     """
 
     async def play(self, episode: Episode) -> float | None:
-        """Play the episode and return its reward, which the reward function `environment` reads; None gives none here.
+        """Play the episode and return its reward, which the reward function `environment` reads; None returns no
+        reward.
 
-        An error makes this episode fail, and no other: its row is not trained on, and is counted.
+        An error makes only this episode fail: its row is not trained on, and counts as failed.
         """
         ...
 
@@ -122,11 +125,11 @@ class EpisodeServices:
     tokenizer: Any
     """Hugging Face tokenizer of the model."""
     chat: Callable[[], ChatFormat]
-    """Function that returns the chat format of the model. Raises ValueError if the model has none."""
+    """Function that returns the chat format of the model. It raises ValueError if the model has no chat format."""
     threads: UserThreads
     """Threads in which blocking functions of environments run."""
     max_prompt_tokens: int
-    """Largest number of tokens that an episode's prompt is meant to have (`data.max_prompt_tokens`)."""
+    """Largest number of tokens of an episode's prompt (`data.max_prompt_tokens`)."""
     columns: Sequence[ColumnConfig] = ()
     """Columns of numbers that the user brings (`data.columns`)."""
 
@@ -137,8 +140,8 @@ class Episode:
     def __init__(
         self, prompt: Prompt, index: int, params: SamplingParams, services: EpisodeServices, clock: Clock
     ) -> None:
-        """index: index of the episode among those of its prompt. params: how the policy samples; `max_new_tokens`
-        limits the tokens of a row after its prompt."""
+        """index: index of the episode among those of its prompt. params: sampling parameters of the policy;
+        `max_new_tokens` limits the tokens of a row after its prompt."""
         self.prompt = prompt
         self.index = index
         self.params = params if params.n == 1 else replace(params, n=1)
@@ -183,7 +186,7 @@ class Episode:
 
     @property
     def token_ids(self) -> list[int]:
-        """Token ids of the episode so far; those of the prompt before anything else was added."""
+        """Token ids of the episode so far, beginning with the prompt."""
         return self._row().ids
 
     @property
@@ -209,12 +212,12 @@ class Episode:
         """Let the policy continue from the tokens so far, and return its turn. The first call continues from the
         prompt.
 
-        stop: texts that end the turn, besides those of `rollout.stop`; the text itself stays in the turn.
-        max_new_tokens: largest number of tokens of the turn; None is as many as are left. Raises OutOfTokens if none
-        are left, and ValueError if the tokens exceed the model's context.
+        stop: texts that end the turn, in addition to those of `rollout.stop`. Such a text stays in the turn.
+        max_new_tokens: largest number of tokens of the turn; None allows all tokens that are left. Raises OutOfTokens
+        if no token is left, and ValueError if the tokens exceed the model's context.
         """
         row = self._row()
-        routes_from = row.num_routes  # earlier turns computed the tokens before
+        routes_from = row.num_routes  # The routes of earlier tokens came with earlier turns.
         completion, text = await self.sample_turn(
             row.ids, self._room(row), stop=stop, max_new_tokens=max_new_tokens, routes_from=routes_from
         )
@@ -226,8 +229,8 @@ class Episode:
         """Append chat messages, let the policy answer, and return its answer as a message.
 
         messages: new messages, in the form of OpenAI's API; the policy's own answers are already included. tools: tools
-        that the policy may call, in the same form; give the same in each call. Raises what `generate` raises, and
-        ValueError if the model's chat format cannot continue the tokens so far exactly.
+        that the policy may call, in the same form; pass the same tools in each call. Raises the errors of `generate`,
+        and ValueError if the model's chat format cannot continue the tokens so far exactly.
         """
         chat = self._services.chat()
         if not self._rows:
@@ -252,8 +255,8 @@ class Episode:
     # ---------------------------------------------------------------- rewards and blocking work
 
     def reward(self, value: float, name: str = REWARD) -> None:
-        """Give the episode a reward so far, which replaces an earlier one of the same name. An episode that runs out of
-        time or tokens keeps it. Raises ValueError unless the value is a finite number."""
+        """Set a reward of the episode. It replaces an earlier reward of the same name. An episode that runs out of time
+        or tokens keeps the reward. Raises ValueError unless the value is a finite number."""
         if isinstance(value, str) or not math.isfinite(value):
             raise ValueError(f"episode {self.name!r}: reward {name!r} is {value!r}, expected a finite number")
         self._rewards[name] = float(value)
@@ -261,9 +264,9 @@ class Episode:
     def set_column(self, name: str, value: float | Sequence[float], turn: Turn | None = None) -> None:
         """Set a column of `data.columns`, which a loss of your own reads.
 
-        value: number of the episode's rows, for a `per_sample` column; for a `per_token` column the number of the
-        tokens of `turn`, or a sequence of one number for each of them. Raises ValueError if the run has no such column
-        or the value does not fit it.
+        value: for a `per_sample` column, one number for all rows of the episode; for a `per_token` column, one number
+        for all tokens of `turn`, or a sequence with one number for each token. Raises ValueError if the run has no such
+        column or the value does not fit it.
         """
         column = column_named(self._services.columns, name)
         numbers = column.numbers(value)
@@ -281,7 +284,7 @@ class Episode:
         self._token_values.append(TokenValues(name, turn.row, turn.start, values))
 
     async def run_blocking(self, function: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> T:
-        """Run a function that blocks in a thread of its own, and return what it returns, or raise what it raises.
+        """Run a blocking function in its own thread, and return its result or raise its error.
 
         Raises TimeoutError after `timeout_s` seconds. Python cannot end the thread; when too many such threads hang,
         the run ends.
@@ -301,7 +304,8 @@ class Episode:
         return self._services
 
     def room(self, length: int, num_prompt: int) -> int:
-        """Return how many tokens may still be added to a row of `length` tokens that began with `num_prompt`."""
+        """Return how many tokens may still be added to a row of `length` tokens, of which the first `num_prompt` are
+        its prompt."""
         return self.params.max_new_tokens - (length - min(num_prompt, self._services.max_prompt_tokens))
 
     def _room(self, row: Transcript) -> int:
@@ -325,7 +329,7 @@ class Episode:
         """Let the policy continue from `prompt_ids`, and return its tokens with their text, without recording them.
 
         room: number of tokens that may be added. routes_from: index of the first token whose route is wanted, where the
-        engine records routes. Raises as `generate` does.
+        engine records routes. Raises the errors of `generate`.
         """
         if room < 1:
             self.out_of_tokens = True
@@ -345,13 +349,14 @@ class Episode:
                 )
             except EPISODE_ERRORS:
                 raise
-            except Exception as error:  # the engine failed, not this episode
+            except Exception as error:  # The engine failed, not this episode.
                 self.fatal = error
                 raise
         return completion, response_texts(services.tokenizer, [completion], params)[0]
 
     def record(self, row: Transcript, completion: Completion, text: str, routes_from: int = 0) -> Turn:
-        """Append a turn of the policy to `row`, and return it. routes_from: what `sample_turn` was given."""
+        """Append a turn of the policy to `row`, and return the turn. routes_from: the value that was passed to
+        `sample_turn`."""
         if row not in self._rows:
             self._rows.append(row)
         turn = Turn(text, completion.finish_reason, len(row), len(completion.token_ids), self._rows.index(row))
@@ -360,11 +365,11 @@ class Episode:
         return turn
 
     def fail(self, error: str) -> None:
-        """Record that the episode failed, so that its rows are not trained on. error: why, in words."""
+        """Record that the episode failed, so that its rows are not trained on. error: description of the failure."""
         self._error = self._error or error
 
     def finish(self, max_rows: int) -> Sample:
-        """Return the finished episode. An episode of more than `max_rows` rows has failed."""
+        """Return the finished episode. An episode of more than `max_rows` rows counts as failed."""
         rows = [row.row() for row in (self._rows or [self._row()])]
         if len(rows) > max_rows:
             self.fail(f"the episode has {len(rows)} rows, more than environment.max_rows={max_rows}")
@@ -390,7 +395,7 @@ class Episode:
         )
 
     def _row(self) -> Transcript:
-        """Return the row that text is added to, which begins with the prompt."""
+        """Return the row to which text is added. It begins with the prompt."""
         if not self._rows:
             (prompt_ids,) = encode_prompts(self._services.tokenizer, [self.prompt.text])
             self._rows.append(Transcript(prompt_ids))

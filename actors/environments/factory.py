@@ -24,7 +24,7 @@ class SingleTurn:
 
 
 def build_environment(config: EnvironmentConfig) -> Any:
-    """Build the environment: an object with a coroutine `play` or `play_group`, or such a function itself.
+    """Build the environment: an object with a coroutine `play` or `play_group`, or a coroutine function like `play`.
 
     Raises ValueError with a one-sentence message for a path that cannot be imported, options that do not fit, and
     objects that are not environments.
@@ -45,8 +45,8 @@ def build_environment(config: EnvironmentConfig) -> Any:
 
 
 def build_endpoint(config: EndpointConfig) -> EpisodeEndpoint | None:
-    """Build the endpoint through which agents speak to the policy; None if the run has none. Raises MissingExtra if a
-    package that it needs is not installed."""
+    """Build the endpoint through which agents call the policy; None if the run has no endpoint. Raises MissingExtra if
+    a package that it needs is not installed."""
     if not config.enabled:
         return None
     try:
@@ -57,7 +57,8 @@ def build_endpoint(config: EndpointConfig) -> EpisodeEndpoint | None:
 
 
 def check_environment(config: EnvironmentConfig, endpoint: EndpointConfig) -> None:
-    """Check the configured environment without making a user's object, which may start processes or load data.
+    """Check the configured environment without creating a user's object, because that might start processes or load
+    data.
 
     Raises ValueError with a one-sentence message for a path that cannot be imported or options that do not fit.
     """

@@ -25,8 +25,8 @@ from .config import EnvironmentConfig
 from .episode import Clock, EndpointAddress, Episode, EpisodeServices, OutOfTokens
 
 GRACE_S = 5.0
-"""Seconds that an environment has to end an episode that is cancelled. After that it is left alone and counts as
-hanging."""
+"""Seconds that an environment has to end a cancelled episode. After that, the episode counts as hanging and is no
+longer awaited."""
 NUM_THREADS = 64
 """Largest number of blocking functions of environments that run in threads at the same time in a rollout actor."""
 
@@ -37,7 +37,8 @@ _DEFAULTS = EnvironmentConfig()
 class Gate:
     """Limits the number of episodes that run at the same time, in proportion to the engines that can answer.
 
-    With half of the engines gone, half as many episodes may run; running ones continue, and one always may.
+    With half of the engines gone, half as many episodes may run. Episodes that already run continue, and one episode
+    may always run.
     """
 
     def __init__(self, most: int) -> None:
@@ -54,7 +55,8 @@ class Gate:
 
     @asynccontextmanager
     async def place(self, engine: Generator) -> AsyncIterator[None]:
-        """Context manager for one episode; waits until it may begin. Episodes begin in the order in which they came."""
+        """Context manager for one episode; waits until the episode may begin. Episodes begin in the order of the
+        calls."""
         while self.running >= self.allowed(engine):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -64,11 +66,11 @@ class Gate:
                 if turn.cancelled():
                     self._waiting.remove(turn)
                 else:
-                    self._wake()  # the place goes to the next
+                    self._wake()  # The next episode gets the place.
                 raise
         self.running += 1
         if self.running < self.allowed(engine):
-            self._wake()  # more than one place is free when engines have come back
+            self._wake()  # More than one place can be free when engines have come back.
         try:
             yield
         finally:
@@ -84,10 +86,10 @@ class Gate:
 
 
 class EpisodeEndpoint(Protocol):
-    """Protocol of an endpoint through which the agents of episodes speak to the policy."""
+    """Protocol of an endpoint through which the agents of episodes call the policy."""
 
     async def open(self, episode: Episode) -> EndpointAddress:
-        """Let the agent of an episode call the policy, and return where."""
+        """Let the agent of an episode call the policy, and return the address for these calls."""
         ...
 
     async def end(self, episode: Episode) -> None:
@@ -113,8 +115,8 @@ class EpisodeHost:
         columns: Sequence[ColumnConfig] = (),
     ) -> None:
         """environment: an object with a coroutine `play` or `play_group` (see `Environment`). chat: function that
-        returns the model's chat format; None if there is none. max_prompt_tokens: see EpisodeServices.
-        endpoint: endpoint through which agents speak to the policy; None if the run has none. It is closed with the
+        returns the model's chat format; None if the model has no chat format. max_prompt_tokens: see EpisodeServices.
+        endpoint: endpoint through which agents call the policy; None if the run has no endpoint. It is closed with the
         host. columns: columns that environments may set (`data.columns`)."""
         self._columns = tuple(columns)
         self._environment = environment
@@ -139,7 +141,7 @@ class EpisodeHost:
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """Play `params.n` episodes of the prompt and return their samples, in order.
 
-        An episode whose environment raises an error or takes too long fails alone. Errors of the engine are raised,
+        If the environment raises an error or takes too long, only that episode fails. Errors of the engine are raised,
         unless their type is in EPISODE_ERRORS. Raises TooManyHang if too many episodes or blocking functions hang.
         """
         services = EpisodeServices(engine, tokenizer, self._chat, self._threads, self._max_prompt_tokens, self._columns)
@@ -239,15 +241,15 @@ class EpisodeHost:
                 episode.fail(f"{type(error).__name__}: {error}")
 
     async def _stop(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the environment's task. A task that does not end within GRACE_S is left alone, and counted until it
-        ends."""
+        """Cancel the environment's task. A task that does not end within GRACE_S is no longer awaited, and counts as
+        hanging until it ends."""
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_S)
         if not task.done():
             self._hung.add(task)
             task.add_done_callback(self._ended_late)
         elif not task.cancelled():
-            task.exception()  # the error is read so that asyncio does not report it
+            task.exception()  # Reading the exception marks it as retrieved, so that asyncio does not report it.
 
     def _ended_late(self, task: asyncio.Task[Any]) -> None:
         self._hung.discard(task)
@@ -256,7 +258,7 @@ class EpisodeHost:
 
 
 def _end_late(episodes: Sequence[Episode], words: str, *, partial: bool) -> None:
-    """End episodes whose environment ran out of time: they fail, or with `partial` keep the rewards that they have."""
+    """End episodes that ran out of time. They fail, or with `partial` keep the rewards that they have."""
     for episode in episodes:
         if partial:
             episode.finish_reason = "timeout"

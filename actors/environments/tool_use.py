@@ -41,8 +41,8 @@ _UNARY: Mapping[type[ast.unaryop], Callable] = {ast.UAdd: operator.pos, ast.USub
 CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 NUM_TOOL_THREADS = 32
-"""Largest number of tool functions that run in threads at the same time in a rollout actor. The awaiting of `async def`
-tools is not limited."""
+"""Largest number of tool functions that run in threads at the same time in a rollout actor. The number of `async def`
+tools that are awaited is not limited."""
 NUM_TOOL_PROCESSES = 4
 """Largest number of processes of each tool in a rollout actor, with `runs=process`."""
 
@@ -71,7 +71,7 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-            # Checked before it is computed, because 9**9**9 would keep the machine busy forever.
+            # The size of a power is checked before it is computed, because 9**9**9 would keep the machine busy forever.
             if abs(right) * max(left.bit_length(), 1) > _MAX_BITS:
                 raise OverflowError("the number is too large")
         return _bounded(_BINARY[type(node.op)](left, right))
@@ -115,8 +115,8 @@ def build_tools(names: Sequence[str]) -> dict[str, Tool]:
 class ToolUse:
     """Plays episodes of up to `max_turns` turns; each turn ends with a tool call or with the answer.
 
-    Each tool call runs in a thread of its own, so that a tool that hangs does not hold up anything else, or in one of
-    the tool's processes. A tool may also be an `async def`, which is awaited.
+    Each tool call runs in its own thread, so that a hanging tool does not delay anything else, or in one of the tool's
+    processes. A tool may also be an `async def`, which is awaited.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class ToolUse:
         retries: int = 0,
     ) -> None:
         """tools: names or import paths of the tools (see `build_tools`), or the tools by name. max_turns: largest
-        number of turns of an episode. runs: place where tools given by an import path run. `process`: in processes of
-        their own, which are killed when a call takes too long. timeout_s: time limit in seconds for a tool's function,
-        and in a thread again for awaiting the result of an `async def`. When it is exceeded, the policy gets an error
-        text as the result. retries: number of times that a call in a process is tried again when it fails or takes too
-        long."""
+        number of turns of an episode. runs: place where tools given by an import path run. `thread`: in threads.
+        `process`: in separate processes, which are killed when a call takes too long. timeout_s: time limit in seconds
+        for a call of a tool's function; with threads, awaiting the result of an `async def` has the same limit once
+        more. If the limit is exceeded, the policy gets an error text as the result. retries: number of times that a
+        call in a process is tried again when it fails or takes too long."""
         for name, number, least in (("max_turns", max_turns, 1), ("retries", retries, 0)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"environment.options.{name}: got {number!r}, expected a whole number >= {least}")
@@ -178,7 +178,7 @@ class ToolUse:
                 episode.fatal = error
                 raise
             if len(result_ids) >= episode.tokens_left:
-                break  # no token would be left for an answer
+                break  # No token would be left for an answer.
             episode.add_tokens(result_ids)
         episode.finish_reason = "length"
 
@@ -200,7 +200,7 @@ class ToolUse:
                 except TimeoutError:
                     if limit.expired():
                         return f"error: tool {name!r} did not return within {self._timeout_s:g} s"
-                    raise  # the tool raised this error itself
+                    raise  # The tool itself raised this error.
             return str(result)
         except TooManyHang:
             raise
@@ -209,7 +209,8 @@ class ToolUse:
 
 
 def find_call(text: str) -> tuple[str, str] | None:
-    """Return the tool name and the arguments of the call at the end of `text`; None if `text` ends with no call."""
+    """Return the tool name and the arguments of the call at the end of `text`; None if `text` does not end with a
+    call."""
     if not text.rstrip().endswith(CALL_END):
         return None
     calls = _CALL.findall(text)

@@ -1,7 +1,7 @@
 """Generates a turn of an episode to its end, and records the tokens of turns as a transcript.
 
-A completion that a weight update cut off continues from the tokens so far, under the new weights. The technique is the
-partial rollout of Kimi k1.5 (arXiv:2501.12599 section 2.6.2). Each token keeps the policy version that produced it.
+If a weight update cut off a completion, it continues from its tokens so far, under the new weights. The technique is
+the partial rollout of Kimi k1.5 (arXiv:2501.12599 section 2.6.2). Each token keeps the policy version that produced it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ async def generate_whole(
 ) -> list[Completion]:
     """Generate `params.n` completions, and continue those that were cut off (finish_reason `abort`) to their end.
 
-    tokenizer: used to find stop texts that begin before a cut and end after it. Raises what the engine raises, such as
+    tokenizer: used to find stop texts that begin before a cut and end after it. Raises the engine's errors, such as
     RuntimeError if the engine is closed.
     """
     completions = await engine.generate(request_id, prompt_ids, params)
@@ -71,8 +71,8 @@ async def _to_the_end(
 def _joined(first: Completion, more: Completion) -> Completion:
     """Return a completion and its continuation as one.
 
-    The continuation computes all earlier tokens again, under the new weights, but has been asked only for the routes
-    after those of the first part: an earlier token keeps the route of the version that its successor was sampled with.
+    The continuation recomputes all earlier tokens under the new weights, but returns only the routes after those of the
+    first part. So an earlier token keeps its route under the version that sampled the next token.
     """
     routes = [one.routes for one in (first, more) if one.routes is not None]
     return Completion(
@@ -97,7 +97,7 @@ def _cut_at_stop(completion: Completion, tokenizer: Any, params: SamplingParams)
 
 
 class Transcript:
-    """The tokens of one conversation so far. Tokens are only ever appended, so that those of earlier turns stay exactly
+    """The tokens of one conversation so far. Tokens are only appended, so that the tokens of earlier turns stay exactly
     as the engine saw them."""
 
     def __init__(self, prompt_ids: Sequence[int] | np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Plays episodes of a verifiers environment in a process of its own, whose Python needs verifiers but not Headrace.
+"""Plays episodes of a verifiers environment in a separate process. Its Python needs verifiers but not Headrace.
 
 It reads one JSON object per line from its standard input and writes one per line to its standard output:
     in   {"env": {...}}                                              the configuration of the environment, first
@@ -21,7 +21,7 @@ from typing import Any
 
 
 class Tasks:
-    """The tasks of a taskset by number. An endless taskset is read as far as it is needed, a finite one repeats."""
+    """The tasks of a taskset by number. An endless taskset is read as far as needed; a finite taskset repeats."""
 
     def __init__(self, taskset: Any) -> None:
         self._left: Iterator[Any] = iter(taskset.load())
@@ -40,7 +40,7 @@ class Tasks:
 
 
 class Player:
-    """Plays episodes as they are asked for, all at once."""
+    """Plays all requested episodes at the same time."""
 
     def __init__(self, environment: Any, verifiers: Any) -> None:
         self._environment = environment
@@ -64,12 +64,13 @@ class Player:
             write({"id": number, **await self._episode(message)})
         except asyncio.CancelledError:
             write({"id": number, "error": "cancelled", "rewards": {}, "reward": None})
-        except Exception as error:  # the environment failed, which costs this episode
+        except Exception as error:  # The environment failed, so this episode fails.
             write({"id": number, "error": f"{type(error).__name__}: {error}", "rewards": {}, "reward": None})
 
     async def _episode(self, message: dict[str, Any]) -> dict[str, Any]:
         vf, variable = self._verifiers, f"HEADRACE_EPISODE_{message['id']}"
-        # A client reads its key from a variable; one of its own keeps the secrets of episodes apart.
+        # A client reads its key from an environment variable. Each episode has its own variable, so that secrets stay
+        # apart.
         os.environ[variable] = message["secret"]
         client = vf.EvalClientConfig(base_url=message["url"], api_key_var=variable)
         context = vf.ModelContext(model=message["model"], client=client)
@@ -82,7 +83,8 @@ class Player:
         return _outcome(episode)
 
     async def _forget(self, client: Any) -> None:
-        """Close the client of an episode: verifiers 0.4 keeps one for each configuration until the end."""
+        """Close the client of an episode: verifiers 0.4 keeps a client for each configuration until the process
+        ends."""
         server = getattr(self._environment, "_interception", None)
         made = getattr(server, "clients", {}).pop(client.model_dump_json(), None)
         if made is not None:
@@ -91,8 +93,8 @@ class Player:
 
 
 def _outcome(episode: Any) -> dict[str, Any]:
-    """Return the outcome of an episode. Rewards of several agents are added up. An agent that ran out of time counts as
-    a time-out, though verifiers calls such an episode ok."""
+    """Return the outcome of an episode. Rewards of several agents are added up. If an agent ran out of time, the
+    outcome is a time-out, although verifiers reports such an episode as ok."""
     rewards: dict[str, float] = {}
     total = 0.0
     for trace in episode.traces:

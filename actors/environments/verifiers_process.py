@@ -1,9 +1,10 @@
-"""The `verifiers` environment plays episodes of an environment of the library verifiers, in a process of its own.
+"""The `verifiers` environment plays episodes of an environment of the library verifiers in a separate process.
 
     play -> a line of JSON -> child process: verifiers, its harness -> HTTP -> the run's endpoint -> the policy
                                              rewards <- a line of JSON <-
 
-The child may have another Python than the run, so that the pins of both never meet (`options.python`).
+The child may use another Python than the run (`options.python`), so that the pinned versions of the two cannot
+conflict.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 from .episode import Episode
 
 TASK = "task"
-"""Name of the prompt's field with the number of the task; see `data.train=environment`."""
+"""Name of the prompt's field that holds the task number; see `data.train=environment`."""
 START_S = 600.0
-"""Seconds within which the child process must have loaded the environment."""
+"""Time limit in seconds for loading the environment in the child process."""
 MAX_STARTS = 3
-"""Number of times that the child process is started before the environment gives up."""
+"""Number of times that the child process is started before the environment raises an error."""
 _SCRIPT = Path(__file__).with_name("verifiers_child.py")
 _LINE_BYTES = 1 << 24
 
@@ -35,9 +36,9 @@ class VerifiersEnvironment:
     """Plays tasks of a verifiers environment by number. One child process plays all episodes of a rollout actor."""
 
     def __init__(self, env: Mapping[str, Any], python: str | None = None, path: Sequence[str] = ()) -> None:
-        """Set the environment up as verifiers takes it. env: its configuration, such as `{taskset: {id: my-taskset},
-        agent: {runtime: {type: subprocess}}}`. python: path of a Python that has verifiers; None is that of the run.
-        path: folders that are put in front of the child's import path.
+        """Set the environment up. env: verifiers' configuration of the environment, such as `{taskset: {id:
+        my-taskset}, agent: {runtime: {type: subprocess}}}`. python: path of a Python interpreter with verifiers; None
+        uses the run's interpreter. path: folders that are put in front of the child's import path.
 
         Raises ValueError if `env` names no taskset or `python` is not a file.
         """
@@ -57,12 +58,13 @@ class VerifiersEnvironment:
         self._starts = 0
 
     async def play(self, episode: Episode) -> float | None:
-        """Play one task. Its rewards are the environment's, by name, and their weighted sum. Raises RuntimeError if
-        verifiers reports that the episode failed, and TimeoutError if one of its own time limits was exceeded."""
+        """Play one task. The episode gets the environment's rewards, by name, and their weighted sum. Raises
+        RuntimeError if verifiers reports that the episode failed, and TimeoutError if one of its own time limits was
+        exceeded."""
         number = episode.prompt.fields.get(TASK)
         if not isinstance(number, int):
             raise ValueError(f"prompt {episode.prompt.uid!r} has no task number, expected data.train=environment")
-        with episode.clock.stopped():  # the start has its own time limit and must not count against the episode
+        with episode.clock.stopped():  # The start has its own time limit and must not count against the episode.
             child = await self._started()
         address = episode.endpoint
         said = await child.play({TASK: number, "url": address.url, "secret": address.secret, "model": address.model})
@@ -104,9 +106,10 @@ class _Child:
 
     @staticmethod
     async def start(python: str, path: Sequence[str], env: Mapping[str, Any]) -> _Child:
-        """Start the process and wait until it has loaded the environment. Raises RuntimeError if it cannot."""
+        """Start the process and wait until it has loaded the environment. Raises RuntimeError if it cannot be
+        loaded."""
         inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-        # The paths of this process are for its own Python; another one gets the user's folders alone.
+        # The import paths of this process are for its own Python. Another Python gets only the user's folders.
         paths = [*path, *(inherited if python == sys.executable else ())]
         process = await asyncio.create_subprocess_exec(
             python, "-P", str(_SCRIPT), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -138,11 +141,12 @@ class _Child:
 
     @property
     def words(self) -> str:
-        """The last lines that the process wrote to its standard error."""
+        """Last lines that the process wrote to its standard error."""
         return " | ".join(self._last_words)[-1000:] or "it said nothing"
 
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the process play an episode, and return what it says about it. Raises RuntimeError if it dies."""
+        """Let the process play an episode, and return its report on the episode. Raises RuntimeError if the process
+        dies."""
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -156,7 +160,7 @@ class _Child:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End the process: it is asked to by the end of its input, and killed if it takes too long. Idempotent."""
+        """End the process by closing its input, and kill it if it takes too long. Idempotent."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -192,6 +196,6 @@ class _Child:
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        with suppress(ValueError):  # a line longer than the reader's limit
+        with suppress(ValueError):  # A line longer than the reader's limit raises ValueError.
             while line := await self._process.stderr.readline():
                 self._last_words.append(line.decode(errors="replace").strip()[:500])

@@ -1,1 +1,1 @@
-"""An actor's own process and host: memory, GPUs, remote methods, and threads and processes for users' code."""
+"""Code about an actor's process and host: memory, GPUs, remote methods, and threads and processes for users' code."""

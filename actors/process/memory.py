@@ -1,7 +1,7 @@
 """Measures the memory of processes and of the host, and pins host memory for copies to a GPU.
 
-Held memory is measured on GPUs (by NVML, else by the processes' own count) and in the host. Free memory is that of the
-machine within its container's limit (cgroup v2).
+The memory that processes hold is measured on GPUs (by NVML, else by the processes' own count) and on the host. Free
+memory is the free memory of the machine within its container's limit (cgroup v2).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 SMI_TIMEOUT_S = 10.0
-"""Seconds that `nvidia-smi` may take."""
+"""Time limit in seconds of `nvidia-smi`."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -40,23 +40,23 @@ class ProcessMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Number of bytes on GPUs or, where the processes hold none there, in host memory."""
+        """Number of bytes on GPUs; if the processes hold no GPU memory, number of bytes in host memory."""
         return self.device_bytes or self.host_bytes
 
 
 def measure(pids: Collection[int], own_bytes: Callable[[], int] = lambda: 0) -> ProcessMemory:
-    """Return the memory that the processes `pids` of this host hold together. A process that is gone holds none.
+    """Return the memory that the processes `pids` of this host hold together. A process that has ended holds no memory.
 
-    own_bytes: function that returns the bytes which the processes' own framework has taken on GPUs. It is called only
-    where NVML is missing or does not list any of the processes, as in a container that has process ids of its own.
+    own_bytes: function that returns the bytes that the processes' own framework has allocated on GPUs. It is called
+    only if NVML is missing or does not list any of the processes, for example in a container with separate process ids.
     """
     on_devices = nvml_bytes(pids)
     return ProcessMemory(own_bytes() if on_devices is None else on_devices, sum(map(_resident, pids)))
 
 
 def nvml_bytes(pids: Collection[int]) -> int | None:
-    """Return the bytes that NVML says the processes hold on all GPUs of this host. Returns None without NVML
-    (`pip install nvidia-ml-py`) or GPUs, or if NVML lists none of the processes."""
+    """Return the number of bytes that the processes hold on all GPUs of this host, according to NVML. Returns None
+    without NVML (`pip install nvidia-ml-py`) or GPUs, or if NVML lists none of the processes."""
     nvml = _nvml()
     if nvml is None:
         return None
@@ -76,7 +76,7 @@ def nvml_bytes(pids: Collection[int]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class AssumedMachine:
-    """Hosts that a dry run plans for in the place of this machine, all alike."""
+    """Hosts for which a dry run plans instead of this machine. All of them are alike."""
 
     num_hosts: int
     gpus: int
@@ -90,7 +90,7 @@ _assumed: ContextVar[AssumedMachine | None] = ContextVar("assumed machine", defa
 
 @contextmanager
 def assume_machine(machine: AssumedMachine | None) -> Iterator[None]:
-    """Context manager in whose block plans and estimates are made for `machine`; None stands for this one."""
+    """Context manager in which plans and estimates are made for `machine`; None means this machine."""
     token = _assumed.set(machine)
     try:
         yield
@@ -99,13 +99,13 @@ def assume_machine(machine: AssumedMachine | None) -> Iterator[None]:
 
 
 def assumed_machine() -> AssumedMachine | None:
-    """Return the machine that plans are made for, or None if that is this one."""
+    """Return the machine for which plans are made; None if it is this machine."""
     return _assumed.get()
 
 
 def gpu_sizes() -> tuple[int, ...]:
-    """Return the total memory in bytes of each GPU of this host; () without GPUs. NVML or `nvidia-smi` gives it, or an
-    assumed GPU."""
+    """Return the total memory in bytes of each GPU of this host; () without GPUs. The sizes come from NVML or
+    `nvidia-smi`, or from an assumed machine."""
     assumed = assumed_machine()
     if assumed is not None:
         return (assumed.gpu_bytes,) * assumed.gpus
@@ -196,10 +196,10 @@ def _bytes(path: Path) -> int | None:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Pin the memory of a tensor, so that copies between it and a GPU run at the link's full speed. It must stay where
-    it is until `unpin`. Raises OSError if CUDA refuses.
+    """Pin the memory of a tensor, so that copies between it and a GPU run at the link's full speed. The tensor must
+    stay at the same address until `unpin`. Raises OSError if CUDA refuses.
 
-    torch's own pinned memory is rounded up to a power of two, which would waste up to half of it.
+    torch rounds its own pinned memory up to a power of two, which would waste up to half of it.
     """
     code = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
@@ -212,6 +212,6 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def _cuda_runtime() -> Any:
-    import torch  # torch is imported here, because the driver measures memory without torch
+    import torch  # The import stands here because the driver measures memory without torch.
 
     return torch.cuda.cudart()

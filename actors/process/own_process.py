@@ -1,6 +1,6 @@
 """Reads and sets the properties of an actor's own process: its name and host, its GPUs, its allocator.
 
-It imports nothing that takes time, because actors that start early need it before anything else.
+This module imports nothing that takes time, because actors that start early need it first.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from dataclasses import dataclass
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Names of the two settings of glibc's allocator in its `malloc.h`."""
+"""Numbers of two settings of glibc's allocator, as in its `malloc.h`."""
 KEPT_BYTES = 128 << 20
 """Largest number of freed bytes at the top of the heap that a process keeps."""
 HEAP_BYTES = 32 << 20
-"""Smallest block that gets pages of its own, which go back when it is freed: the largest value that glibc accepts."""
+"""Size in bytes from which a block gets its own pages, which return to the operating system when the block is freed.
+This is the largest value that glibc accepts."""
 
 
 def show_gpus(devices: Sequence[str] | None) -> None:
     """Let this process see only these GPUs. Must be called before anything in the process uses CUDA, which reads the
     variable once. A no-op for None.
 
-    Ray sets the variable, too, but an actor with GPUs of several of its bundles would get only those of one. devices:
-    CUDA's names of the GPUs; the first becomes `cuda:0`.
+    Ray also sets the variable, but an actor with GPUs from several bundles would get only the GPUs of one bundle.
+    devices: CUDA's names of the GPUs; the first becomes `cuda:0`.
     """
     if devices is not None:
         os.environ[_VISIBLE] = ",".join(devices)
 
 
 def shown_gpus() -> tuple[str, ...]:
-    """Return CUDA's names of the GPUs that this process is limited to; () if it is limited to none or to nothing."""
+    """Return CUDA's names of the GPUs that this process is limited to; () if there is no limit, or if it may use no
+    GPU."""
     return tuple(name for name in os.environ.get(_VISIBLE, "").split(",") if name)
 
 
@@ -58,21 +60,21 @@ class ActorInfo:
 
 def keep_freed_memory() -> bool:
     """Let the allocator keep up to KEPT_BYTES of freed memory instead of returning it to the operating system. Returns
-    whether this process has an allocator with that setting, which is glibc's.
+    whether the process has an allocator with this setting; only glibc's has it.
 
-    A step on a CPU frees its tensors and needs as many in the next microbatch or token. With glibc's own limits the
-    system took their pages away each time and cleared others for them, thousands per step.
+    A step on a CPU frees its tensors and needs as much memory for the next microbatch or token. With glibc's default
+    limits, the system took back thousands of pages per step and cleared others for the next tensors.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # this C library has no mallopt
+    except (AttributeError, OSError, TypeError):  # This C library has no mallopt.
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES))
 
 
 def settle() -> None:
-    """Take all objects that exist now, most of them imported modules, out of the garbage collector's sight. It first
-    removes the garbage among them. Otherwise each full collection looks at all of them, which stops the process for a
+    """Exempt all objects that exist now from garbage collection, after collecting the garbage among them. Most of them
+    belong to imported modules. Otherwise each full collection would visit all of them, which stops the process for a
     tenth of a second."""
     gc.collect()
     gc.freeze()

@@ -65,8 +65,8 @@ def decode_result(method: Callable[..., Any], reply: bytes) -> Any:
 
 
 def invoke(target: object, method: str, message: bytes, actors: Sequence[Any] = ()) -> Any:
-    """Run a method of `target` and return its result, which may be awaitable. `message` has its name `method` and its
-    arguments, which the Ray handles `actors` follow."""
+    """Run a method of `target` and return its result, which may be awaitable. method: its name. message: its encoded
+    arguments. actors: Ray handles, which are passed as the last arguments."""
     arguments = decode_arguments(getattr(type(target), method), message, len(actors))
     return getattr(target, method)(*arguments, *actors)
 
@@ -74,7 +74,7 @@ def invoke(target: object, method: str, message: bytes, actors: Sequence[Any] = 
 @functools.cache
 def _types(method: Callable[..., Any]) -> tuple[tuple[Any, ...], Any]:
     """Return the annotated types of a method's parameters, without `self`, and the annotated type of its result."""
-    hints = get_type_hints(method)  # Ray adds a parameter of its own to the signature
+    hints = get_type_hints(method)  # Ray adds a parameter to the signature, so the annotations are read instead.
     result = hints.pop("return")
     return tuple(hints.values()), result
 

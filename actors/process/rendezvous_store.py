@@ -1,4 +1,4 @@
-"""Lets the members of a torch process group find each other over connections whose two ends know the run's key.
+"""Lets the members of a torch process group find each other over connections authenticated with the run's key.
 
 torch's TCPStore has no authentication: anyone who reaches its port can impersonate a member or redirect it to another
 address. `RendezvousServer` and `RendezvousStore` do what process groups need of a store, after the handshake of
@@ -31,16 +31,17 @@ _logger = logging.getLogger(__name__)
 SERVICE = "rendezvous"
 """Name of a rendezvous server in handshakes."""
 MAX_MESSAGE_BYTES = 1 << 24
-"""Largest number of bytes of a request or a reply. The addresses of a gloo group of some thousand ranks fit."""
+"""Largest number of bytes of a request or a reply. The addresses of a gloo group of several thousand ranks fit into a
+message."""
 MAX_VALUES_BYTES = 1 << 28
 """Largest number of bytes of all keys and values together."""
 MAX_MEMBERS = 1 << 13
-"""Largest number of connections of members at a time."""
+"""Largest number of simultaneous connections of members."""
 _LENGTH = struct.Struct("<I")
 _LOOK_S = 0.5
-"""Seconds between two checks that a member that waits for a key is still connected."""
+"""Seconds between two checks of the connection of a member that waits for a key."""
 _GRACE_S = 5.0
-"""Seconds by which a member waits longer for an answer than the server waits for a key."""
+"""Seconds that a member waits for an answer in addition to the time that the server waits for a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,8 @@ class Reply:
 
 
 class RendezvousServer:
-    """Keeps the keys and values through which the members of process groups find each other. Each member's connection
-    has a thread of its own, as its requests may wait."""
+    """Keeps the keys and values through which the members of process groups find each other. Each connection has its
+    own thread, because a request may have to wait."""
 
     def __init__(self, host: str, key: bytes) -> None:
         """Listen on `host` and a free port. key: the run's key. Raises ValueError when the key is empty, and OSError
@@ -89,7 +90,7 @@ class RendezvousServer:
         self.port = self._listener.port
 
     def clear(self, prefix: str = "") -> None:
-        """Forget all keys that start with `prefix`, which belong to process groups that are over."""
+        """Forget all keys that start with `prefix`. Call it when the process groups that used them no longer exist."""
         with self._lock:
             for key in [key for key in self._values if key.startswith(prefix)]:
                 self._nbytes -= len(key) + len(self._values.pop(key))
@@ -100,7 +101,7 @@ class RendezvousServer:
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
-            with contextlib.suppress(OSError):  # the thread of the connection has just closed it
+            with contextlib.suppress(OSError):  # The connection's own thread may have just closed it.
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _admit(self, connection: socket.socket) -> None:
@@ -116,7 +117,7 @@ class RendezvousServer:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the system cannot start another thread
+        except RuntimeError as error:  # The system cannot start another thread.
             _logger.warning("rendezvous: a member was refused: %s", error)
             self._leave(connection)
 
@@ -132,7 +133,7 @@ class RendezvousServer:
                 _send(connection, self._answer(_receive(connection, Request), connection))
         except ValueError as error:
             _logger.warning("rendezvous: a member's connection is closed: %s", error)
-        except OSError:  # the member has disconnected
+        except OSError:  # The member has disconnected.
             pass
         finally:
             self._leave(connection)
@@ -174,7 +175,7 @@ class RendezvousServer:
         return Reply(error=f"got operation {op!r}, which the server does not know")
 
     def _write(self, key: str, value: bytes) -> Reply | None:
-        """Set a key, under the lock. Returns None, or the reply that there is no room for it."""
+        """Set a key, under the lock. Returns None, or a reply with an error if there is no room for the value."""
         old = self._values.get(key)
         grows = len(value) - len(old) if old is not None else len(key) + len(value)
         if self._nbytes + grows > MAX_VALUES_BYTES:
@@ -186,8 +187,8 @@ class RendezvousServer:
         return None
 
     def _await(self, request: Request, connection: socket.socket) -> bool:
-        """Wait until all keys of the request exist, and return whether they do within its time. Raises
-        ConnectionResetError when the member has gone."""
+        """Wait until all keys of the request exist, and return whether they exist in time. Raises ConnectionResetError
+        when the member has disconnected."""
         deadline = time.monotonic() + request.wait_s
         for key in request.keys:
             event = self._event(key)
@@ -243,7 +244,7 @@ class RendezvousStore(Store):
         """Close the connections of this store and its clones. Idempotent."""
         for clone in self._clones:
             clone.close()
-        with contextlib.suppress(OSError):  # the connection is closed or lost
+        with contextlib.suppress(OSError):  # The connection may be closed or lost already.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -280,13 +281,13 @@ class RendezvousStore(Store):
         return self.getNumKeys()
 
     def clone(self) -> RendezvousStore:
-        """Return a store with a connection of its own, whose waits do not hold up this one's requests."""
+        """Return a store with a separate connection. Its waits do not delay the requests of this store."""
         clone = RendezvousStore(self._host, self._port, self._key, self._bound_s())
-        self._clones.append(clone)  # torch would keep only its C++ part
+        self._clones.append(clone)  # Without this reference, torch would keep only the store's C++ part.
         return clone
 
     def _bound_s(self) -> float:
-        return cast(Any, self).timeout.total_seconds()  # torch's type stubs leave the attribute out
+        return cast(Any, self).timeout.total_seconds()  # torch's type stubs do not have the attribute.
 
     def _ask(self, request: Request) -> Reply:
         bound_s = (request.wait_s or self._bound_s()) + _GRACE_S
@@ -298,7 +299,7 @@ class RendezvousStore(Store):
             _send(self._connection, request)
             reply = _receive(self._connection, Reply)
         except (OSError, ValueError) as error:
-            self._connection.close()  # a late answer must not be taken for the next one's
+            self._connection.close()  # A late answer must not be mistaken for the answer to the next request.
             raise DistNetworkError(f"{what}: the connection is lost: {error}") from error
         finally:
             self._lock.release()

@@ -1,8 +1,8 @@
 """Runs functions that users wrote (tools, rewards, environments) in threads or processes of their own, in bounded time.
 
-`UserThreads` cannot end a call that exceeds its time limit, because Python cannot end a thread. Such a call is given
-up: its thread keeps running until the function returns, if it ever does, but no longer counts against the limit of
-concurrent calls. When too many such calls hang, the next call raises TooManyHang.
+`UserThreads` cannot end a call that exceeds its time limit, because Python cannot end a thread. Such a call is
+abandoned: its thread keeps running until the function returns, if it ever does, but the call no longer counts toward
+the limit of concurrent calls. When too many such calls hang, the next call raises TooManyHang.
 
 `UserProcesses` kills a process whose call takes too long.
 
@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 from .user_process_child import PROMPT
 
 START_S = 60.0
-"""Seconds within which a process must have imported the user's function."""
+"""Time limit in seconds for importing the user's function in a process."""
 _SCRIPT = Path(__file__).with_name("user_process_child.py")
 _LINE_BYTES = 1 << 26
 T = TypeVar("T")
@@ -39,8 +39,8 @@ may use CPU time of this process."""
 
 
 class UserFunctionFailed(RuntimeError):
-    """The user's function raised an error in its process, did not return in time, or its process died. The message says
-    which."""
+    """Raised when the user's function raised an error in its process, did not return in time, or its process died. The
+    message says which of these happened."""
 
 
 class UserProcesses:
@@ -88,7 +88,7 @@ class UserProcesses:
         process = self._free.pop() if self._free else await self._start()
         try:
             said = await self._ask(process, line, timeout_s)
-        except BaseException as error:  # even a cancelled call leaves the process running
+        except BaseException as error:  # Without this, a cancelled call would leave the process running.
             await self._kill(process)
             if isinstance(error, TimeoutError):
                 raise UserFunctionFailed(f"{self._name!r} did not return within {timeout_s:g} s") from None
@@ -144,7 +144,7 @@ class TooManyHang(RuntimeError):
 
 
 class UserThreads:
-    """Runs each call in a daemon thread of its own, and limits the number of concurrent calls. Must be used from a
+    """Runs each call in its own daemon thread, and limits the number of concurrent calls. Must be used from a
     single event loop."""
 
     def __init__(self, what: str, num_threads: int) -> None:
@@ -166,9 +166,9 @@ class UserThreads:
         """Run `function` in a thread and return what it returns, or raise what it raises.
 
         name: name of the function in error messages. since: function that returns the `time.monotonic()` value at which
-        the current time limit began; it lets work that consists of several pieces have `timeout_s` for each piece. With
-        None the limit counts from the start of the call. Raises TimeoutError if the time limit is exceeded, and
-        TooManyHang if too many earlier calls still hang.
+        the current time limit began; with it, work in several pieces can have `timeout_s` seconds per piece. With None
+        the limit counts from the start of the call. Raises TimeoutError if the time limit is exceeded, and TooManyHang
+        if too many earlier calls still hang.
         """
         async with self._places:
             if self._num_hung >= MAX_HUNG:
@@ -188,7 +188,7 @@ class UserThreads:
                     await asyncio.wait({result}, timeout=left_s)
                 return result.result()
             finally:
-                if not result.done():  # given up, or cancelled
+                if not result.done():  # The call has timed out or was cancelled.
                     result.cancel()
                     with self._lock:
                         self._num_hung += call.give_up()
@@ -222,7 +222,7 @@ class _Call(Generic[T]):
         settle: Callable[[], None]
         try:
             settle = partial(self._result.set_result, self._function())
-        except BaseException as raised:  # the caller raises this error
+        except BaseException as raised:  # The caller raises this error.
             error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
             settle = partial(self._result.set_exception, error)
         with self._lock:
@@ -234,7 +234,7 @@ class _Call(Generic[T]):
         try:
             self._loop.call_soon_threadsafe(self._settle, settle)
         except RuntimeError:
-            return  # the loop was closed
+            return  # The event loop was closed.
 
     def give_up(self) -> bool:
         """Stop waiting for the function. Returns whether it is still running."""

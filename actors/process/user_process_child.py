@@ -1,4 +1,4 @@
-"""Calls one function in a process of its own, which ends with the process that started it.
+"""Calls one function in a separate process, which ends with the process that started it.
 
 The first line of the input is {"target": "module:name", "options": {...}, "path": [...], "parent": process id},
 answered by {"ready": true} or {"failed": "..."}. Each further line is {"method": "__call__", "arguments": [...]},
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 PROMPT = "__prompt__"
-"""Key by which an argument is recognised as a prompt, whose fields become attributes."""
+"""Key that marks an argument as a prompt. The fields of a prompt become attributes of an object."""
 
 
 _PR_SET_PDEATHSIG = 1
@@ -27,17 +27,17 @@ _PR_SET_PDEATHSIG = 1
 
 def end_with(parent: int) -> None:
     """Make Linux kill this process when the thread of process `parent` that started it ends. That thread runs the event
-    loop. The kill works also while a function hangs. Elsewhere the process ends when its input is closed and no
+    loop. The kill also works while a function hangs. Elsewhere the process ends when its input is closed and no
     function runs."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent had already ended
+    if os.getppid() != parent:  # The parent process had already ended.
         os._exit(1)
 
 
 def load(first: dict[str, Any]) -> Any:
-    # The order is the parent's, so that a name means the same module in both.
+    # The import path keeps the parent's order, so that a name means the same module in both processes.
     sys.path[:] = dict.fromkeys([*first["path"], *sys.path])
     module, _, name = first["target"].partition(":")
     target = getattr(importlib.import_module(module), name)
@@ -68,7 +68,7 @@ def main() -> None:
         first = json.loads(sys.stdin.readline())
         end_with(first["parent"])
         function = load(first)
-    except BaseException as error:  # a user's module can raise anything at import
+    except BaseException as error:  # A user's module can raise any error at import.
         write({"failed": f"{type(error).__name__}: {error}"})
         return
     write({"ready": True})
@@ -76,7 +76,7 @@ def main() -> None:
         try:
             request = json.loads(line)
             write({"value": call(getattr(function, request["method"]), request["arguments"])})
-        except BaseException as error:  # the function can raise anything, and some libraries raise to end a call
+        except BaseException as error:  # The function can raise any error, and some libraries raise one to end a call.
             write({"error": f"{type(error).__name__}: {error}"})
 
 

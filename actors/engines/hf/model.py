@@ -64,7 +64,8 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
         missing.append("key-value cache")
     if missing:
         raise ValueError(
-            f"model: {type(model).__name__} has no {', '.join(missing)}, expected a decoder-only model"
+            f"model: the forward method of {type(model).__name__} has no argument {', '.join(missing)}, expected a "
+            "decoder-only model"
         )
     return model.eval()
 

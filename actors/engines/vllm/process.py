@@ -1,5 +1,6 @@
-"""`VllmProcess` starts vLLM's engine process and its workers, calls and pauses them, and finds out how one of them
-ended. The messages that the engine and its workers exchange about weights are defined here, too.
+"""`VllmProcess` starts vLLM's engine process and its workers, calls and pauses them, and finds out why one ended.
+
+The messages that the engine and its workers exchange about weights are defined here, too.
 """
 
 from __future__ import annotations

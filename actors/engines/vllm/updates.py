@@ -106,8 +106,10 @@ class WorkerLinks:
         return path
 
     async def prepare(self, update: WeightUpdate) -> list[PrepareState]:
-        """Make all workers receive `update`, and return their states. If a worker fails, the call returns early, with
-        the states of the workers that have answered by then. Raises EngineDied when a worker's connection breaks.
+        """Make all workers receive `update`, and return their states.
+
+        If a worker fails, the call returns early, with the states of the workers that have answered by then. Raises
+        EngineDied when a worker's connection breaks.
         """
         await self._order(prepare=update)
         await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))

@@ -127,10 +127,12 @@ class ModelLoader:
 
     def served(self) -> Callable[[ParameterDigest], Sequence[torch.Tensor]]:
         """Return a function that reads a weight, as it was sent, back from the live parameters. The function returns no
-        tensor for a weight that cannot be read back exactly. If the copies were recorded, it can read the weights that
-        are complete in this worker; with tensor parallelism, these are the weights that are not split. If the model was
-        loaded layer by layer, there are no recorded copies, and it can read only parameters that no kernel repacks,
-        such as norms. If the loaders convert weights, it can read none.
+        tensor for a weight that cannot be read back exactly.
+
+        If the copies were recorded, it can read the weights that are complete in this worker; with tensor parallelism,
+        these are the weights that are not split. If the model was loaded layer by layer, there are no recorded copies,
+        and it can read only parameters that no kernel repacks, such as norms. If the loaders convert weights, it can
+        read none.
         """
         plan = self._plan
         if plan is not None and plan.places.stand():
