@@ -1,4 +1,4 @@
-"""The section `advantage` of the configuration: how rewards become advantages."""
+"""Defines the section `advantage` of the configuration, which says how rewards become advantages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...dataplane.config import Section
 
 
 class AdvantageConfig(Section):
-    """The estimator that turns the rewards of each prompt's samples into advantages."""
+    """Settings of the estimator that turns the rewards of each prompt's samples into advantages."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gdpo"] = "grpo"
     """Estimator of the advantages. `grpo` subtracts the group's mean reward and divides by the group's standard
@@ -17,5 +17,5 @@ class AdvantageConfig(Section):
     (arXiv:2501.03262). `gdpo` normalises the values of each reward function within the group and then adds the results
     (arXiv:2601.05242)."""
     baseline: Literal["step", "group"] = "step"
-    """Rows whose mean reward `reinforce_pp` subtracts from the reward of a row: `step` for all rows of the step,
-    `group` for the rows of the same group."""
+    """Rows whose mean reward `reinforce_pp` subtracts from each reward: `step` means all rows of the step, `group` the
+    rows of the same group."""

@@ -36,11 +36,14 @@ class RewardRows:
         if not len(self.rewards) == len(self.valid) == len(self.group_ids):
             raise ValueError(
                 f"advantages: got {len(self.rewards)} rewards, {len(self.valid)} valid marks and "
-                f"{len(self.group_ids)} group ids, expected as many of each"
+                f"{len(self.group_ids)} group ids, expected equal numbers"
             )
         for name, values in {"": self.rewards, **self.components}.items():
             if len(values) != len(self.rewards):
-                raise ValueError(f"advantages: got {len(values)} values of reward {name!r} for {len(self.valid)} rows")
+                raise ValueError(
+                    f"advantages: got {len(values)} values of reward {name!r} for {len(self.valid)} rows, expected one "
+                    "per row"
+                )
             bad = np.flatnonzero(np.asarray(self.valid).astype(bool) & ~np.isfinite(values))
             if len(bad):
                 which = f"reward {name!r}" if name else "reward"
@@ -54,7 +57,7 @@ class RewardRows:
         return np.flatnonzero(self.valid)
 
     def scatter(self, advantages: np.ndarray) -> np.ndarray:
-        """Return the advantages of all rows, float32 `[N]`, from those of the valid rows; failed rows have 0.
+        """Return the advantages of all rows, float32 `[N]`, given those of the valid rows; failed rows get 0.
         `advantages` is `[V]` for the V valid rows."""
         result = np.zeros(len(self.rewards), np.float32)
         result[self.valid_rows] = advantages
@@ -83,7 +86,7 @@ class AdvantageEstimator(Protocol):
         ...
 
 
-# ---------------- Rewards compared with those of their group: arithmetic that the estimators share, all in float64.
+# ---------------- The estimators share the following arithmetic on groups. All of it is in float64.
 
 STD_EPS = 1e-6
 """Small number added to standard deviations before dividing by them, as in other libraries."""
@@ -148,9 +151,10 @@ class GrpoAdvantage:
         return rows.scatter(grouped.normalised() if self.normalize_std else grouped.centred)
 
 
-# ---------------- Leave-one-out advantages.
+# ---------------- RLOO compares each reward with the mean of the other rewards.
 #
-# Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
+# The source is Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
+# Feedback in
 # LLMs", arXiv:2402.14740. The estimator is that of Kool et al. (2019).
 
 
@@ -172,7 +176,7 @@ class RlooAdvantage:
         return rows.scatter(grouped.centred * scale[grouped.group])
 
 
-# ---------------- REINFORCE++: normalises rewards over the whole step. Hu et al. 2025, arXiv:2501.03262.
+# ---------------- REINFORCE++ normalises rewards over the whole step (Hu et al. 2025, arXiv:2501.03262).
 
 Baseline = Literal["step", "group"]
 
@@ -199,9 +203,9 @@ class ReinforcePpAdvantage:
         return rows.scatter(over_std(group_rewards(rows.rewards[index], groups).centred))
 
 
-# ---------------- GDPO, group reward-decoupled normalisation: normalises each of several rewards on its own.
+# ---------------- GDPO, group reward-decoupled normalisation, normalises each of several rewards separately.
 #
-# Liu et al. 2026, arXiv:2601.05242.
+# The source is Liu et al. 2026, arXiv:2601.05242.
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,18 +214,19 @@ class GdpoAdvantage:
 
     For each row, `A = sum over rewards k of w_k (r_k - mean_k of the group) / (std_k of the group + 1e-6)`, and the
     advantage is `A / (std of A over the step's valid rows + 1e-6)`. GRPO sums the rewards first. Different mixes of
-    rewards can then give the same advantages, and a reward that is easy to get drowns the others. The paper also
+    rewards can then give the same advantages, and a reward that is easy to get outweighs the others. The paper also
     subtracts the mean of A over the step. This mean is already 0, because it is 0 in every group.
     """
 
     weights: Mapping[str, float]
-    """Weight w_k of each reward in the rubric, the run's list of rewards, by name. Rewards of weight 0 are left out."""
+    """Weight w_k of each reward by its name in the rubric (the run's list of rewards). Rewards of weight 0 are left
+    out."""
 
     whole_step = True
 
     def __post_init__(self) -> None:
         if not self.weights:
-            raise ValueError("advantage.kind: got 'gdpo' without a reward that has a weight, expected at least one")
+            raise ValueError("advantage.kind: got 'gdpo', expected at least one reward with a weight other than 0")
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -258,4 +263,4 @@ def build_advantages(config: AdvantageConfig, weights: Mapping[str, float]) -> A
         return ReinforcePpAdvantage(config.baseline)
     if config.kind == "gdpo":
         return GdpoAdvantage({name: weight for name, weight in weights.items() if weight})
-    raise ValueError(f"advantage.kind: got {config.kind!r}, which no estimator here has")
+    raise ValueError(f"advantage.kind: got {config.kind!r}, expected the name of an estimator")

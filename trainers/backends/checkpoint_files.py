@@ -54,9 +54,8 @@ def prepare(
     this rank's RNG state.
 
     With `copy` the result holds copies in host memory, so that the live tensors may change before they are written.
-    There may be an older checkpoint at `path`, because a resumed run may save a step again; it is replaced once the new
-    one is complete. Collective over `group`. Raises ValueError on every rank when `path` exists and is not a
-    checkpoint.
+    An older checkpoint at `path` is replaced once the new one is complete; a resumed run can save a step again.
+    Collective over `group`. Raises ValueError on every rank when `path` exists and is not a checkpoint.
     """
 
     def restart() -> None:
@@ -114,7 +113,7 @@ def draft_of(path: str) -> str:
 
 
 def start_draft(path: str, *, replaces: bool = False) -> None:
-    """Create an empty draft folder for `path`, in place of an older draft. Raises ValueError when `path` exists, unless
+    """Create an empty draft folder for `path`, and remove an older draft. Raises ValueError when `path` exists, unless
     `replaces` is true."""
     if os.path.exists(path) and not replaces:
         raise ValueError(f"{path}: exists already, expected the name of a new folder")
@@ -145,10 +144,9 @@ def _recover(path: str) -> None:
 
 
 def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
-    """Run `action` on rank 0 while the other ranks wait. If it raises an error, every rank raises one.
-
-    Collective over `group`, or over the default group when it is None. The other ranks raise OSError or ValueError if
-    the error on rank 0 is one of these, else RuntimeError; their message starts with "rank 0".
+    """Run `action` on rank 0 while the other ranks wait. Collective over `group`, or over the default group when it is
+    None. An error of `action` is raised on every rank. The other ranks raise OSError or ValueError if the error on rank
+    0 is one of these, else RuntimeError; their message starts with "rank 0".
     """
     error: Exception | None = None
     if rank == 0:
@@ -174,7 +172,7 @@ def _as_other_ranks_raise(error: Exception) -> Exception:
 
 
 def _is_whole(path: str) -> bool:
-    """Return whether `path` is a complete checkpoint, which contains the file that torch writes last."""
+    """Return whether `path` is a complete checkpoint. Such a folder contains the file that torch writes last."""
     return os.path.exists(os.path.join(path, ".metadata"))
 
 
@@ -221,9 +219,9 @@ class Checkpointer:
     def save(self, path: str, state: dict[str, torch.Tensor], *, wait: bool = True) -> None:
         """Write `state` as the checkpoint `path`, after waiting for an earlier write to end.
 
-        Without `wait` the call returns once the state is copied to host memory and may change again; the checkpoint is
-        then written in the background. The folder `path` appears only when it is complete. If the write fails, the next
-        `save`, `load`, `wait` or `close` raises its error.
+        Without `wait` the call returns once the state is copied to host memory. Training may then change the state
+        while the checkpoint is written in the background. The folder `path` appears only when it is complete. If the
+        write fails, the next `save`, `load`, `wait` or `close` raises its error.
 
         Raises ValueError on every rank when `path` exists and is not a checkpoint.
         """
@@ -271,13 +269,13 @@ class Checkpointer:
             with _torch_errors(path):
                 write(path, staged, self._rank, self._world, self._group)
         except BaseException as error:
-            self._error = error  # `wait` raises it
+            self._error = error  # `wait` raises this error.
 
 
 @contextmanager
 def _torch_errors(path: str) -> Iterator[None]:
-    """Context that converts torch's CheckpointException to an OSError. CheckpointException is a BaseException and not
-    an Exception, so it would end the actor."""
+    """Context that converts torch's CheckpointException to an OSError. CheckpointException derives from BaseException
+    rather than Exception, so it would end the actor."""
     try:
         yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""The section `trainer` of the configuration, and the settings from which each rank builds its train backend."""
+"""Defines the section `trainer` of the configuration and the settings from which each rank builds its train backend."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ PrevSource = Literal["rollout", "recompute", "train_pass", "fixed"]
 
 
 class MoeConfig(Section):
-    """Even use of a mixture-of-experts model's experts, which the policy's loss alone would not ensure."""
+    """Settings for the even use of a model's experts, which the policy's loss alone would not ensure."""
 
     aux_loss_coef: NonNegative = 0.0
-    """Coefficient of the auxiliary loss, which is 1 for each layer when all experts get the same number of tokens of a
-    row and more when they do not (Switch Transformer, arXiv:2101.03961). It is averaged over rows as the policy's loss
-    is, and summed over layers. 0.001 is a usual value."""
+    """Coefficient of the auxiliary loss (Switch Transformer, arXiv:2101.03961). The loss of a layer is 1 when all
+    experts get the same number of tokens of a row, and larger otherwise. It is averaged over rows like the policy's
+    loss and summed over layers. 0.001 is a usual value."""
     bias_update_rate: NonNegative = 0.0
-    """Step by which each optimizer update moves the biases of routers that have them: up for experts with fewer tokens
-    than the mean of their layer in that update, down for those with more (arXiv:2408.15664). Biases change which
-    experts are chosen, not their weights, and get no gradient. 0.001 is a usual value."""
+    """Amount by which each optimizer update changes the bias of an expert, for routers with such biases. The bias rises
+    for experts with fewer tokens than the mean of their layer in that update, and falls for experts with more
+    (arXiv:2408.15664). Biases change which experts are chosen, not their weights, and get no gradient. 0.001 is a usual
+    value."""
     load_metrics: bool = False
     """If true, `moe/load_imbalance`, `moe/load_imbalance_max` and `moe/idle_experts` are reported. With
-    `trainer.moe.aux_loss_coef` or `trainer.moe.bias_update_rate` above 0 they always are."""
+    `trainer.moe.aux_loss_coef` or `trainer.moe.bias_update_rate` above 0 they are always reported."""
 
     @property
     def active(self) -> bool:
-        """True if the backends must observe the routers at all."""
+        """True if the backends must observe the routers."""
         return self.load_metrics or self.aux_loss_coef > 0 or self.bias_update_rate > 0
 
 
 class TrainerConfig(Section):
-    """The train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
+    """Settings of the train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
 
     backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
     """Backend that trains the model. `fsdp` trains Hugging Face models with FSDP2 and tensor parallelism. `megatron`
-    uses megatron-core and can split a model in all the ways below. `scripted` has no model; it reads its rows and then
+    uses megatron-core and supports every kind of parallelism. `scripted` has no model; it reads its rows and then
     sleeps for the times that the section `scripted` sets."""
     dp: Count = 1
     """Number of data-parallel replicas, each of which trains on a share of the step's rows. There are dp x tp x cp x pp
@@ -68,8 +69,9 @@ class TrainerConfig(Section):
     `selective` keeps the results of matrix products and of attention, and computes norms, activations and other cheap
     operations again. `full` saves most memory by keeping only the input of each decoder layer."""
     recompute_layers: Count | None = None
-    """Number of decoder layers of each pipeline stage, its first ones, that `recompute: full` is for; the others keep
-    all intermediate values. `null` means all layers. The smallest number that fits into memory is the fastest."""
+    """Number of decoder layers to which `recompute: full` applies, counted from the start of each pipeline stage. The
+    other layers keep all intermediate values. `null` means all layers. The smallest number that fits into memory is the
+    fastest."""
     compile: bool = False
     """If true, decoder layers are compiled with torch.compile, which fuses their cheap operations. The first steps of a
     run take a minute longer. It needs a GPU, or a C++ compiler on a CPU."""
@@ -77,11 +79,11 @@ class TrainerConfig(Section):
     """If true, weights, gradients and optimizer state stay in host memory while they are not used. Needs more than one
     train worker; `megatron` does not support it."""
     reshard_after_forward: bool = True
-    """If true, a rank of `fsdp` gives back the weights of a layer that it gathered from the other ranks after each pass
-    over the layer. If false, it keeps them until the last microbatch that it was given, which is faster and takes 2
-    bytes per parameter (4 without mixed precision) of its GPU, divided by `trainer.tp`."""
+    """If true, a rank of `fsdp` gathers the weights of a layer for each pass over the layer and frees them afterwards.
+    If false, it keeps them until its last microbatch, which is faster but takes 2 bytes of GPU memory per parameter (4
+    without mixed precision), divided by `trainer.tp`."""
     lr: NonNegative = 1e-6
-    """Peak learning rate. With 0 the policy stays as it is: a control for runs that train."""
+    """Peak learning rate. With 0 the policy does not change, which serves as a control for runs that train."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
@@ -90,18 +92,18 @@ class TrainerConfig(Section):
     """Largest global norm of the mean gradient. A gradient with a larger norm is scaled down to this norm. `null` never
     scales gradients down."""
     warmup_steps: CountOrZero = 0
-    """Number of steps over which the learning rate rises to `trainer.lr`, a little with each optimizer update of a
-    step. In a run with fewer steps it rises until the end."""
+    """Number of steps over which the learning rate rises to `trainer.lr`. It rises with each optimizer update. In a run
+    with fewer steps it rises until the end."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after the warm-up. `constant` keeps it; `cosine` and `linear` lower it to
-    `trainer.min_lr` by the end of the run, a little with each optimizer update of a step."""
+    `trainer.min_lr` by the end of the run. The rate changes with each optimizer update."""
     min_lr: NonNegative = 0.0
     """Learning rate at which the schedules `cosine` and `linear` end; at most `trainer.lr`."""
     packing: Literal["auto", "none", "packed", "dynamic"] = "auto"
     """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
     puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
-    context parallelism needs it. `auto` is `packed` on GPUs in bfloat16, where attention takes packed rows as they are,
-    for a local folder with a model of type qwen3, qwen3_moe or llama; else `none`."""
+    context parallelism needs it. `auto` means `packed` on GPUs in bfloat16 for a local folder with a model of type
+    qwen3, qwen3_moe or llama, because attention kernels accept packed rows there. Otherwise `auto` means `none`."""
     tokens_per_microbatch: Count = 16384
     """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""
@@ -118,9 +120,9 @@ class TrainerConfig(Section):
 
     moe: MoeConfig = MoeConfig()
     head: Head = "selected"
-    """Use of the output layer. `selected` applies it only to the positions whose log-probs are wanted. `full` has the
-    model compute all logits, for models that change their logits after the output layer; such a model is refused with
-    `selected`."""
+    """Tokens to which the output layer is applied. `selected` applies it only to the positions whose log-probs are
+    wanted. `full` has the model compute all logits, for models that change their logits after the output layer; such a
+    model is refused with `selected`."""
 
     @property
     def topology(self) -> Topology:
@@ -147,17 +149,16 @@ class BackendConfig:
     """Source of the log-probs in the denominator of the probability ratio. `rollout` takes those of the engine.
     `recompute` takes the column `prev_logprobs`, which is written before the step. `train_pass` takes those of the
     training forward pass itself, which equal the recomputed ones as long as each step has only one optimizer update.
-    `fixed`, for steps with several updates, takes the column `prev_logprobs` of microbatches that have it, and those of
-    the forward pass of microbatches that do not: the driver leaves the column out only where the pass is that of the
-    step's first update."""
+    `fixed`, for steps with several updates, takes the column `prev_logprobs` where a microbatch has it, and the
+    log-probs of the forward pass otherwise. The driver leaves the column out only in the step's first update."""
     columns: tuple[ColumnConfig, ...] = ()
-    """Columns of numbers that the user brings, which the loss reads."""
+    """User-defined columns of numbers that the loss reads."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
     trains: bool = True
     """If false, the backend only computes log-probs, and `begin_step`, `save`, `load` and `offload` raise RuntimeError.
-    It has no optimizer, so that a parameter takes 2 bytes (4 without mixed precision) in place of 12 and more. The
-    backend `scripted`, which has no parameters, does not look at it."""
+    It has no optimizer, so that a parameter takes 2 bytes (4 without mixed precision) instead of 12 or more. The
+    backend `scripted` has no parameters and ignores this field."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference:

@@ -1,11 +1,11 @@
-"""Balances the use of experts in training, by an auxiliary loss and by biases of the routers, and measures their load.
+"""Balances the use of experts in training with an auxiliary loss and biases of the routers, and measures their load.
 
     forward pass of a microbatch     each router's choice is counted, and the auxiliary loss is attached to its output
     backward pass                    the loss adds its gradient; layers that are computed again count nothing
     end of the step                  counts are summed over the ranks, the biases move once, metrics are made
 
-The expert that counts is the one to which a token was sent: the engine's choice where router replay installs it, else
-the router's own. Passes without a backward pass count nothing.
+A token is counted for the experts to which it was sent: the engine's choice where router replay installs it, else the
+router's own choice. Forward passes without a backward pass are not counted.
 
 In the formulas a router sends each token to k of E experts. `n_i` is the number of tokens that it sends to expert i,
 and `p_ti` the probability that it gives to expert i for token t.
@@ -39,7 +39,7 @@ from .row_layout import to_device
 from .train_step import StepTotals
 
 ScoreKind = Literal["softmax", "sigmoid"]
-"""The ways in which routers turn logits into scores: over all experts together, or for each expert by itself."""
+"""Function by which a router turns logits into scores: over all experts together, or for each expert separately."""
 
 
 def probabilities(logits: torch.Tensor, kind: ScoreKind) -> torch.Tensor:
@@ -61,12 +61,13 @@ def row_counts(used: torch.Tensor, owners: torch.Tensor, num_rows: int) -> torch
     tokens that do not count, such as padding. num_rows: N.
     """
     counts = torch.zeros(num_rows + 1, used.shape[1], dtype=torch.float32, device=used.device)
-    return counts.index_add_(0, owners % (num_rows + 1), used.float())[:num_rows]  # -1 % (N + 1) is N
+    # The owner -1 becomes N, the row that the slice drops.
+    return counts.index_add_(0, owners % (num_rows + 1), used.float())[:num_rows]
 
 
 def loss_slopes(counts: torch.Tensor, tokens: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the derivative of each row's auxiliary loss by a token's expert probability, float32 `[N, E]`. The loss of
-    a row is the sum of slope times probability over its tokens and the experts.
+    """Return the derivative of each row's auxiliary loss with respect to a token's expert probability, float32 `[N,
+    E]`. The loss of a row is the sum of slope times probability over its tokens and the experts.
 
     counts: numbers of tokens `[N, E]` of whole rows. tokens: number of tokens of each row, `[N]`.
     """
@@ -75,7 +76,7 @@ def loss_slopes(counts: torch.Tensor, tokens: torch.Tensor, top_k: int) -> torch
 
 
 def bias_steps(loads: torch.Tensor, rate: float) -> torch.Tensor:
-    """Return what is added to the bias of each expert, float32 `[layers, E]`. It is `rate` for experts with fewer
+    """Return the number to add to the bias of each expert, float32 `[layers, E]`. It is `rate` for experts with fewer
     tokens than the layer's mean, -`rate` for those with more.
 
     loads: number of tokens of each expert in a whole step, `[layers, E]`.
@@ -105,7 +106,7 @@ def load_metrics(loads: torch.Tensor, layers: Sequence[int]) -> dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class RowShares:
-    """The rows of a microbatch, and how much each of them counts in the auxiliary loss of the step."""
+    """The rows of a microbatch, and the weight of each row in the auxiliary loss of the step."""
 
     owners: torch.Tensor
     """Row of each input token, int64 `[T]`; -1 for tokens that do not count: padding, and the last token of a row,
@@ -122,7 +123,8 @@ class LayerLoss:
     """The auxiliary loss of one layer on one microbatch, as a function of the probabilities of its router."""
 
     slopes: torch.Tensor
-    """Factor of a token's probability of an expert, for each row and for tokens of none, float32 `[N + 1, E]`."""
+    """Factor for a token's probability of each expert, by the token's row, float32 `[N + 1, E]`. The last row is for
+    padding."""
     owners: torch.Tensor
     """Row of each token as in `RowShares`, int64 `[T]`."""
 
@@ -150,9 +152,9 @@ class ExpertBalance:
 
         spec: shape of the routes of the whole model. stage: positions in `spec.layers` of the layers that this rank
         computes. biases: bias of each of these layers' routers, float32 `[num_experts]`; they are changed in place.
-        kind: how the routers turn logits into scores. groups: process groups; summed over one after the other, each
-        token of a step counts once in each layer. row_groups: the same for the tokens of a row that this rank has a
-        part of.
+        kind: how the routers turn logits into scores. groups: process groups. A sum over one group after the other
+        counts each token of a step once in each layer. row_groups: process groups for the same sum over the tokens of
+        the rows that this rank shares with others.
         """
         assert not biases or len(biases) == len(stage), (len(biases), stage)
         self._config: MoeConfig = config.trainer.moe
@@ -194,7 +196,7 @@ class ExpertBalance:
             self._rows = None
             self._losses.clear()
 
-    @uncompiled  # the effect depends on the pass
+    @uncompiled  # torch.compile must leave this method alone, because its effect depends on the pass.
     def balance(self, layer: int, logits: torch.Tensor, used: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Count the choice of a router and return its `gates`, to which the auxiliary loss is attached.
 
@@ -222,8 +224,8 @@ class ExpertBalance:
     def attach(
         self, loss: LayerLoss, layer: int, logits: torch.Tensor, gates: torch.Tensor, *, again: bool
     ) -> torch.Tensor:
-        """Return `gates` with the auxiliary loss attached, and add the loss to the step's unless in a recompute.
-        `again` is True for a layer that is computed again."""
+        """Return `gates` with the auxiliary loss attached, and add the loss to the step's sum unless `again`. `again`
+        is True for a layer that is computed again."""
         if not self._config.aux_loss_coef:
             return gates
         value = loss.of(probabilities(logits, self._kind))

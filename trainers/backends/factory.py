@@ -10,7 +10,7 @@ MODULES = {
     "megatron": f"{__package__}.megatron.backend",
     "scripted": f"{__package__}.scripted",
 }
-"""Module of each kind of backend, which takes seconds to import: `trainer.backend` -> name."""
+"""Name of the module of each backend, by the value of `trainer.backend`. Importing a module takes seconds."""
 
 
 def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
@@ -24,15 +24,15 @@ def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
         raise ValueError(f"world: got {world} ranks, expected the {config.topology.world} of {config.topology}")
     kind = config.trainer.backend
     if kind == "fsdp":
-        from .fsdp.backend import FsdpBackend  # imports transformers for seconds, which a dry run must not pay for
+        from .fsdp.backend import FsdpBackend  # A dry run must not spend seconds on importing transformers.
 
         return FsdpBackend(config, rank, world)
     if kind == "megatron":
-        from .megatron.backend import MegatronBackend  # needs the megatron extra, which is optional
+        from .megatron.backend import MegatronBackend  # This module needs the optional extra `megatron`.
 
         return MegatronBackend(config, rank, world)
     if kind == "scripted":
         from .scripted import ScriptedBackend
 
         return ScriptedBackend(config, rank, world)
-    raise ValueError(f"trainer.backend: got {kind!r}, which no backend here has")
+    raise ValueError(f"trainer.backend: got {kind!r}, expected 'fsdp', 'megatron' or 'scripted'")

@@ -31,7 +31,7 @@ def load_causal_lm(model: str) -> Any:
     Dropout stays off in training too, because its noise would make the log-probs of one policy differ between two
     passes. Raises ValueError when there is no such model.
     """
-    hf_logging.disable_progress_bar()  # a bar per rank would garble the run's own progress display
+    hf_logging.disable_progress_bar()  # One progress bar per rank would garble the run's own progress display.
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
     except OSError as error:
@@ -95,8 +95,8 @@ class HfSource:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager in which a file stays open until another is read. Its list of tensors is then read once and
-        not for each tensor. No more than one file is mapped into memory at a time."""
+        """Context manager in which a file stays open until another file is read. Its list of tensors is then read once
+        instead of for each tensor. No more than one file is mapped into memory at a time."""
         self._reading = True
         try:
             yield
@@ -116,9 +116,10 @@ class HfSource:
             yield tuple(slice(0, part.stop - part.start) for part in ranges), self._read(name, ranges)
             return
         experts, rows, columns = ranges
-        heights = [self._shape(part)[0] for part in self._expert(match, experts.start)]  # alike for all experts
+        # All experts have the same heights.
+        heights = [self._shape(part)[0] for part in self._expert(match, experts.start)]
         for expert in range(experts.start, experts.stop):
-            start = 0  # first row of the matrix in the stacked tensor
+            start = 0  # `start` is the first row of the matrix in the stacked tensor.
             for part, height in zip(self._expert(match, expert), heights, strict=True):
                 end = start + height
                 first, last = max(rows.start, start), min(rows.stop, end)
@@ -165,7 +166,7 @@ class HfSource:
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}
             model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", **options)
-        with contextlib.suppress(OSError):  # a model without one has what its config says
+        with contextlib.suppress(OSError):  # A model without a generation config uses its model config.
             model.generation_config = GenerationConfig.from_pretrained(self._model)
         return model.eval()
 
@@ -188,7 +189,8 @@ class HfSource:
                 yield file
             return
         if self._open is None or self._open[0] != path:
-            self._open = path, safe_open(path, framework="pt")  # the previous file closes with its last tensor
+            # The previous file closes when its last tensor is freed.
+            self._open = path, safe_open(path, framework="pt")
         yield self._open[1]
 
     def _locate(self) -> dict[str, str]:
@@ -198,7 +200,7 @@ class HfSource:
         if index is None:
             path = self._path(ONE_FILE)
             if path is None:
-                raise OSError(f"no {ONE_FILE} and no {INDEX}")
+                raise OSError(f"found neither {ONE_FILE} nor {INDEX}")
             with safe_open(path, framework="pt") as opened:
                 return dict.fromkeys(opened.keys(), path)
         with open(index) as file:
@@ -210,7 +212,7 @@ class HfSource:
         found = {name: self._path(name) for name in set(names)}
         missing = sorted(name for name, path in found.items() if path is None)
         if missing:
-            raise OSError(f"{INDEX} names {missing[0]}, which is not there")
+            raise OSError(f"{INDEX} names {missing[0]}, which does not exist")
         return [str(found[name]) for name in names]
 
     def _path(self, name: str) -> str | None:

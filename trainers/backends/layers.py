@@ -2,8 +2,9 @@
 
 Attention within packed rows is one kernel on GPUs, which compiled layers contain. The choice of activations that are
 kept for the backward pass follows Chen et al. 2016 (arXiv:1604.06174), who keep the inputs of layers only, and
-Korthikanti et al. 2022 (arXiv:2205.05198), who compute again what is large but cheap. Both wrap the forward of a layer,
-inside FSDP's hooks, so that a layer's parameters are gathered once for its second forward pass and its backward pass.
+Korthikanti et al. 2022 (arXiv:2205.05198), who compute again what is large but cheap. Recomputation and compilation
+wrap the forward of a layer inside FSDP's hooks, so that a layer's parameters are gathered once for its second forward
+pass and its backward pass.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .config import Recompute
 
 LONG_ROW = 8192
-"""Least number of tokens of a row that has a call of cuDNN's kernel to itself. On an H200 that takes half of the time
-of the variable-length kernel at 4k to 64k tokens, but cuDNN makes a plan for each new length: only long rows make up
-for it."""
+"""Smallest number of tokens of a row that cuDNN's kernel computes in a separate call. On an H200 this kernel takes half
+the time of the variable-length kernel at 4k to 64k tokens. For each new length cuDNN makes a plan, whose cost only long
+rows recover."""
 _WIDEST_HEAD = 128
 """Largest width of a head for cuDNN's kernel."""
-_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 does not
+# torch 2.12 has this parameter; 2.11 does not.
+_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend_rows(
@@ -42,9 +44,10 @@ def attend_rows(
 ) -> torch.Tensor:
     """Compute causal attention within rows, in bfloat16 or float16. Returns `[Q, heads, D]`.
 
-    `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, row by row. The queries of a row are the last of its
-    keys. `query_ends` and `key_ends` (int32 `[rows + 1]`) are 0, then the end of each row; `longest` has the largest
-    number of queries and of keys of a row. A long row that is alone is computed by cuDNN where the GPU has its kernel.
+    `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, row by row. The queries of a row belong to the last
+    tokens of the row. `query_ends` and `key_ends` (int32 `[rows + 1]`) are 0, then the end of each row; `longest` has
+    the largest number of queries and of keys of a row. A long row that is alone is computed by cuDNN where the GPU has
+    its kernel.
     """
     if len(query_ends) == 2 and len(q) == len(k) >= LONG_ROW and q.shape[-1] <= _WIDEST_HEAD and _is_hopper():
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
@@ -78,8 +81,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Return `function` as one that `torch.compile` leaves as it is. torch declares a type for its own decorator under
-    which methods cannot be called."""
+    """Return `function` marked so that `torch.compile` does not compile it. With the type that torch declares for its
+    own decorator, type checkers reject calls of methods."""
     return cast(Function, torch.compiler.disable(function))
 
 
@@ -105,8 +108,8 @@ def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolic
 def compile_layers(layers: Sequence[nn.Module]) -> None:
     """Compile each layer's forward with torch.compile. It fuses its norms, rotary embeddings, activations and sums.
 
-    All layers of a kind share their compiled code. It is made when the first microbatches are seen, and made again for
-    varying numbers of tokens at the second of them.
+    All layers of a kind share their compiled code. The code is compiled at the first microbatch, and once more at the
+    second for varying numbers of tokens.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward)

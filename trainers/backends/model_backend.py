@@ -52,7 +52,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._balance: BalanceT | None = None
 
     def _prepare_steps(self, flops: FlopModel | None, group: dist.ProcessGroup | None, *, counts_rows: bool) -> None:
-        """Make what sums, measures and saves a step. group, counts_rows: as in `TrainStep`."""
+        """Create the objects that sum, measure and save a step. group, counts_rows: as in `TrainStep`."""
         config = self._config
         self._checkpointer = Checkpointer(self._rank, self._world)
         self._step = TrainStep(
@@ -65,7 +65,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         )
         self._meter = StepMeter(flops, self._device, self._world, group, half=self._half)
 
-    # ------------------------------------------------------------ one step
+    # ---------------- These methods run one train step.
 
     def begin_step(self, temperature: float = 1.0) -> None:
         """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
@@ -84,7 +84,8 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._clear()
 
     def finish_step(self) -> dict[str, float]:
-        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step. Collective.
+        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and update the
+        weights. Collective.
 
         N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
         not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
@@ -131,7 +132,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._meter.add(counted, len(rows.index))
         return self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy)
 
-    # ------------------------------------------------------------ log-probs
+    # ---------------- These methods compute log-probs.
 
     @torch.no_grad()
     def logprobs(
@@ -152,7 +153,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
 
     @torch.no_grad()
     def native_figures(self, micros: Iterable[MicroBatch], count: int, *, temperature: float = 1.0) -> dict[str, float]:
-        """Return what `count` microbatches are like without replay: `routes/native_*` (see `NativeTally.metrics`).
+        """Return the metrics of `count` microbatches without replay: `routes/native_*` (see `NativeTally.metrics`).
         Collective.
 
         Not allowed while a step is open, which measures these itself. Raises ValueError without router replay.
@@ -163,7 +164,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         self._measure_all(replay, micros, count, temperature)
         return replay.native.metrics()
 
-    # ------------------------------------------------------------ weights and state
+    # ---------------- These methods read and write weights and training state.
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of each weight by HF name, in the HF model's order.
@@ -234,7 +235,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
         """Undo `offload`. Idempotent."""
         return self._residence.onload()
 
-    # ------------------------------------------------------------ what a backend adds
+    # ---------------- A backend implements these methods.
 
     @abstractmethod
     def _clear(self) -> None: ...
@@ -250,7 +251,7 @@ class ModelBackend(ABC, Generic[ReplayT, BalanceT]):
 
     @abstractmethod
     def _measure_all(self, replay: ReplayT, micros: Iterable[MicroBatch], count: int, temperature: float) -> None:
-        """Count in `replay` what the routers' own choices are on `count` microbatches."""
+        """Count the routers' own choices on `count` microbatches in `replay`."""
 
     @abstractmethod
     def _own_pieces(self) -> OwnPiece: ...

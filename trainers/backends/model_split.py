@@ -50,7 +50,7 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     model: a HF config, or an object with the content of a config.json as attributes. A size that `model` lacks is not
     checked.
     """
-    if trainer.backend == "scripted":  # the scripted backend has no model
+    if trainer.backend == "scripted":  # The scripted backend has no model.
         return
     kind = getattr(model, "model_type", None)
     if trainer.backend == "megatron" and kind not in (None, *MODEL_TYPES):
@@ -141,8 +141,8 @@ def resolved_packing(trainer: TrainerConfig, model: Any, *, gpu: bool) -> Packin
 
 
 def has_experts(model: Any) -> bool:
-    """Return whether any decoder layer of a model has experts in place of an MLP."""
-    from ...codecs.tokens.routes import expert_layers  # imports torch, which checks do without
+    """Return whether any decoder layer of a model has experts instead of an MLP."""
+    from ...codecs.tokens.routes import expert_layers  # This imports torch, which other checks do not need.
 
     return bool(expert_layers(model))
 

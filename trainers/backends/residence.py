@@ -17,8 +17,8 @@ from ...actors.protocols import OffloadReport, device_bytes_in_use, offloaded_er
 from ...codecs.integers import ALIGN, round_up
 
 _BLOCK_BYTES, _SMALL_BYTES = 512, 1 << 20
-"""Multiple of which torch's allocator for CUDA gives memory, and the largest size for which it does not use the large
-pieces."""
+"""Block size in bytes of torch's CUDA allocator, and the largest size in bytes that it serves from its pool for small
+tensors."""
 
 
 def own_device() -> torch.device:
@@ -31,7 +31,7 @@ class _Moved:
     storage: torch.UntypedStorage
     nbytes: int
     start: int | None
-    """Offset of its content in the host memory; None for one that holds zeros only."""
+    """Offset in bytes of the storage's content in the host memory; None for a storage that holds only zeros."""
 
 
 class Residence:
@@ -76,7 +76,8 @@ class Residence:
             one.storage.resize_(0)
         self._moved, self.offloaded = moved, True
         if self._device.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # otherwise they stay allocated; the next product makes them again
+            # The workspaces would stay allocated; the next matrix product creates them again.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         freed = time.perf_counter()
         return OffloadReport(_copied(moved), copied - start, freed - copied, 0.0, before, device_bytes_in_use())
@@ -109,8 +110,6 @@ class Residence:
         """Free the host memory. Tensors that are in it are lost. Idempotent."""
         self._free()
         self._moved = []
-
-    # ------------------------------------------------------------ inside
 
     def _plan(self, tensors: Iterable[torch.Tensor], zeros: Iterable[torch.Tensor]) -> tuple[list[_Moved], int]:
         """Return the storages to move, and the number of bytes of host memory that their content needs."""
@@ -147,12 +146,12 @@ class Residence:
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def _allocate(self) -> None:
-        """Allocate memory of the device for all storages that have none. It is one piece, from which torch's allocator
-        gives each its part.
+        """Allocate memory of the device for all storages that have none. torch's allocator takes each from one large
+        piece.
 
-        With a piece for each of hundreds of storages, an H100's driver took 0.1 s for 7 GB here, and as long to free
-        them. The piece is of a pool of its own, so that nothing else is put between the storages, which would keep all
-        of it from being freed.
+        With a separate piece for each of hundreds of storages, an H100's driver took 0.1 s to allocate 7 GB and as long
+        to free them. The piece belongs to a separate pool, so that nothing else is allocated between the storages.
+        Otherwise the piece could not be freed.
         """
         if self._device.type != "cuda":
             self._resize()
@@ -161,7 +160,7 @@ class Residence:
         with torch.cuda.use_mem_pool(pool, self._device):
             away = [one.nbytes for one in self._moved if not one.storage.nbytes()]
             room = sum(round_up(nbytes, _BLOCK_BYTES) for nbytes in away if nbytes > _SMALL_BYTES)
-            torch.empty(room, dtype=torch.uint8, device=self._device)  # returned to the pool at once
+            torch.empty(room, dtype=torch.uint8, device=self._device)  # The piece returns to the pool at once.
             self._resize()
 
     def _resize(self) -> None:

@@ -94,7 +94,8 @@ R = TypeVar("R", bound="RouterReplay")
 
 
 def route_spec(model: Any) -> RouteSpec:
-    """Return the shape of the routes of the model with HF config `model`. Raises ValueError for one without experts."""
+    """Return the shape of the routes of the model with HF config `model`. Raises ValueError for a model without
+    experts."""
     spec = RouteSpec.of(model)
     if spec is None:
         raise ValueError(
@@ -138,14 +139,14 @@ class RouterReplay:
         self._measures = self._measured = False
         self._begun = 0
 
-    # ------------------------------------------------------------ one step
+    # ---------------- These methods belong to one train step.
 
     def begin_step(self, number: int) -> None:
         """Begin a train step. number: number of steps that the run has finished."""
         every = self._config.native_agreement_every
         self._measures = every > 0 and number % every == 0
         self._measured = False
-        self.native.reset()  # an aborted step can have left counts
+        self.native.reset()  # An aborted step can have left counts.
         self._begun += 1
 
     def take_measurement(self) -> bool:
@@ -187,7 +188,7 @@ class RouterReplay:
             check_routes(values.cpu().numpy(), self.spec, "microbatch")
         return values
 
-    # ------------------------------------------------------------ one pass
+    # ---------------- These methods belong to one pass of the model.
 
     @contextmanager
     def replaying(self, routes: torch.Tensor | None) -> Iterator[None]:
@@ -198,8 +199,8 @@ class RouterReplay:
 
     @contextmanager
     def observing(self, routes: torch.Tensor | None) -> Iterator[None]:
-        """Context in which the routers use their own choices. `native` counts where they equal `routes`, the same as in
-        `replaying`."""
+        """Context in which the routers use their own choices. `native` counts how often they equal `routes`, which are
+        as in `replaying`."""
         with self._installed(routes):
             self._observed = True
             yield
@@ -213,11 +214,12 @@ class RouterReplay:
         finally:
             self._routes, self._observed = None, False
 
-    @uncompiled  # the result depends on the pass
+    @uncompiled  # torch.compile must leave this method alone, because its result depends on the pass.
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """Return the experts that layer number `layer` of `spec.layers` must use for each token, int64 `[T, k]`.
 
-        own: the router's own choice, int64 `[T, k]`, which is used for tokens without a route, and without a pass.
+        own: the router's own choice, int64 `[T, k]`, which is used for tokens without a route, and outside of
+        `replaying`.
         """
         if self._routes is None:
             return own

@@ -40,8 +40,8 @@ class RowLayout:
     longest: int
     """Length in tokens of the longest row in `input_ids`."""
     source: torch.Tensor
-    """Flat positions in `input_ids` of the tokens that predict the wanted tokens (those whose log-probs are computed):
-    int64 `[T]`."""
+    """Flat positions in `input_ids` of the tokens that predict the wanted tokens: int64 `[T]`. A token is wanted if its
+    log-prob is computed."""
     targets: torch.Tensor
     """Token ids of the T wanted tokens, whose log-probs are computed: int64 `[T]`."""
     row_ids: torch.Tensor
@@ -55,13 +55,13 @@ class RowLayout:
     """Routes of the tokens in the order of `input_ids`, flattened, `[N * L or S, layers, k]`; missing at padding. None
     unless the pass replays routes."""
     owners: torch.Tensor | None = None
-    """Row of each token in the order of `input_ids`, flattened, int64 `[N * L or S]`; -1 at padding. None unless it is
-    asked for."""
+    """Row of each token in the order of `input_ids`, flattened, int64 `[N * L or S]`; -1 at padding. None unless
+    requested."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to `device`. A copy from the host to a GPU goes through pinned memory, so that the host does not
-    wait for what the GPU is doing, and the GPU gets the next microbatch before it has finished this one."""
+    wait for the GPU, which gets the next microbatch before it has finished the current one."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -85,8 +85,9 @@ def lay_out(
     are all tokens but the first of each row. Raises ValueError when the mask marks a row's first token, because nothing
     predicts it.
     """
-    # Computed in numpy on the host, even for columns on a GPU: positions depend on the values, 5 bytes per token. Torch
-    # would wake its threads at every one of these small operations, which took 0.1 s per microbatch on 32 cores.
+    # Positions are computed in numpy on the host, even for columns on a GPU, because they depend on the values (5 bytes
+    # per token). Torch would wake its threads at each of these small operations, which took 0.1 s per microbatch on 32
+    # cores.
     column = batch.jagged("input_ids")
     ids, lengths = column.values.cpu().numpy(), np.asarray(column.lengths, np.int64)
     rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -107,7 +108,7 @@ def lay_out(
     positions = ends = None
     if packed:
         positions = placed(position, 0).view(shape)
-        filled = kept[kept > 0] if kept.any() else np.ones(1, np.int64)  # the one token of an empty microbatch
+        filled = kept[kept > 0] if kept.any() else np.ones(1, np.int64)  # An empty microbatch has one token.
         ends = to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(filled)]).astype(np.int32)), device)
     index = np.flatnonzero(wanted)
 

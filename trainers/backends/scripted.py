@@ -45,7 +45,7 @@ class ScriptedBackend:
         self._residence = Residence(self._device)
         self._checkpointer = Checkpointer(rank, world)
 
-    # ------------------------------------------------------------ one step
+    # ---------------- These methods run one train step.
 
     def begin_step(self, temperature: float = 1.0) -> None:
         """Open a step with all counts at 0. Raises RuntimeError when a step is open or the backend is offloaded, and
@@ -87,7 +87,7 @@ class ScriptedBackend:
         if self._world > 1:
             dist.all_reduce(totals)
         time.sleep(self._config.scripted.train_step_s)
-        tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # a replica's ranks share rows
+        tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # The ranks of a replica share rows.
         if tokens:
             self._steps += 1
             for weight in self._weights.values():
@@ -101,7 +101,7 @@ class ScriptedBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Return zeros at once in place of log-probs: float32, one value per token of each microbatch.
+        """Return zeros at once instead of log-probs: float32, one value per token of each microbatch.
 
         As in every `TrainBackend`, only the replica's writer, the rank that writes columns back, gets them; other ranks
         get []. Raises RuntimeError when the backend is offloaded.
@@ -113,7 +113,7 @@ class ScriptedBackend:
         ]
         return columns if self._writes else []
 
-    # ------------------------------------------------------------ weights and state
+    # ---------------- These methods read and write weights and training state.
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of each weight by name. The names belong to no real model; only the scripted
@@ -185,8 +185,6 @@ class ScriptedBackend:
         """Drop an open step and wait until no checkpoint is being written. Raises the error of the last write."""
         self.abort_step()
         self._checkpointer.close()
-
-    # ------------------------------------------------------------ inside
 
     def _require_closed(self, call: str) -> None:
         if self._counts is not None:

@@ -4,7 +4,7 @@
 
 The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` adds them
 up over the ranks in one all-reduce, and finds the largest mismatch and token gradient of all ranks in another.
-Gradients are scaled by what the denominator and clipping ask for, and AdamW steps at the learning rate of the schedule.
+Gradients are divided by the denominator and clipped, and AdamW steps at the learning rate of the schedule.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class TrainStep:
         self._reset()
 
 
-# ---------------------------------------------------------------- the update
+# ---------------- These functions update the weights.
 
 ADAM_EPS = 1e-8
 CLIP_EPS = 1e-6
@@ -250,7 +250,7 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """
     params = [param for param in model.parameters() if param.requires_grad]
     sorts: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for param in params:  # a fused kernel takes DTensors of a single mesh only
+    for param in params:  # A fused kernel takes DTensors of a single mesh only.
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         sorts.setdefault((param.ndim < 2, mesh), []).append(param)
     groups = [
@@ -285,7 +285,7 @@ def learning_rate(config: TrainerConfig, update: int, total_steps: int, updates_
         return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "linear":
         return config.min_lr + (config.lr - config.min_lr) * (1 - progress)
-    raise ValueError(f"trainer.schedule: got {config.schedule!r}, which is no schedule here")
+    raise ValueError(f"trainer.schedule: got {config.schedule!r}, expected 'constant', 'cosine' or 'linear'")
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

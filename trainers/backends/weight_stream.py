@@ -121,12 +121,12 @@ def stream_weights(
         for item in stream:  # noqa: UP028 - `yield from` would close the stream, which has to continue
             yield item
     except GeneratorExit:
-        for _ in stream:  # the other ranks do not know that it was closed and would wait
+        for _ in stream:  # The other ranks do not know that the stream was closed, and would wait.
             pass
         raise
 
 
-# ---------------------------------------------------------------- batches
+# ---------------- Small weights are sent together in batches.
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _slot_sizes(batches: Sequence[_Batch]) -> list[int]:
     return sizes
 
 
-# ---------------------------------------------------------------- the two ends
+# ---------------- These functions send and receive one batch.
 
 
 class _Transfer:
@@ -184,7 +184,7 @@ class _Transfer:
     RuntimeError names the weights."""
 
     def __init__(self, batch: _Batch, messages: Sequence[dist.P2POp]) -> None:
-        self._batch, self._messages = batch, messages  # tensors must live until they have arrived
+        self._batch, self._messages = batch, messages  # Tensors must stay alive until they have arrived.
         self._start = time.monotonic()
         with self._named():
             self._works = dist.batch_isend_irecv(list(messages)) if messages else []
@@ -204,7 +204,7 @@ class _Transfer:
             names = [weight.name for weight in self._batch.weights]
             peers = sorted({message.peer for message in self._messages})
             raise RuntimeError(
-                f"weights: {names[0]} to {names[-1]} did not get through between rank {dist.get_rank()} and ranks "
+                f"weights: {names[0]} to {names[-1]} were not transferred between rank {dist.get_rank()} and ranks "
                 f"{peers} in {time.monotonic() - self._start:.1f} s: {error}"
             ) from error
 
@@ -234,7 +234,7 @@ def _receive(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     batches = _batches(weights)
     slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in _slot_sizes(batches)]
-    free = 0  # the slot that the next batch arrives in; the consumer has the other
+    free = 0  # The next batch arrives in the slot `free`; the consumer has the other slot.
     coming = _begin(batches[0], slots[free]) if batches else None
     for batch, following in itertools.zip_longest(batches, batches[1:]):
         assert coming is not None

@@ -231,7 +231,7 @@ class Feed:
         for observer in self.observers:
             observer.opened(client.plane_id, partition, state.step)
 
-    # ---------------------------------------------------------------- out
+    # ---------------- These methods issue prompts and follow their rollouts.
 
     def top_up(self) -> None:
         """Issue all prompts that may be in flight now. They are those of the current step and those of the later steps
@@ -301,7 +301,7 @@ class Feed:
         status = client.task_status(self._partition, TASK, self._fields)
         return Demand(self._admitted, len(self._claimed) + status.ready // self._group_size)
 
-    # ---------------------------------------------------------------- in
+    # ---------------- These methods claim finished groups.
 
     def claim(self, count: int, at_least: int | None = None) -> KVBatchMeta:
         """Claim up to `count` complete groups for the current step, which leases their rows to the driver. Returns a
@@ -345,7 +345,7 @@ class Feed:
         with self._stages.timed("surplus"):
             self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True)
 
-    # ---------------------------------------------------------------- issue
+    # ---------------- These private methods issue prompts.
 
     @property
     def _oldest(self) -> int:
@@ -413,7 +413,7 @@ class Feed:
         mine = [issue for issue in self._issues if issue.actor is actor]
         return sum(self._in_flight.get(position) is issue for issue in mine for position in issue.positions)
 
-    # ---------------------------------------------------------------- look after
+    # ---------------- These private methods watch rollout calls and actors.
 
     def _look_after(self, timeout_s: float) -> None:
         """Handle the rollout calls that have ended, and replace actors that died. Their reports go to the step's tally
@@ -524,7 +524,7 @@ class Feed:
                 missing += [keys.pop(key) for key in error.keys]
         return sorted(missing)
 
-    # ---------------------------------------------------------------- claim
+    # ---------------- These private methods claim groups.
 
     def _claim(self, count: int, at_least: int) -> KVBatchMeta:
         """Claim between `at_least` and `count` groups, waiting as `claim` says."""

@@ -342,7 +342,7 @@ class TakeTurns(_OwnGpus):
         held = {f"switch/{name}": num_bytes / 2**30 for name, num_bytes in self._held.items()}
         return {**figures, **held, "time/switch_s": sum(figures.values())}
 
-    # ------------------------------------------------------------ engines
+    # ---------------- These methods put engines to sleep and wake them.
 
     def _sleep(self) -> None:
         """Put all living engines to sleep and wait until their GPU memory has fallen. An engine that fails or does not
@@ -398,7 +398,7 @@ class TakeTurns(_OwnGpus):
         engine.dead = True
         self._actors.engines.exclude(engine, reason)
 
-    # ------------------------------------------------------------ memory
+    # ---------------- These methods measure memory.
 
     def _limit(self, engine: Engine, held: ProcessMemory) -> int | None:
         """Return the largest number of bytes that a sleeping engine may hold on its GPUs, as `held` counts them. Where

@@ -193,8 +193,6 @@ class WeightSync:
         if failures:
             raise failures[engine.name]
 
-    # ------------------------------------------------------------ inside
-
     def _attempt(
         self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool
     ) -> dict[str, ActorFailed]:

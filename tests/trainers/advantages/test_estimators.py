@@ -169,11 +169,11 @@ def test_mistakes() -> None:
         RewardRows(ones, np.ones(1), groups)
     with pytest.raises(ValueError, match="got 3 values of reward 'x' for 2 rows"):
         RewardRows(ones, ones, groups, {"x": np.ones(3)})
-    with pytest.raises(ValueError, match="advantage.kind: got 'gae', which no estimator here has"):
+    with pytest.raises(ValueError, match="advantage.kind: got 'gae', expected the name of an estimator"):
         build_advantages(AdvantageConfig.model_construct(kind="gae"), {})
     with pytest.raises(ValueError, match="Input should be 'step' or 'group'"):
         AdvantageConfig(kind="reinforce_pp", baseline="none")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got 'gdpo' without a reward that has a weight"):
+    with pytest.raises(ValueError, match="got 'gdpo', expected at least one reward with a weight"):
         build_advantages(AdvantageConfig(kind="gdpo"), {"exact": 0.0})
     with pytest.raises(ValueError, match="gdpo needs the reward 'shape' of each row, got"):
         build_advantages(CONFIGS["gdpo"], WEIGHTS)(RewardRows(ones, ones, groups, {"exact": ones}))

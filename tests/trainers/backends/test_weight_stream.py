@@ -139,7 +139,7 @@ def one_leaves(rank: int, world: int) -> str:
 
 def test_a_rank_that_leaves_is_told(tmp_path: Path) -> None:
     told = run_on_ranks(one_leaves, 2, tmp_path)[0]
-    assert told.startswith("weights: 0 rows to 0 rows did not get through between rank 0 and ranks [1] in ")
+    assert told.startswith("weights: 0 rows to 0 rows were not transferred between rank 0 and ranks [1] in ")
 
 
 def test_one_rank_needs_no_process_group_and_makes_no_copies() -> None:

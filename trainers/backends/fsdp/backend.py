@@ -69,7 +69,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
             reference = self._build(source, trained=False)
             host = config.trainer.offload or self._device.type == "cuda"
             self._reference = self._spread(reference, source, offload=host)
-        layers = policy.layers()  # FSDP gives them other class names
+        layers = policy.layers()  # The layers are found first, because FSDP renames their classes.
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         if config.trainer.moe.active:
@@ -92,7 +92,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         replay_routers(policy.model, replay)
         return replay
 
-    # ------------------------------------------------------------ one step
+    # ---------------- These methods run one train step.
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
         """Run the forward pass, the summed loss and the backward pass of `count` microbatches. Gradients stay unscaled
@@ -130,8 +130,6 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         finally:
             self._residence.close()
 
-    # ------------------------------------------------------------ inside
-
     def _clear(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -144,7 +142,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         try:
             return [self._logprobs(model, replay, micro.batch, temperature) for micro in given]
         finally:
-            give_back(model)  # no backward pass follows
+            give_back(model)  # No backward pass needs the gathered weights.
 
     def _measure_all(self, replay: RouterReplay, micros: Iterable[MicroBatch], count: int, temperature: float) -> None:
         try:
@@ -175,7 +173,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         packing = resolved_packing(self._config.trainer, model.config, gpu=self._device.type == "cuda")
         self._packed = packing == "packed"
         if self._packed and self._half and self._device.type == "cuda":
-            from .causal_lm import use_varlen_attention  # the kernels need a GPU and half precision
+            from .causal_lm import use_varlen_attention  # The kernels need a GPU and half precision.
 
             use_varlen_attention(model)
         if self._device.type == "cpu" and not self._config.trainer.compile:
@@ -258,7 +256,8 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
 
     @torch.no_grad()
     def _measure(self, replay: RouterReplay, micro: MicroBatch, layout: RowLayout, temperature: float) -> None:
-        """Count what the routers' own choices are on a microbatch, and what its log-probs are with them. Collective."""
+        """Count the routers' own choices on a microbatch, and the log-probs that result from these choices.
+        Collective."""
         with replay.observing(layout.routes):
             values = self._predict(self._policy, layout, temperature)
         rollout = micro.batch.jagged("rollout_logprobs").values[layout.index]
@@ -273,7 +272,7 @@ class FsdpBackend(ModelBackend[RouterReplay, ExpertBalance]):
         return half_parameters(module) if self._mesh is None and self._half else nullcontext()
 
     def _resident(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's pieces of all tensors that stay between steps. Gradients do not."""
+        """Yield this rank's pieces of all tensors that stay between steps. Gradients are not among them."""
         for model in filter(None, (self._policy, self._reference)):
             give_back(model)
             yield from map(own_piece, (*model.parameters(), *model.buffers()))

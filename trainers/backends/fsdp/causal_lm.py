@@ -1,12 +1,13 @@
 """Adapts a HF causal LM to training: log-probs of wanted tokens, packed rows, half precision, and norms on CPUs.
 
 `CausalLM` computes logits only for wanted tokens. On a GPU, packed rows attend through torch's variable-length flash
-attention; without it, HF finds where packed rows begin from the position ids and gives SDPA a dense block-diagonal
-causal mask of S x S, where S is the number of tokens of the microbatch, which `trainer.tokens_per_microbatch` bounds.
+attention; without it, HF finds the starts of packed rows from the position ids and gives SDPA a dense block-diagonal
+causal mask of S x S. S is the number of tokens of the microbatch, at most `trainer.tokens_per_microbatch`.
 
-A single rank computes in bfloat16 with copies of its float32 parameters or, without training, with no others; on
-several ranks FSDP makes such copies itself. On CPUs, RMS norms get a backward pass in closed form: autograd's own takes
-some ten passes over memory for each norm, and this one four. The forward pass is the same to the bit.
+A single rank computes in bfloat16 with copies of its float32 parameters; without training it keeps bfloat16 parameters
+only. On several ranks FSDP makes such copies itself. On CPUs, RMS norms get a backward pass in closed form: autograd
+takes about ten passes over memory for each norm, the closed form four. The results of the forward pass are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         width = x.shape[-1]
-        # Laid out as `x` is: the gradient of queries and keys comes transposed, and would be copied once more.
+        # The product is laid out like `x`. The gradient of queries and keys is transposed and would be copied once
+        # more.
         product = torch.mul(x, grads[0], out=torch.empty_like(x))
         of_weight = None
         if ctx.needs_input_grad[1]:

@@ -68,9 +68,8 @@ def balance_experts(
 ) -> ExpertBalance:
     """Balance the experts of a HF model as `config.trainer.moe` says, for as long as it lives.
 
-    Its routers choose what a hook of `replay_routers`, which must have been registered before, makes of their choice.
-    The model has its weights already. group: the data-parallel ranks; None for one rank. Raises what
-    `find_routers` raises.
+    The hooks of `replay_routers` must be registered first, because they can replace the routers' choices. The model
+    must already have its weights. group: the data-parallel ranks; None for one rank. Raises what `find_routers` raises.
     """
     spec = RouteSpec.of(model.config)
     assert spec is not None, "check_split refuses models without experts"
@@ -100,7 +99,7 @@ def _use_routes(replay: RouterReplay, layer: int, router: Any, _: tuple[Any, ...
 
 
 def _gates(router: Any, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the gates of the experts `index` (int64 `[T, k]`), as the router computes those of its own choice."""
+    """Return the gates of the experts `index` (int64 `[T, k]`), as the router computes the gates of its own choice."""
     if ROUTERS[type(router).__name__] == "softmax":
         chosen = torch.softmax(logits, -1, dtype=torch.float).gather(1, index)
         return chosen / chosen.sum(-1, keepdim=True) if router.norm_topk_prob else chosen

@@ -36,7 +36,7 @@ def check_head(model: Any) -> None:
     made-up output layer, so the model itself may be on the meta device. Raises ValueError when the logits differ.
     """
     size = model.config.get_text_config().hidden_size
-    tried = copy.copy(model)  # shares the modules, which are replaced in the copy
+    tried = copy.copy(model)  # The copy shares the modules; some of them are then replaced in the copy only.
     tried._modules = dict(model._modules)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, size, generator=generator)
@@ -87,7 +87,7 @@ def check_packing(
     if not close:
         raise ValueError(
             f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(module.model).__name__}, whose "
-            "rows see each other when they are packed into one"
+            "rows attend to each other when they are packed"
         )
 
 
@@ -100,5 +100,5 @@ def _logprobs(module: CausalLM, device: torch.device, rows: int) -> torch.Tensor
     column = Jagged(row.repeat(rows), np.full(rows, TOKENS, np.int64))
     batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), rows, {"input_ids": column})
     values, _ = module(lay_out(batch, device, packed=True), 1.0)
-    give_back(module)  # no backward pass follows
+    give_back(module)  # No backward pass needs the gathered weights.
     return values

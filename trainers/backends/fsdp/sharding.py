@@ -67,23 +67,23 @@ def spread(
             mesh=mesh["dp"],
             mp_policy=precision if half else MixedPrecisionPolicy(),
             offload_policy=host if offload else OffloadPolicy(),
-            reshard_after_forward=None if reshard else False,  # None: reshards all modules but the root
+            reshard_after_forward=None if reshard else False,  # None makes FSDP reshard all modules except the root.
         )
         _sum_gradients(sharded)
     return module
 
 
 def give_back(module: torch.nn.Module) -> None:
-    """Free what this rank has gathered from other ranks for passes over `module` that have ended. A no-op if that is
-    nothing."""
+    """Free what this rank has gathered from other ranks for passes over `module` that have ended. Does nothing if
+    nothing is gathered."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def give_back_unfinished(module: torch.nn.Module, *, reshard: bool) -> None:
-    """Do what `give_back` does, even after a pass that failed halfway. FSDP would then keep what it was asked to keep.
-    reshard: that of `spread`."""
+    """Do what `give_back` does, even after a pass that failed halfway, when FSDP would otherwise keep gathered weights.
+    reshard: the value that was passed to `spread`."""
     if isinstance(module, FSDPModule):
         module.set_reshard_after_forward(True)
         give_back(module)
@@ -95,7 +95,7 @@ def _sum_gradients(module: FSDPModule) -> None:
     """Make FSDP sum the gradients of a shard over the ranks instead of averaging them. The train step itself divides
     them once, by the denominator of its mean loss."""
     module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)  # gloo lacks the pre-multiplied sum, FSDP's default for a factor
+    module.set_force_sum_reduction_for_comms(True)  # FSDP would use a pre-multiplied sum, which gloo lacks.
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
@@ -182,7 +182,7 @@ def open_source(model: str) -> WeightSource:
     try:
         source = HfSource(model)
         why = _why_whole(source)
-    except ValueError as error:  # other files, or no model: the next line raises then
+    except ValueError as error:  # The next line raises an error if there is no such model.
         whole, why = WholeModel(model), str(error)
     else:
         if not why:
@@ -229,7 +229,8 @@ def fill(
         for name, param in parent.named_parameters(recurse=False):
             shared.setdefault(id(param), []).append((parent, name))
     module.to_empty(device="cpu" if host else device)
-    for (first, name), *others in shared.values():  # `to_empty` gives each owner a parameter of its own
+    # `to_empty` has given each owner of a shared parameter a separate one.
+    for (first, name), *others in shared.values():
         for parent, other in others:
             parent.register_parameter(other, first.get_parameter(name))
     model, place = module.model, topology.place(rank)
@@ -242,8 +243,8 @@ def fill(
 
 
 def _read_into(target: torch.Tensor, source: WeightSource, name: str, ranges: tuple[slice, ...]) -> None:
-    """Read a part of a tensor into `target`. Its pieces get the dtype of `target` on its device, which takes no memory
-    of the host."""
+    """Read a part of a tensor into `target`. The pieces are converted to the dtype of `target` on its device, which
+    takes no host memory."""
     for place, values in source.pieces(name, ranges):
         target[place].copy_(values.to(target.device))
 
@@ -260,7 +261,7 @@ def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> 
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
     for param in model.parameters():
-        param._is_hf_initialized = True  # only buffers are then computed
+        param._is_hf_initialized = True  # With this mark HF computes buffers only.
     model.initialize_weights()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -81,7 +81,7 @@ def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: t
         grad.copy_(total.view_as(grad))
 
 
-# ---------------------------------------------------------------- communication
+# ---------------- These functions communicate in forward and backward passes.
 
 
 class _Share(torch.autograd.Function):
@@ -114,7 +114,7 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
-# ---------------------------------------------------------------- what a split module computes
+# ---------------- These functions are the forward passes of split modules.
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _experts(
     return total
 
 
-# ---------------------------------------------------------------- splitting
+# ---------------- These functions split the weights of modules.
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
@@ -194,7 +194,7 @@ def _split(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
     0."""
     for name, param in list(module.named_parameters(recurse=False)):
         if dim == 0 or name == "weight":
-            # Without a source rank each rank takes its part of the weights, which all hold, without communication.
+            # Without a source rank, each rank cuts its part from its own copy of the weights, without communication.
             part = distribute_tensor(param.detach(), mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
 

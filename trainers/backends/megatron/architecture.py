@@ -105,7 +105,7 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         use_cpu_initialization=True,
-        perform_initialization=False,  # every weight is read from the HF folder
+        perform_initialization=False,  # Every weight is read from the HF folder.
         tensor_model_parallel_size=topology.tp,
         sequence_parallel=config.trainer.sequence_parallel,
         pipeline_model_parallel_size=topology.pp,
@@ -113,7 +113,7 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=expert_tensor_size(topology),
         variable_seq_lengths=True,
-        calculate_per_token_loss=True,  # losses and gradients stay sums, nothing divides them
+        calculate_per_token_loss=True,  # Losses and gradients stay sums; Megatron must not divide them.
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -136,7 +136,7 @@ def _experts(model: Any) -> dict[str, Any]:
         "moe_router_topk": model.num_experts_per_tok,
         "moe_router_pre_softmax": not model.norm_topk_prob,
         "moe_ffn_hidden_size": model.moe_intermediate_size,
-        "moe_router_load_balancing_type": "none",  # the policy's objective is the loss's alone
+        "moe_router_load_balancing_type": "none",  # Megatron must not add a balancing loss.
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
     }

@@ -96,10 +96,11 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         layers = list(self._policy.decoder.layers)
         if config.trainer.compile:
             for layer in layers:
-                if isinstance(layer.mlp, MoELayer):  # the dispatcher names CUDA streams, which cannot be traced
+                # The dispatcher uses CUDA streams, which torch.compile cannot trace.
+                if isinstance(layer.mlp, MoELayer):
                     layer.mlp.forward = uncompiled(layer.mlp.forward)
             compile_layers(layers)
-        if config.trainer.recompute == "selective":  # Megatron itself does `full`
+        if config.trainer.recompute == "selective":  # Megatron itself implements `full`.
             recompute_layers(layers, "selective")
         self._training: _Training | None = None
         if config.trains:
@@ -111,10 +112,10 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._pipeline = OpenPipeline(self._model)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._source, self._topology, dtype)
-        first = self._place.cp == 0  # context-parallel ranks share their rows, which the first one counts
+        first = self._place.cp == 0  # Context-parallel ranks share their rows, so only the first of them counts rows.
         self._prepare_steps(flop_model(model), self._mesh.tokens, counts_rows=first)
 
-    # ------------------------------------------------------------ one step
+    # ---------------- These methods run one train step.
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
         """Run the forward pass, the summed loss and the backward pass of `count` microbatches. Gradients stay unscaled
@@ -141,7 +142,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         self._pipeline.drop()
         for queues in filter(None, (self._replay, self._balance)):
             queues.drop()
-        if not self._residence.offloaded:  # the gradient buffers have no memory then, and are zero afterwards
+        if not self._residence.offloaded:  # Gradient buffers have no memory while offloaded, and are zero afterwards.
             self._clear()
 
     def group_holders(self) -> Sequence[object]:
@@ -159,8 +160,6 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         finally:
             self._mesh.close()
             self._residence.close()
-
-    # ------------------------------------------------------------ inside
 
     @property
     def _parts(self) -> _Training:
@@ -217,7 +216,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
                 data_iterator=iter(micros),
                 model=self._model,
                 num_microbatches=count,
-                seq_length=1,  # lengths vary, and stages send them to each other
+                seq_length=1,  # Lengths vary, so stages send each other the real ones.
                 micro_batch_size=1,
                 forward_only=True,
                 collect_non_loss_data=True,
@@ -226,7 +225,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
     def _next(self, micros: Iterator[MicroBatch], replay: PipelineReplay | None) -> tuple[MicroBatch, PackedRows]:
         micro = next(micros, None)
         if micro is None:
-            raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
+            raise ValueError("microbatches: got fewer than `count`, expected the same number on all ranks")
         routes, mark = (None, 0) if replay is None else (replay.read(micro.batch), replay.spec.mark)
         place = self._place
         rows = pack_rows(
@@ -245,16 +244,14 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
     def _loss(
         self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Return the loss of a microbatch in the form that Megatron's schedules expect. They call this on the last
-        pipeline stage only.
-
-        The second value would be a count that the loss is divided by. It is 0 here and not used, because gradients stay
-        sums (see `updates`).
+        """Return the loss of a microbatch in the form that Megatron's schedules expect. Megatron calls this method on
+        the last pipeline stage only. The second value would be a count by which the loss is divided. It is 0 and unused
+        here, because gradients stay sums (see `updates`).
         """
         logprobs, entropy = output
         cp = self._mesh.cp
         row_tokens = whole_counts(rows.row_tokens, cp, self._device)
-        # Context-parallel ranks share their rows, which the first of them counts.
+        # Context-parallel ranks share their rows, so only the first of them counts rows.
         counted = micro.lengths if self._place.cp == 0 else micro.lengths[:0]
         reduce_rows = partial(sum_rows, cp) if cp.size() > 1 else None
         loss = self._add_loss(micro, rows, row_tokens, logprobs, entropy, counted=counted, reduce_rows=reduce_rows)
@@ -275,7 +272,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
     def _measure(
         self, replay: PipelineReplay, temperature: float, micros: Iterator[MicroBatch], model: Any
     ) -> tuple[Any, Any]:
-        """Count what the routers' own choices are on a microbatch, and what its log-probs are with them."""
+        """Count the routers' own choices on a microbatch, and the log-probs that result from these choices."""
         micro, rows = self._next(micros, replay)
         values = self._forward(model, rows, temperature, replay.observing(rows.routes))
 
@@ -288,7 +285,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
     def _forward(
         self, model: Any, rows: PackedRows, temperature: float, routed: AbstractContextManager[None]
     ) -> torch.Tensor:
-        """Return a forward-only pass's log-probs of the wanted tokens, on earlier pipeline stages its hidden states."""
+        """Return the log-probs of the wanted tokens without gradients. Earlier pipeline stages return hidden states."""
         with routed:
             output = model(rows, temperature, "off")
         return output[0] if isinstance(output, tuple) else output
@@ -299,7 +296,7 @@ class MegatronBackend(ModelBackend[PipelineReplay, PipelineBalance]):
         """Append the log-probs of a microbatch to `columns`. Megatron calls this on the last pipeline stage only.
 
         Each context-parallel rank has the log-probs of its own tokens, and 0 for the others. The sum over these ranks
-        contains those of whole rows.
+        has the log-probs of whole rows.
         """
         column = torch.zeros(int(micro.lengths.sum()), dtype=torch.float32, device=self._device)
         column[rows.whole_index] = values

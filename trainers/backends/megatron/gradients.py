@@ -23,7 +23,7 @@ def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataPara
     """Wrap `model` with float32 gradient buffers, which are reduced over ranks only when `sum_gradients` is called."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,  # a step may have many backward passes and is reduced after the last
+        overlap_grad_reduce=False,  # Gradients are reduced after the last of a step's backward passes.
         use_distributed_optimizer=config.trainer.distributed_optimizer,
     )
     return DistributedDataParallel(model.config, settings, model)
@@ -44,11 +44,11 @@ def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> Ch
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
         use_distributed_optimizer=config.trainer.distributed_optimizer,
-        clip_grad=0.0,  # `apply` scales and clips in one multiplication
+        clip_grad=0.0,  # `apply` scales and clips in one multiplication.
     )
     optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
-    for group in optimizer.param_groups:  # without Apex Megatron takes torch's AdamW, in its plain form
+    for group in optimizer.param_groups:  # Without Apex, Megatron uses torch's AdamW without fused kernels.
         group["fused"] = all(param.is_cuda for param in group["params"])
     return optimizer
 
@@ -62,9 +62,11 @@ def clear_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer)
 def resident_tensors(
     model: DistributedDataParallel, optimizer: ChainedOptimizer
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all tensors that stay on the device between steps: those with content, and the gradient buffers. Content
-    is parameters and their buffers, float32 copies, and optimizer state; the gradient buffers are zero then."""
-    buffers = [*model.buffers, *model.expert_parallel_buffers]  # Megatron's, which hide torch's method
+    """Return all tensors that stay on the device between steps: those with content, and the gradient buffers. Tensors
+    with content are parameters and their buffers, float32 copies, and optimizer state. The gradient buffers are zero
+    between steps."""
+    # `model.buffers` is Megatron's list, which hides torch's method.
+    buffers = [*model.buffers, *model.expert_parallel_buffers]
     kept = [*model.module.parameters(), *model.module.buffers()]
     kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     for part in optimizer.chained_optimizers:

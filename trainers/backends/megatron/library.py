@@ -5,7 +5,7 @@ each was run. TransformerEngine and Apex are not needed.
 """
 
 # pyright: reportMissingImports=false
-# megatron-core need not be installed where types are checked.
+# Types are also checked on machines without megatron-core.
 from __future__ import annotations
 
 import inspect
@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron warns about a dozen missing optional packages
+    warnings.simplefilter("ignore")  # Megatron warns about a dozen missing optional packages.
     try:
         from megatron.core import __version__ as MEGATRON_VERSION
         from megatron.core import parallel_state
@@ -54,7 +54,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 _STEP_TAKES_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
-"""Whether the schedules' backward step takes the model's type, as in 0.16."""
+"""True if the schedules' backward step takes the model's type, as in megatron-core 0.16."""
 
 __all__ = [
     "MEGATRON_VERSION",
@@ -101,4 +101,5 @@ def backward_step(received: Any, sent: Any, gradient: Any, model: Any) -> Any:
 def layer_mlp(spec: Any) -> Any:
     """Return the submodules of the MLP or of the experts of a layer's spec, which may be replaced."""
     mlp = spec.submodules.mlp
-    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # a partial in 0.19
+    # megatron-core 0.19 has a partial here.
+    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]

@@ -35,7 +35,7 @@ from .model import PolicyModel
 
 
 class PipelineReplay(RouterReplay):
-    """The routes of the passes over one pipeline stage."""
+    """Holds the routes of the passes over one pipeline stage."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class PipelineReplay(RouterReplay):
         *,
         kept_graph: bool = False,
     ) -> None:
-        """Connect the routers of this rank's stage, and leave them to their own choices.
+        """Connect the routers of this rank's stage. Without routes, routers use their own choices.
 
         kept_graph: true if layers are computed again by torch's own checkpoints, whose first pass keeps a graph.
-        Megatron's run the first pass of a layer without one, which distinguishes them from layers that are not computed
-        again.
+        Megatron's checkpoints run the first pass of a layer without a graph, which tells such layers from layers that
+        are not computed again.
 
         A stage without layers with experts gets no routes, and its passes need none.
 
@@ -75,7 +75,7 @@ class PipelineReplay(RouterReplay):
 
     @contextmanager
     def training(self, routes: torch.Tensor | None) -> Iterator[None]:
-        """Context of the forward step of one microbatch that will have a backward pass, which replays `routes` too."""
+        """Context of the forward step of one microbatch with a later backward pass. Both passes replay `routes`."""
         with self.replaying(routes):
             self._queueing = True
             try:
@@ -89,7 +89,7 @@ class PipelineReplay(RouterReplay):
         left = {self.spec.layers[index]: len(queue) for index, queue in enumerate(self._queues) if queue}
         self.drop()
         if left:
-            raise RuntimeError(f"router replay: layers computed again too rarely (layer: microbatches) {left}")
+            raise RuntimeError(f"router replay: layers not computed again in backward (layer: microbatches) {left}")
 
     def drop(self) -> None:
         """Forget the choices of microbatches whose backward pass is still to come. Idempotent."""
@@ -100,14 +100,15 @@ class PipelineReplay(RouterReplay):
     def _installed(self, routes: torch.Tensor | None) -> Iterator[None]:
         if (
             routes is not None and self._tensor_ranks > 1
-        ):  # with sequence parallelism a router sees a part of the tokens
+        ):  # With sequence parallelism a router gets only a part of the tokens.
             routes = routes.chunk(self._tensor_ranks)[self._tensor_rank]
         with super()._installed(routes):
             yield
 
     @uncompiled
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """Return the experts to use, as `RouterReplay.choose`; in a recomputed layer those of its forward pass."""
+        """Return the experts to use, as `RouterReplay.choose` does. A recomputed layer uses those of its forward
+        pass."""
         # Passes without gradients, such as those of the reference, run while choices are queued; they are not
         # computed again.
         if self._routes is None and torch.is_grad_enabled() and self._queues[layer]:
@@ -174,7 +175,7 @@ class PipelineBalance(ExpertBalance):
     ) -> None:
         """Connect the routers of this rank's stage, for as long as the model lives.
 
-        spec: shape of the routes of the whole model. A router's choice is the one that replay makes of it.
+        spec: shape of the routes of the whole model. With router replay, the replayed choice is balanced.
         """
         routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         stage = stage_layers(config.topology, mesh.place, spec)
@@ -192,7 +193,7 @@ class PipelineBalance(ExpertBalance):
             router.routing = partial(self._route, index, router.routing)
 
     def shares(self, micro: MicroBatch, owners: torch.Tensor) -> RowShares:
-        if self._tensor_ranks > 1:  # with sequence parallelism a router sees a part of the tokens
+        if self._tensor_ranks > 1:  # With sequence parallelism a router gets only a part of the tokens.
             owners = owners.chunk(self._tensor_ranks)[self._tensor_rank]
         return super().shares(micro, owners)
 
@@ -214,7 +215,7 @@ class PipelineBalance(ExpertBalance):
         left = {self._spec.layers[self._stage[i]]: len(queue) for i, queue in enumerate(self._queues) if queue}
         self.drop()
         if left:
-            raise RuntimeError(f"trainer.moe: layers computed again too rarely (layer: microbatches) {left}")
+            raise RuntimeError(f"trainer.moe: layers not computed again in backward (layer: microbatches) {left}")
 
     def drop(self) -> None:
         """Forget the microbatches whose backward pass is still to come. Idempotent."""

@@ -57,7 +57,7 @@ class Mesh:
         made = [group for group in parallel_state._global_process_group_list or () if group is not None]
         parallel_state.destroy_model_parallel()
         if not dist.is_initialized():
-            return  # the backend is offloaded, and its groups are destroyed already
+            return  # The groups of an offloaded backend are already destroyed.
         for group in (*made, self.tokens):
             dist.destroy_process_group(group)
         if self.owns_default:
@@ -71,9 +71,9 @@ def open_mesh(topology: Topology, rank: int) -> Mesh:
     group is missing or has another size, and while another Megatron backend of the process is open.
     """
     if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("megatron backend: another one is open in this process; close it first")
+        raise RuntimeError("megatron backend: another megatron backend is open in this process; close it first")
     owns_default = topology.world == 1 and not dist.is_initialized()
-    if owns_default:  # Megatron needs process groups even for one rank
+    if owns_default:  # Megatron needs process groups even for one rank.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -88,16 +88,16 @@ def open_mesh(topology: Topology, rank: int) -> Mesh:
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=etp,
-        order="tp-cp-ep-dp-pp",  # the rank order of `Topology`
+        order="tp-cp-ep-dp-pp",  # This is the rank order of `Topology`.
         create_gloo_process_groups=False,
     )
-    # There is no dropout, so the tracker has nothing to track; this kind does not request a CUDA generator.
+    # There is no dropout, so the tracker has nothing to track. An inference tracker requests no CUDA generator.
     tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     place = topology.place(rank)
     members = [
         [other for other in range(topology.world) if topology.place(other).tp == tp] for tp in range(topology.tp)
     ]
-    groups = [dist.new_group(ranks) for ranks in members]  # every rank must make all groups
+    groups = [dist.new_group(ranks) for ranks in members]  # Every rank must create all groups.
     part = Part(
         *(place.tp, topology.tp),
         *(_group(parallel_state.get_expert_tensor_parallel_group()).rank(), etp),

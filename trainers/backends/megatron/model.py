@@ -29,8 +29,8 @@ from .weights import cut, entries_of, expert_range
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT model whose last stage returns log-probs of the wanted tokens instead of logits. Wanted are tokens
-    whose log-probs are computed; Megatron returns the logits of all tokens."""
+    """Megatron's GPT model whose last stage returns log-probs of the wanted tokens instead of logits. A token is wanted
+    if its log-prob is computed; Megatron's own model returns the logits of all tokens."""
 
     _frequencies: torch.Tensor
 
@@ -50,7 +50,7 @@ class PolicyModel(GPTModel):
             pre_process=mesh.place.pp == 0,
             post_process=mesh.place.pp == topology.pp - 1,
             share_embeddings_and_output_weights=model.tie_word_embeddings,
-            position_embedding_type="none",  # `forward` passes the angles to the decoder
+            position_embedding_type="none",  # `forward` passes the rotary angles to the decoder.
         )
         start = mesh.place.tp * self._width
         self._tokens = min(self._width, model.vocab_size - start)
@@ -84,12 +84,12 @@ class PolicyModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
-        # When they are tied but on different stages, the last stage has a copy of the embedding instead.
+        # If embedding and output layer are tied but on different stages, the last stage has a copy of the embedding.
         tied_here = self.share_embeddings_and_output_weights and self.pre_process
         weight = self.shared_embedding_or_output_weight() if tied_here else self.output_layer.weight
         assert weight is not None, "the last stage has an output layer or shares the embedding"
         if len(weight) > self._tokens:
-            weight = weight[: self._tokens]  # padding follows, which makes the ranks' parts equal
+            weight = weight[: self._tokens]  # Padding follows, which makes the parts of all ranks equally large.
 
         def head(states: torch.Tensor) -> torch.Tensor:
             return F.linear(states, weight)

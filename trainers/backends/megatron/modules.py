@@ -42,8 +42,8 @@ class Reach:
     key_sizes: tuple[int, ...]
     """Number of keys of each span, at least its number of queries."""
     longest: tuple[int, int]
-    """Largest number of queries and largest number of keys of a span. A compiled layer that looked at the sizes of all
-    spans would be compiled again for others."""
+    """Largest number of queries and largest number of keys of a span. A compiled layer that read the sizes of all spans
+    would be compiled again for other sizes."""
     query_ends: torch.Tensor
     """Boundaries of the spans among the queries: 0, then the end of each span, int32 `[spans + 1]`."""
     key_ends: torch.Tensor
@@ -163,7 +163,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scal
     return _attend_by_span(q, k, v, reach, scale)
 
 
-@uncompiled  # span sizes differ, and each would be compiled again
+@uncompiled  # Span sizes differ, and torch would compile the method again for each of them.
 def _attend_by_span(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
     """Compute what `attend` does with one call of SDPA if all spans have the same size, else with one for each span."""
     if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:
@@ -181,7 +181,7 @@ def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -
     """
     more = k.shape[1] - q.shape[1]
     mask = None
-    if more:  # SDPA's own causal mask is aligned at the upper left
+    if more:  # SDPA's own causal mask is aligned at the upper left.
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(more)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(
@@ -258,10 +258,10 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, sizes: torch.Tenso
 class RowLinear(RowParallelLinear):
     """Megatron's linear layer whose input is split over the tensor-parallel ranks.
 
-    megatron-core 0.16.1 does not tell its own function the layer's group, and the function then warns at every call
-    that it takes the default one, which is the same. torch.compile cannot trace a warning, so that it would leave most
-    of the layer uncompiled. Delete when the pin moves to a release that passes `tp_group` (tensor_parallel/layers.py,
-    RowParallelLinear.forward).
+    megatron-core 0.16.1 does not pass the layer's group to its own function. The function then warns at every call that
+    it uses the default group, although this is the same group. torch.compile cannot trace a warning and would leave
+    most of the layer uncompiled. Delete when the pin moves to a release that passes `tp_group`
+    (tensor_parallel/layers.py, RowParallelLinear.forward).
     """
 
     def _forward_impl(self, *args: Any, **options: Any) -> torch.Tensor:

@@ -39,7 +39,8 @@ def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> 
     found = []
     for name, param in source.empty_model().named_parameters():
         layer = hf_layer(name)
-        stage = topology.pp - 1 if name != EMBEDDING else 0  # when tied, the last stage has a copy
+        # When tied, the last stage has only a copy of the embedding.
+        stage = topology.pp - 1 if name != EMBEDDING else 0
         if layer is not None:
             stage = layer // (config.num_hidden_layers // topology.pp)
         first = topology.rank(Place(0, pp=stage))
@@ -149,7 +150,7 @@ class TrainingState:
             for kind in ("weight", *MOMENTS):
                 state |= self._boxed(entry, whole[kind], kind)
             state |= {f"optimizer.{name}.step": self._steps.float() for name in entry.hf_names}
-        if self._config.tie_word_embeddings:  # fsdp's state has both names
+        if self._config.tie_word_embeddings:  # The state of the fsdp backend has both names.
             embedding = state.get(_key(EMBEDDING, "weight"))
             state |= {} if embedding is None else {_key(HEAD, "weight"): embedding}
         return state
@@ -199,7 +200,7 @@ class TrainingState:
                 row[share.start : share.stop] = share.values[kind]
         if isinstance(self._optimizer.chained_optimizers[0], DistributedOptimizer):
             group = self._mesh.replicas if getattr(param, "allreduce", True) else self._mesh.expert_replicas
-            dist.all_reduce(every, group=group)  # each element has its value on one rank and 0 on the others
+            dist.all_reduce(every, group=group)  # Each element has its value on one rank and is 0 on the others.
         return {kind: row.view(param.shape) for kind, row in zip(kinds, every, strict=True)}
 
     def _boxed(self, entry: Entry, tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ class _Stage:
     """Megatron's `P2PCommunicator`."""
     config: Any
     shapes: Any
-    """Shapes as Megatron gives them; with lengths that vary, neighbours tell each other the real ones."""
+    """Shapes of activations as Megatron expects them. When lengths vary, neighbours send each other the real shapes."""
     first: bool
     last: bool
     depth: int

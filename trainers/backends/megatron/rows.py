@@ -24,8 +24,8 @@ from .modules import AttentionPlan, plan_attention, runs
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The part of a microbatch of N rows that one rank computes: S input tokens and T wanted tokens. Wanted are those
-    whose log-probs it computes."""
+    """The part of a microbatch of N rows that one rank computes: S input tokens and T wanted tokens. A token is wanted
+    if this rank computes its log-prob."""
 
     input_ids: torch.Tensor | None
     """Token ids: int64 `[1, S]`; None when this rank received no token ids."""
@@ -34,8 +34,8 @@ class PackedRows:
     attention: AttentionPlan
     """Plan that says which tokens may attend to which."""
     source: torch.Tensor
-    """Positions among the rank's S input tokens of those that predict the wanted tokens (those whose log-probs are
-    computed): int64 `[T]`."""
+    """Positions of the tokens that predict the wanted tokens, among the rank's S input tokens: int64 `[T]`. A token is
+    wanted if its log-prob is computed."""
     targets: torch.Tensor
     """Token ids of the T wanted tokens, whose log-probs are computed: int64 `[T]`."""
     row_ids: torch.Tensor
@@ -54,7 +54,7 @@ class PackedRows:
     replays routes."""
     owners: torch.Tensor | None = None
     """Row of each of the S tokens, int64 `[S]`; -1 at padding and at the last token of each row, which predicts
-    nothing. None unless it is asked for."""
+    nothing. None unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class _Sent:
     within: torch.Tensor
     """Position of each token in its piece: int64 `[tokens]`."""
     place_of: torch.Tensor
-    """Position of each token among the rank's S input tokens, for those that are inputs: int64 `[tokens]`."""
+    """Position of each token among the rank's S input tokens, valid only for input tokens: int64 `[tokens]`."""
     own: torch.Tensor
     """True for the tokens that are inputs of this rank: bool `[tokens]`."""
 
@@ -191,8 +191,8 @@ class _Sent:
 
     def place(self, what: str, column: torch.Tensor, size: int, padding: int) -> torch.Tensor:
         """Return a column's values `[tokens, ...]` at the rank's `size` input tokens, `[size, ...]` on the CPU.
-        Elsewhere they are `padding`. what: noun for the values, in the plural. Raises ValueError when the column does
-        not have exactly the tokens of this rank's pieces."""
+        Elsewhere they are `padding`. what: plural noun for the values in the error message. Raises ValueError when the
+        column does not have exactly the tokens of this rank's pieces."""
         if len(column) != len(self.own):
             raise ValueError(
                 f"microbatch: got {len(column)} {what}, expected the {len(self.own)} of this rank's pieces"
@@ -213,7 +213,7 @@ def _place_tokens(micro: MicroBatch, sent: _Sent, size: int) -> tuple[torch.Tens
         if len(orphans):
             raise ValueError(f"response_mask: row {int(orphans[0])} marks its first token, expected a prompt before it")
         wanted = marked
-    index = (wanted & (sent.within > 0)).nonzero().flatten()  # another rank predicts the first token of a later piece
+    index = (wanted & (sent.within > 0)).nonzero().flatten()  # Another rank predicts the first token of a later piece.
     row_starts = torch.from_numpy(exclusive_cumsum(micro.lengths))
     rows = sent.rows[index]
     return ids, _Wanted(

@@ -31,7 +31,8 @@ expert_columns   `columns` for stacked experts, over the same ranks as `expert_g
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter and the HF tensors that contain its values. It may be that of all experts of the rank."""
+    """One Megatron parameter and the HF tensors that contain its values. The parameter can hold all experts of the
+    rank."""
 
     name: str
     """Name of the parameter in this rank's Megatron model."""

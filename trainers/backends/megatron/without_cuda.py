@@ -107,12 +107,14 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 _KNOWN = (
     # megatron-core 0.16.1 calls collectives at every step by names that torch 2.13 has deprecated.
     r"`torch\.distributed\.\w+` is deprecated",
-    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",  # DistributedOptimizer, once
-    r"Warning: tp_group is None, using default tp group",  # Megatron's own layers do not pass it
-    r"MimoModelConfig is experimental",  # in 0.19 Megatron's optimizers import it
-    r"MLP requires ffn_hidden_size",  # Megatron's own layer spec does not pass it
-    r"full scope is deprecated",  # TransformerConfig warns about its own default
-    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # correct where experts are not split
+    # DistributedOptimizer causes this warning once.
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    r"Warning: tp_group is None, using default tp group",  # Megatron's own layers do not pass the group.
+    r"MimoModelConfig is experimental",  # The optimizers of megatron-core 0.19 import this class.
+    r"MLP requires ffn_hidden_size",  # Megatron's own layer spec does not pass the size.
+    r"full scope is deprecated",  # TransformerConfig warns about its own default.
+    # The setting is correct where experts are not split.
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
 )
 _KNOWN_ON_CPU = (r"When using \w+( \w+)* it is recommended to set the environment variable CUDA_",)
 

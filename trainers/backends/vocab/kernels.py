@@ -1,12 +1,12 @@
 """Triton kernels that read and replace the logits of a chunk of tokens once, in the precision in which they come.
 
 Plain torch would first copy the logits of a chunk to float32 and then write the softmax, the loss and their gradients
-as further copies of that size, which takes as long as the matrix product. `vocab_logprobs` has the same in plain
+as further copies of that size, which takes as long as the matrix product. `logprobs` has the same functions in plain
 torch.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
-# Triton is not installed everywhere that types are checked, a kernel's grid is an index, and its sums have no types.
+# Types are also checked on machines without Triton. A kernel's grid is an index, and its sums have no types.
 from __future__ import annotations
 
 from typing import Any
@@ -98,7 +98,7 @@ def softmax_gradient(
     entropies: torch.Tensor | None,
     of_entropies: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Do what `logprobs.softmax_gradient` does, in one kernel, in place of `logits`."""
+    """Do what `logprobs.softmax_gradient` does, in one kernel that overwrites `logits`."""
     rows, width = logits.shape
     with_entropy = entropies is not None and of_entropies is not None
     if rows:

@@ -152,8 +152,8 @@ class _WholeSoftmax(torch.autograd.Function):
 
 
 def _kernels(hidden: torch.Tensor) -> Any:
-    """Return the module with `softmax_sums` and `softmax_gradient` for tensors like `hidden`. It is that with Triton
-    kernels on a GPU, else this one."""
+    """Return the module with `softmax_sums` and `softmax_gradient` for tensors like `hidden`. The module is `kernels`
+    (Triton) on a GPU, else this module."""
     if hidden.is_cuda:
         from . import kernels
 
@@ -182,9 +182,9 @@ def softmax_gradient(
     entropies: torch.Tensor | None,
     of_entropies: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the gradient of the logits, `[t, V]` in their dtype, from those of log-probs and entropies. These are
-    float32 `[t]`; None if entropies have none. The values of `logits` may be overwritten. log_totals: from
-    `softmax_sums`."""
+    """Return the gradient of the logits, `[t, V]` in their dtype, from those of log-probs and entropies. These two are
+    float32 `[t]`; the second is None if entropies have no gradient. The values of `logits` may be overwritten.
+    log_totals: from `softmax_sums`."""
     z = logits.float() if temperature == 1.0 else logits.float() / temperature
     every = z - log_totals[:, None]
     chances = every.exp()

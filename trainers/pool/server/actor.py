@@ -163,8 +163,6 @@ class PoolActor:
             self._setup.reserved,
         )
 
-    # ------------------------------------------------------------ inside
-
     def _now_s(self) -> float:
         return time.time() - self._began
 

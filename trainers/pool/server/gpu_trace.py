@@ -227,7 +227,7 @@ def _switches(events: Sequence[PoolEvent]) -> list[Switch]:
     return found
 
 
-# ---------------------------------------------------------------- what a reader sees
+# ---------------- These functions read a trace and show it.
 
 
 def read_events(path: Path) -> list[PoolEvent]:

@@ -175,7 +175,7 @@ def run_pool_simulation(file: PoolFile, out: Path, tell: Callable[[str], None] =
     return summary
 
 
-# ---------------------------------------------------------------- figures
+# ---------------- These functions compute the figures of a simulation.
 
 
 def pool_figures(pool: SimulatedPool) -> dict[str, float]:

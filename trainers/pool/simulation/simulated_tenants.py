@@ -173,7 +173,7 @@ class PoolSimulation:
             self._end_waits(tenant)
         return [tenant.figures for tenant in self._tenants.values()]
 
-    # ------------------------------------------------------------ pool
+    # ---------------- These methods exchange commands and orders with the pool.
 
     def _apply(self, command: Command) -> None:
         """Give the pool a command, and carry out the orders and grants that follow."""
@@ -216,7 +216,7 @@ class PoolSimulation:
         if tenant.ending:
             self._leave(tenant)
 
-    # ------------------------------------------------------------ life of a tenant
+    # ---------------- These methods simulate the life of a tenant.
 
     def _arrive(self, tenant: _Tenant) -> None:
         tenant.settled_s = self._now
@@ -285,7 +285,7 @@ class PoolSimulation:
             tenant.figures.ended_s = self._now
             self._apply(Unregister(tenant.name))
 
-    # ------------------------------------------------------------ rollouts
+    # ---------------- These methods simulate rollouts.
 
     def _begin(self, tenant: _Tenant) -> None:
         while tenant.may_begin:
@@ -359,8 +359,6 @@ class PoolSimulation:
         since_s, tenant.starved_since_s = tenant.starved_since_s, None
         if since_s is not None and since_s >= self._warmup_s:
             tenant.figures.rollout_waits_s.append(self._now - since_s)
-
-    # ------------------------------------------------------------ inside
 
     @property
     def _counts(self) -> bool:

@@ -210,7 +210,7 @@ class Pool:
             if name in self.tenants:
                 self.tenants[name].owed_s, self.tenants[name].settled_s = seconds, now_s
 
-    # ------------------------------------------------------------ commands
+    # ---------------- These methods carry out the commands of tenants.
 
     def _carry_out(self, now_s: float, command: Command) -> None:
         if isinstance(command, Tick):
@@ -353,7 +353,7 @@ class Pool:
             raise UserError(f"pool: {name!r} is no tenant; it has {', '.join(sorted(self.tenants)) or 'none'}")
         return found
 
-    # ------------------------------------------------------------ what follows
+    # ---------------- These methods apply the consequences of a command.
 
     def _expire(self, now_s: float) -> bool:
         """Mark tenants as suspect that have left an order or the pool without an answer for too long. Returns whether

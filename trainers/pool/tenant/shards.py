@@ -147,7 +147,7 @@ class Shards:
         """Return the note of a stage that has just ended and began at `time.monotonic` time `began`."""
         return StageNote(event, role, tuple(gpus), time.time(), time.monotonic() - began)
 
-    # ------------------------------------------------------------ shrink
+    # ---------------- These methods shrink the tenant: they put engines to sleep.
 
     def _shrink(self, engines: Sequence[Engine]) -> dict[str, str]:
         """Put engines to sleep. Returns the killed ones: name -> reason. Their GPUs are free, too."""
@@ -189,7 +189,7 @@ class Shards:
             else:
                 _log.warning("%s", outcome)
 
-    # ------------------------------------------------------------ expand
+    # ---------------- These methods expand the tenant: they wake engines.
 
     def _expand(self, engines: Sequence[Engine]) -> dict[str, str]:
         """Wake engines with the newest version. Returns those that stay asleep: name -> reason."""
@@ -270,8 +270,6 @@ class Shards:
             return
         engine.asleep = False
         self._asleep_s += time.monotonic() - self._asleep_since.pop(engine.name)
-
-    # ------------------------------------------------------------ inside
 
     def _each(
         self,

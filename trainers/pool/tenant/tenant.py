@@ -115,7 +115,7 @@ class Tenant:
             with contextlib.suppress(Exception):  # the pool itself finds that this process has ended
                 self._client.send(Unregister(self.map.name, dead=True))
 
-    # ------------------------------------------------------------ threads
+    # ---------------- These methods run in threads.
 
     def _start(self, work: Callable[[], None], name: str) -> None:
         def guarded() -> None:

@@ -278,7 +278,7 @@ def test_mistakes_are_told(model: str, tmp_path: Path) -> None:
         FsdpBackend(BackendConfig(model=str(tmp_path / "nothing")), 0, 1)
     with pytest.raises(RuntimeError, match="needs a default process group of 2 ranks"):
         FsdpBackend(backend_config(model, topology=Topology(2)), 0, 2)
-    with pytest.raises(ValueError, match="trainer.backend: got 'deepspeed', which no backend here has"):
+    with pytest.raises(ValueError, match="trainer.backend: got 'deepspeed', expected 'fsdp', 'megatron' or 'scripted'"):
         build_backend(BackendConfig(model, TrainerConfig.model_construct(backend="deepspeed")), 0, 1)
     assert isinstance(build_backend(backend_config(model), 0, 1), FsdpBackend)
     with pytest.raises(ValueError, match="world: got 1 ranks, expected the 2 of Topology"):

@@ -48,7 +48,7 @@ def test_fewer_microbatches_than_counted_are_refused(backend: Any) -> None:
 
 
 def test_one_backend_at_a_time(folder: Path, backend: Any) -> None:
-    with pytest.raises(RuntimeError, match="another one is open in this process"):
+    with pytest.raises(RuntimeError, match="another megatron backend is open in this process"):
         build(folder)
     backend.close()
     backend.close()

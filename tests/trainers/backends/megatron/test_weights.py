@@ -173,7 +173,7 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no tensor 'model.layers.9.mlp.down_proj.weight'"):
         HfSource(folder).tensor("model.layers.9.mlp.down_proj.weight")
     (tmp_path / "model" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no model.safetensors and no model.safetensors.index.json"):
+    with pytest.raises(ValueError, match=r"found neither model.safetensors nor model.safetensors.index.json"):
         HfSource(folder)
 
 
