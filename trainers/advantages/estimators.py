@@ -154,8 +154,7 @@ class GrpoAdvantage:
 # ---------------- RLOO compares each reward with the mean of the other rewards.
 #
 # The source is Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
-# Feedback in
-# LLMs", arXiv:2402.14740. The estimator is that of Kool et al. (2019).
+# Feedback in LLMs", arXiv:2402.14740. The estimator is that of Kool et al. (2019).
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ ATTEMPTS = 2
 
 @dataclass(slots=True)
 class State:
-    """The progress of a run. Together with the train workers' checkpoint it is all that a resumed run needs."""
+    """The progress of a run. A resumed run needs only this state and the train workers' checkpoint."""
 
     step: int = 0
     """Number of finished steps."""
@@ -36,8 +36,8 @@ class State:
     outstanding: list[int] = field(default_factory=list)
     """Positions of the prompts that were issued but not yet trained on; a resumed run issues them first."""
     ahead: bool = False
-    """Whether the train workers' weights may be one step ahead of this state. No checkpoint may then be saved, because
-    weights and state would not match."""
+    """True while the train workers' weights can be one step ahead of this state. No checkpoint may then be saved,
+    because weights and state would not match."""
 
     def go_back(self, earlier: State) -> None:
         """Overwrite all values with those of `earlier`."""
@@ -57,7 +57,7 @@ class Checkpoints:
     def __init__(
         self, folder: Path, settings: RunConfig = _DEFAULTS, warn: Callable[[str], None] = _log.warning
     ) -> None:
-        """settings: section `run` of the configuration; its defaults do for checkpoints that are only read. warn:
+        """settings: section `run` of the configuration; the default suffices for reading checkpoints. warn:
         function that is called with a sentence when a checkpoint could not be written."""
         self.folder = folder
         self._settings = settings
@@ -97,7 +97,7 @@ class Checkpoints:
         self.settle(workers, rollouts)
         with rollouts.trainer_at_work(state.version) as is_passed_on:
             self._begin_save(workers, state)
-            if is_passed_on:  # workers cannot offload a state that they are writing
+            if is_passed_on:  # Workers cannot offload a state that they are writing.
                 self.settle(workers, rollouts)
 
     def _begin_save(self, workers: TrainWorkers, state: State) -> None:
@@ -166,7 +166,7 @@ class Checkpoints:
         Collective over the train workers; their number may differ from when the checkpoint was saved. Raises
         ActorFailed if a worker fails, dies or makes no progress.
         """
-        self._trims = []  # the actors that were called may be gone with all others
+        self._trims = []  # The called actors can be gone.
         self._whole = self._writing = None
         self._begun_s = time.monotonic()
         if state.step:
@@ -194,8 +194,8 @@ class Checkpoints:
                 raise answer
 
     def _give_up(self, state: State, error: ActorFailed | OSError) -> None:
-        """Warn that the checkpoint of `state` could not be written, and delete its partial files. If `error` is not an
-        exception while writing but reports a worker that died or did not answer, raises it instead."""
+        """Warn that the checkpoint of `state` could not be written, and delete its partial files. Raises `error`
+        instead if it reports a worker that died or did not answer."""
         if isinstance(error, ActorFailed) and (error.died or error.cause is None):
             raise error
         self._failed = True
@@ -214,8 +214,8 @@ class Checkpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def _prune(self) -> None:
-        """Delete all complete checkpoints but the newest `keep`, and the unfinished files of older ones. A no-op if all
-        are kept (`keep` is 0)."""
+        """Delete all complete checkpoints but the newest `keep`, and the unfinished files of older ones. Does nothing
+        if all are kept (`keep` is 0)."""
         kept = self._steps()[-self._settings.keep_checkpoints :]
         if not self._settings.keep_checkpoints or not kept:
             return

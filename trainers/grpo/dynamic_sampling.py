@@ -11,13 +11,13 @@ from ...dataplane.meta import KVBatchMeta
 from .row_tags import episodes_of
 
 ALIKE = 1e-6
-"""Smallest range of rewards (largest minus smallest) with which a group counts as having a training signal."""
+"""Smallest range of rewards (largest minus smallest) that gives a group a training signal."""
 
 
 def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
-    """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. Those are the
-    groups whose valid episodes all have the same raw reward (the weighted sum of `components`) and the groups with
-    fewer than two valid episodes. components: name and weight of each reward in the sum."""
+    """Return the group numbers of the groups in `meta` without a training signal, in order of appearance. A group has
+    no signal if all its valid episodes have the same raw reward (the weighted sum of `components`), or if it has fewer
+    than two valid episodes. components: name and weight of each reward in the sum."""
     episodes = episodes_of(meta)
     raw, groups = np.zeros(len(episodes.first)), meta.groups[episodes.first]
     for name, weight in components:
@@ -31,8 +31,8 @@ def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> l
 
 
 def useful_rows(meta: KVBatchMeta, components: Sequence[tuple[str, float]], most_dropped: int) -> np.ndarray:
-    """Return which rows to train on, bool `[N]`. Those of the first `most_dropped` groups without a training signal are
-    left out. components: as in `flat_groups`."""
+    """Return which rows to train on, bool `[N]`. The rows of the first `most_dropped` groups without a training signal
+    are left out. components: as in `flat_groups`."""
     keep = np.ones(len(meta), dtype=bool)
     for group in flat_groups(meta, components)[: max(0, most_dropped)]:
         keep &= meta.groups != group

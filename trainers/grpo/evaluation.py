@@ -2,8 +2,9 @@
 
     start: each rollout actor gets a part of the prompts -> samples and scores -> sums of metrics -> means
 
-An evaluation blocks the run, or runs in the background: until the next update of the weights, or for as long as it
-takes. Its samples then come from the versions between `version_first` and `version_last`.
+An evaluation blocks the run, or runs in the background. In the background it ends before the next update of the
+weights, or takes as long as it needs; its samples then come from the versions between `version_first` and
+`version_last`.
 
 Validation also keeps the best model and ends the run at its target; `validation.metric` names the metric that decides.
 The validation before step 1 only sets the value that later ones must exceed: the initial model is never exported, and
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Makes the evaluations of one set, one at a time."""
+    """Runs the evaluations of one set of prompts, one at a time."""
 
     def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan) -> None:
         self._rollouts = rollouts
@@ -50,12 +51,12 @@ class Evaluation:
 
     @property
     def running(self) -> bool:
-        """Whether an evaluation has started whose metrics were not returned yet."""
+        """True while the metrics of a started evaluation have not been returned."""
         return bool(self._calls)
 
     @property
     def step(self) -> int:
-        """Step whose policy the last evaluation that was started measures."""
+        """Step of the policy that the latest evaluation measures."""
         return self._state.step
 
     def start(self, state: State) -> None:
@@ -72,14 +73,14 @@ class Evaluation:
         self._started = time.perf_counter()
 
     def poll(self, version: int) -> dict[str, float]:
-        """Return the metrics of the evaluation that `start` began if it has ended, else {}. version: version that the
+        """Return the metrics of the evaluation that `start` began, or {} while it continues. version: version that the
         train workers have. Raises as `finish` does."""
         self._take(0.0, version)
         return self._metrics() if self._reports and not self._calls else {}
 
     def finish(self, version: int) -> dict[str, float]:
         """Wait for the evaluation that `start` began; returns its metrics, or {} when there is none. version: version
-        that the train workers have, which actors that replace others then serve.
+        of the train workers' weights; actors that replace others serve it.
 
         The wait lasts for as long as the actors make progress. An actor that dies, or makes no progress for
         resources.stage_timeout_s, is replaced, and its part of the prompts is evaluated again. Raises ActorFailed when
@@ -118,7 +119,7 @@ class Evaluation:
             if not outcome.died:
                 raise outcome
             pool.replace(rollout, call.pid, outcome, version)
-            if rollout not in pool.active:  # the new engine waits for the next sync
+            if rollout not in pool.active:  # The new engine waits for the next sync.
                 rollout = pool.active[0]
             by_call[call.again(rollout)] = rollout
         self._calls = [(rollout, call) for call, rollout in by_call.items()]
@@ -132,7 +133,7 @@ class Evaluation:
             if self._rollouts.still_s(rollout) >= bound_s and rollout.info.pid == call.pid:
                 _log.warning("stuck: no progress within %g s from %s: it is killed", bound_s, rollout.info)
                 rollout.kill()
-                self._rollouts.begin_watch()  # Ray soon reports that it is gone
+                self._rollouts.begin_watch()  # Ray soon reports that the actor is gone.
 
     def _metrics(self) -> dict[str, float]:
         reports, self._reports = self._reports, []
@@ -161,7 +162,7 @@ class Evaluation:
         }
 
     def _judge(self, figures: dict[str, float], failed: int) -> None:
-        """Draw conclusions from the figures of an evaluation that has ended. failed: number of failed rows."""
+        """Act on the figures of an evaluation that has ended. failed: number of failed rows."""
 
 
 BEST = "best"
@@ -171,35 +172,35 @@ file says step 0, no validation has exceeded the first one, and there is no mode
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The metric by which a run's validation compares policies, and what follows from a comparison."""
+    """The metric by which a run's validation compares policies, and the actions that a comparison triggers."""
 
     metric: str
     """Full key of the metric that measures how good a policy is."""
     asked: str
-    """Value of `validation.metric`, which names that metric."""
+    """Value of `validation.metric`, the name of the metric as the user wrote it."""
     known: tuple[str, ...]
     """Keys of all metrics that `validation.metric` can name."""
     stop_at: float | None
     """Value of the metric at which the run ends; None if it ends after its steps."""
     keep_best: bool
-    """Whether the best model is exported."""
+    """True if the best model is exported."""
     folder: Path
     """The run folder."""
 
     @classmethod
     def of(cls, validation: ValidationConfig, run: RunConfig, known: Sequence[str], judged: str) -> Goal:
-        """Return the goal of a run. known: keys that `validation.metric` can name. judged: full key of the one that it
-        names."""
+        """Return the goal of a run. known: keys that `validation.metric` can name. judged: full key of the metric that
+        it names."""
         folder = Path(run.dir or ".")
         return cls(judged, validation.metric, tuple(known), validation.stop_at, run.keep_best, folder)
 
 
 class Validation(Evaluation):
-    """Makes the validations of a run, one at a time. A validation either blocks the run, or runs in the background of
+    """Runs the validations of a run, one at a time. A validation either blocks the run, or runs in the background of
     the next step until its optimizer step."""
 
     def __init__(self, rollouts: RolloutPool, plan: EvaluationPlan, workers: TrainWorkers, goal: Goal) -> None:
-        """Read the value of the best model so far from the run folder. There is none before a run's first
+        """Read the value of the best model so far from the run folder. No value exists before a run's first
         validation."""
         super().__init__(rollouts, plan)
         self._workers = workers
@@ -210,8 +211,8 @@ class Validation(Evaluation):
         self._best = self._best_before()
 
     def _best_before(self) -> float:
-        """Return the best value that an earlier validation of this run has reached. Returns -inf if there is none, or
-        if it is a value of another metric than the present `validation.metric`."""
+        """Return the best value that an earlier validation of this run has reached. Returns -inf if there is no such
+        value, or if it belongs to another metric than the present `validation.metric`."""
         path = self._folder / f"{BEST}.json"
         best = json.loads(path.read_text()) if path.exists() else {}
         if best.get("metric") == self._goal.metric:
@@ -232,18 +233,18 @@ class Validation(Evaluation):
         }
 
     def _judge(self, figures: dict[str, float], failed: int) -> None:
-        """Keep the model if it is the best so far, and see whether the target is reached. Raises UserError when the
+        """Keep the model if it is the best so far, and check whether the target is reached. Raises UserError when the
         validation does not yield the metric that `validation.metric` names."""
         goal = self._goal
         value = figures.get(goal.metric)
         if value is None and not failed:
             raise UserError(
-                f"validation.metric: got {goal.asked!r}, which this validation does not have"
+                f"validation.metric: got {goal.asked!r}, a metric that this validation does not have"
                 + (", as no validation prompt has an answer" if needs_answers(goal.metric) else "")
                 + f", expected one of {', '.join(key for key in goal.known if key in figures)}"
             )
         if value is None:
-            return  # rewards raised: nothing is known of this policy
+            return  # The reward functions failed, so this policy has no value.
         target = goal.stop_at
         self.reached = self.reached or (target is not None and value >= target)
         if not goal.keep_best or value <= self._best:
@@ -270,7 +271,7 @@ class Evaluations:
 
     @property
     def reached(self) -> bool:
-        """Whether validation has reached the target that ends the run."""
+        """True once validation has reached the target that ends the run."""
         return any(isinstance(evaluation, Validation) and evaluation.reached for evaluation in self._all)
 
     def before_first_step(self, state: State) -> dict[str, float]:
@@ -298,7 +299,8 @@ class Evaluations:
         """Start the evaluations of the policy of `state` that are due. Returns the metrics of evaluations that have
         ended since the last step. In the last step all are due, and the run waits for them."""
         metrics: dict[str, float] = {}
-        served = not self._rollouts.ahead_of(state.version)  # otherwise it was evaluated before the workers went back
+        # A policy that is not served was evaluated before the workers returned to a checkpoint.
+        served = not self._rollouts.ahead_of(state.version)
         for evaluation in self._all:
             plan = evaluation.plan
             if evaluation.running:
@@ -317,7 +319,7 @@ class Evaluations:
                 if earlier:
                     _log.warning("%s: that of an earlier step ended with the last one: %s", plan.name, earlier)
                 metrics |= evaluation.finish(state.version)
-        if self.reached:  # the run ends here
+        if self.reached:  # The run ends here.
             for evaluation in self._all:
                 metrics |= evaluation.finish(state.version)
         return metrics

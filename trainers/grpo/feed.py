@@ -8,8 +8,8 @@ stage       waits for                              unblocked by
 claim       groups, in the sampler's order         the last group being put, or a rollout that failed
 drain       all rollouts in flight                 their last group being put
 
-Both waits last for as long as rollout actors make progress. An actor that makes none for resources.stage_timeout_s is
-killed and replaced.
+The two waits last for as long as rollout actors make progress. An actor without progress for resources.stage_timeout_s
+is killed and replaced.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class Rollouts(Protocol):
         ...
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
-        """Ask `actors` to end their rollout calls in flight. Each call then returns with the groups that it has
-        finished."""
+        """Ask `actors` to end their rollout calls in flight. Each call then returns with its finished groups."""
         ...
 
     def begin_watch(self) -> None:
@@ -105,20 +104,21 @@ class Rollouts(Protocol):
         ...
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Return for how many seconds `actor` has made no progress, at most those since the last `begin_watch`."""
+        """Return the seconds since `actor` last made progress, counted from the last `begin_watch` at the earliest."""
         ...
 
     def exclude(self, engine: str, reason: str, called_s: float) -> None:
         """Send no more requests to the engine named `engine`, unless its process was replaced after `called_s`.
 
-        reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which the rollout call
+        reason: text for the log and for error messages. called_s: time (`time.monotonic()`) at which the rollout call
         began that found the engine dead or failing.
         """
         ...
 
     def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """Replace the process `pid` of `actor`, which died, by a new one. An engine that it embeds then serves
-        `version`. A no-op if that process was replaced before. Raises `failure` if no more actors may be replaced."""
+        `version`. Does nothing if that process was replaced before. Raises `failure` if no more actors may be
+        replaced."""
         ...
 
 
@@ -137,13 +137,13 @@ class FeedTally:
     """Number of groups whose prompts were issued again because their rollout actor died before it had stored the
     group."""
     surplus: int = 0
-    """Number of groups in flight that were given up because oversampling had issued more prompts than the step
+    """Number of groups in flight that were dropped because oversampling had issued more prompts than the step
     needed."""
     generated: list[Busy] = field(default_factory=list)
     """Periods in which rollout actors generated, one for each rollout call that ended in the step or is still in flight
     at its end."""
     since_s: float = 0.0
-    """`time.monotonic` time at which the last rollout call that was counted in an earlier step ended."""
+    """End of the last rollout call that was counted in an earlier step (`time.monotonic`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,9 +157,9 @@ class _Issue:
     version: int
     """Policy version that the engines served when the prompts were issued."""
     fresh: bool
-    """Whether to generate the groups even if the journal holds them from an earlier rollout."""
+    """True to generate the groups even if the journal holds them from an earlier rollout."""
     killed_s: float = math.inf
-    """`time.monotonic` time at which the actor was killed because it made no progress; infinite when it was not
+    """Time (`time.monotonic`) at which the actor was killed because it made no progress; infinite if it was not
     killed."""
 
     def busy_until(self, end_s: float) -> Busy:
@@ -168,14 +168,14 @@ class _Issue:
 
 
 class FeedObserver(Protocol):
-    """Learns which groups the feeds of this process have trained on, for tests that count rows."""
+    """Records which groups the feeds of this process have trained on, for tests that count rows."""
 
     def opened(self, plane_id: int, partition: str, step: int) -> None:
         """Called when a feed opens `partition` of a data plane, to continue after `step`."""
         ...
 
     def committed(self, plane_id: int, partition: str, step: int, positions: Sequence[int]) -> None:
-        """Called when `step` has been trained on. positions: of its groups in the prompt stream, ascending."""
+        """Called when `step` has been trained on. positions: ascending positions of its groups in the prompt stream."""
         ...
 
 
@@ -237,12 +237,12 @@ class Feed:
         """Issue all prompts that may be in flight now. They are those of the current step and those of the later steps
         in the window, times the oversampling factor. A group is then at most `window` versions older than the policy
         that trains on it. A sampler that reorders groups can exceed that; such groups are cleared."""
-        self._look_after(0.0)  # an actor whose call has ended has nothing to do
+        self._look_after(0.0)  # An actor without a call has nothing to do.
         self._fill(math.ceil(self._admitted * self._config.algorithm.dynamic_sampling.oversample))
 
     @property
     def in_flight(self) -> int:
-        """Number of groups whose prompts were issued and that are neither claimed nor given up."""
+        """Number of groups whose prompts were issued and that are neither claimed nor dropped."""
         return len(self._in_flight)
 
     def drain(self) -> None:
@@ -279,12 +279,12 @@ class Feed:
     def give_up(self) -> None:
         """End the feed without another step. Wait until the rollouts in flight have ended, so that the journal has
         their groups, and clear all rows of the partition. Raises as `drain` does."""
-        self._client.clear(self._partition)  # puts may be waiting for room
+        self._client.clear(self._partition)  # Puts can be waiting for room.
         self.drain()
         self._client.clear(self._partition)
 
     def free_bytes(self, meta: KVBatchMeta) -> None:
-        """Give the bytes of the rows of `meta`, which no train worker reads again, back to the data plane. Rollouts
+        """Free the bytes of the rows of `meta` in the data plane. No train worker reads these rows again. Rollouts
         that wait for room then continue. The rows themselves stay, leased, until `clear`."""
         with self._stages.timed("clear"):
             self._client.free(meta.partition, meta.keys)
@@ -295,9 +295,9 @@ class Feed:
             self._client.clear(meta.partition, meta.keys)
 
     def demand(self, client: DataPlaneClient) -> Demand:
-        """Return how many groups the run wants now, and how many of these are finished. They are those of its current
-        step and of the steps that follow within the window. Another thread than the feed's may call it. client: client
-        of that thread."""
+        """Return how many groups the run wants now, and how many of these are finished. The wanted groups are those of
+        the current step and of the later steps in the window. Another thread than the feed's may call this method.
+        client: client of that thread."""
         status = client.task_status(self._partition, TASK, self._fields)
         return Demand(self._admitted, len(self._claimed) + status.ready // self._group_size)
 
@@ -331,7 +331,7 @@ class Feed:
                 self._take(meta)
             self._fill(self._admitted)
         meta = parts[0].concat(*parts[1:])
-        return meta.select(np.argsort(meta.tags[POSITION], kind="stable"))  # groups are put and claimed by sample
+        return meta.select(np.argsort(meta.tags[POSITION], kind="stable"))  # Groups are put and claimed by sample.
 
     def give_up_surplus(self) -> None:
         """End the rollouts in flight and clear their groups, because the current step has all groups that it needs.
@@ -341,7 +341,7 @@ class Feed:
         self._tally.surplus += len(self._in_flight)
         self._in_flight.clear()
         self._rollouts.end_rollouts(dict.fromkeys(issue.actor for issue in self._issues))
-        self.drain()  # notices actors that died
+        self.drain()  # This wait also notices actors that died.
         with self._stages.timed("surplus"):
             self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True)
 
@@ -354,13 +354,13 @@ class Feed:
 
     @property
     def _admitted(self) -> int:
-        """Largest number of groups that may be claimed or in flight now. They are those of the current step and of the
-        later steps in the window.
+        """Largest number of groups that may be claimed or in flight now: those of the current step and of the later
+        steps in the window.
 
         With chunks in a window, the room of one chunk stays free until the step has claimed as much. A claimed chunk
-        then makes room for as many new prompts, so prompts begin one after another. If a whole step's prompts began
-        together after a weight sync, they would meet those of the step before in the engine, and every second step
-        would wait.
+        then makes room for as many new prompts, so prompts begin one after another. If all prompts of a step began
+        together after a weight sync, they would compete in the engine with the prompts of the step before, and every
+        second step would wait.
         """
         overlap, steps_left = self._overlap, self._config.algorithm.steps - self._state.step
         admitted = min(1 + overlap.window, steps_left) * overlap.groups
@@ -373,9 +373,8 @@ class Feed:
         return self._config.rows_per_group
 
     def _fill(self, groups: int) -> None:
-        """Issue prompts until `groups` groups are claimed by the current step, or in flight and young enough. Young
-        enough means that they can still be trained on. Prompts that have to be issued again come first, then new
-        ones."""
+        """Issue prompts until `groups` groups are claimed by the current step, or in flight and young enough to be
+        trained on. Prompts that have to be issued again come first, then new ones."""
         oldest = self._oldest
         present = len(self._claimed) + sum(issue.version >= oldest for issue in self._in_flight.values())
         chosen: dict[bool, list[int]] = {False: [], True: []}
@@ -449,7 +448,7 @@ class Feed:
                     "stuck: no token, no group and no answer within %g s from %s: it is killed",
                     self._timeout_s, issue.actor.info,
                 )  # fmt: skip
-                if issue.actor.info.pid == issue.call.pid:  # otherwise another process has taken its place
+                if issue.actor.info.pid == issue.call.pid:  # Another process can have replaced the actor's.
                     issue.actor.kill()
         if got_on:
             self._stages.report_progress()
@@ -466,7 +465,7 @@ class Feed:
 
     def _expect_few_errors(self) -> None:
         """Raise TooManyFailedRows if the share of failed rows in the current step exceeds reward.max_error_share. The
-        share is taken of the rows reported so far or of the rows of a full step, whichever number is larger."""
+        share refers to the rows reported so far or to the rows of a full step, whichever number is larger."""
         reports, share = self._tally.reports, self._config.reward.max_error_share
         failed = sum(report.failed for report in reports)
         rows = max(self._config.rows_per_step, sum(report.rows for report in reports))
@@ -479,7 +478,7 @@ class Feed:
 
     def _expect_routes(self) -> None:
         """Raise TooManyMissingRoutes if more tokens of the current step lack a route than `router_replay` allows. The
-        share is taken of the tokens reported so far, or of as many more as a full step has rows."""
+        share refers to the tokens reported so far, scaled up if they are of fewer rows than a full step has."""
         routes = sum((report.routes for report in self._tally.reports), RouteCounts())
         config = self._config.router_replay
         allowed = 0.0 if config.missing == "error" else config.max_missing_share
@@ -520,7 +519,7 @@ class Feed:
             try:
                 self._client.lookup(self._partition, list(keys), TRAIN_FIELDS[:1])
                 break
-            except KeysNotFound as error:  # the error names only some of them
+            except KeysNotFound as error:  # The error names only some of the missing rows.
                 missing += [keys.pop(key) for key in error.keys]
         return sorted(missing)
 
@@ -536,7 +535,7 @@ class Feed:
                     self._clear_stale()
                     self._fill(self._admitted)
                 left_s = max(0.0, deadline - time.monotonic())
-                # While calls are in flight, they end the wait: each makes progress, ends, or is that of a stuck actor.
+                # Calls in flight end the wait: each of them makes progress, ends, or belongs to a stuck actor.
                 wait_s = LOOK_AFTER_S if self._issues else min(left_s, LOOK_AFTER_S)
                 try:
                     return self._client.claim(
@@ -583,7 +582,7 @@ class Feed:
         self._tally.dropped += len(positions)
 
     def _refuse_held(self, meta: KVBatchMeta) -> None:
-        """Raise LeaseLost if the current step has claimed some of these rows before. It must not train on them
+        """Raise LeaseLost if the current step has claimed some of these rows before. The step must not train on them
         twice."""
         held = np.isin(meta.tags[POSITION], list(self._claimed))
         if held.any():

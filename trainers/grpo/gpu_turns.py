@@ -78,13 +78,14 @@ def wait_until_freed(
 
 
 def residual_limit(held: ProcessMemory, residual_bytes: int, processes: int) -> int | None:
-    """Return the most bytes that an actor of so many processes may hold on a pool's GPUs while it sleeps. Returns None
-    if its processes cannot be distinguished from those of other runs there. residual_bytes: limit of one process."""
+    """Return the largest number of bytes that an actor with so many processes may hold on a pool's GPUs while it
+    sleeps. Returns None if its processes cannot be distinguished from those of other runs there. residual_bytes: limit
+    of one process."""
     return None if held.whole_device else residual_bytes * processes
 
 
 class TrainerMemory:
-    """The memory of a run's train workers, which goes to host memory and back."""
+    """Moves the memory of a run's train workers to host memory and back."""
 
     def __init__(self, actors: RunActors, *, timeout_s: float, most_bytes: int) -> None:
         """timeout_s: seconds that a worker may take. most_bytes: GPU memory that a worker may keep after `offload`."""
@@ -95,15 +96,14 @@ class TrainerMemory:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Figures of what the last `offload` and `onload` moved and held, of the slowest or fullest worker.
-
-        They are `offload_gib`, `offload_copy_s`, `offload_memory_s` (giving GPU memory back) and `offload_groups_s`
-        (destroying the process groups), the same of `onload`, `trainer_gib_offloaded` and `trainer_gib_onloaded`. Empty
-        before the first."""
+        """Figures of the last `offload` and `onload`, each for the slowest or fullest worker. They are `offload_gib`,
+        `offload_copy_s`, `offload_memory_s` (giving GPU memory back) and `offload_groups_s` (destroying the process
+        groups), the same of `onload`, `trainer_gib_offloaded` and `trainer_gib_onloaded`. Empty before the first
+        call."""
         return dict(self._figures)
 
     def onload(self) -> list[ProcessMemory]:
-        """Make all train workers take their memory back; returns how much each then holds. Raises ActorFailed if one
+        """Make all train workers onload; returns how much memory each then holds. Raises ActorFailed if one
         fails."""
         workers = self._actors.workers
         reports = gather([worker.onload() for worker in workers], "onload", self._timeout_s)
@@ -113,7 +113,7 @@ class TrainerMemory:
 
     def offload(self) -> list[ProcessMemory]:
         """Make all train workers offload, and wait until their GPU memory has fallen; returns how much each then holds.
-        Raises ActorFailed, naming the worker, if it does not fall within FALL_S seconds."""
+        Raises ActorFailed, naming the worker, if its memory does not fall within FALL_S seconds."""
         workers = self._actors.workers
         reports = gather([worker.offload() for worker in workers], "offload", self._timeout_s)
         held, wrong = wait_until_freed(workers, lambda worker, held: self._most_bytes, self._timeout_s)
@@ -141,12 +141,12 @@ def measured(handles: Sequence[EngineHandle | TrainHandle], timeout_s: float) ->
 
 _log = logging.getLogger(__name__)
 LEVEL = 2
-"""Level at which engines sleep: they drop their weights, which takes no host memory. The next version comes from the
-train workers anyway, faster than from a copy in the host."""
+"""Level at which engines sleep. They drop their weights, which takes no host memory. The train workers send the next
+version, which is faster than a copy in host memory."""
 FALL_S = 10.0
 """Seconds within which the memory of an engine that sleeps, or of a worker that has offloaded, must have fallen."""
 KEY = "resources.residual_mib"
-"""Config key of the memory that may be kept."""
+"""Configuration key that limits the memory that an actor may keep."""
 SWITCH_STAGES = ("sleep", "wake", "offload", "onload")
 """Stages in which a run passes the memory of its GPUs from one side to the other."""
 
@@ -164,7 +164,7 @@ class Roles(Protocol):
 
     @property
     def training(self) -> bool:
-        """Whether the train workers can work now."""
+        """True if the train workers can work now."""
         ...
 
     def to_training(self) -> None:
@@ -173,8 +173,8 @@ class Roles(Protocol):
         ...
 
     def end_generation(self) -> None:
-        """End all rollouts and put the engines to sleep, at any moment of a run. The train workers can then be used, or
-        new ones started."""
+        """End all rollouts and put the engines to sleep, at any moment of a run. Afterwards the train workers can be
+        used or replaced."""
         ...
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
@@ -189,8 +189,8 @@ class Roles(Protocol):
 
     @property
     def lends(self) -> bool:
-        """True if train workers give their GPUs to other runs whenever they do not compute. They must then not wait for
-        rollouts, which may need the GPUs of a run that waits for theirs, in the same way."""
+        """True if train workers lend their GPUs to other runs while they do not compute. They must then not wait for
+        rollouts while they hold GPUs, because two such runs could wait for each other's GPUs."""
         ...
 
     def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
@@ -212,23 +212,23 @@ class Roles(Protocol):
 
 
 class _OwnGpus:
-    """Answers of a run whose GPUs are its own: it takes no orders from outside the run."""
+    """Answers of a run with GPUs of its own. Such a run takes no orders from outside."""
 
     lends = False
 
     def open_rollouts(self, feed: Callable[[], HasDemand]) -> None:
-        """Do nothing: there are no such orders."""
+        """Do nothing, because no orders come from outside the run."""
 
     def engines_kept(self) -> AbstractContextManager[object]:
-        """Return an empty context: engines are put to sleep from inside the run only."""
+        """Return an empty context, because engines are put to sleep from inside the run only."""
         return nullcontext()
 
     def check(self) -> None:
-        """Do nothing: there is no such thread."""
+        """Do nothing, because no thread serves orders from outside the run."""
 
 
 class BothResident(_OwnGpus):
-    """Both sides keep their memory: nothing is switched."""
+    """Lets engines and train workers keep their memory, so that nothing is switched."""
 
     training = True
 
@@ -236,10 +236,10 @@ class BothResident(_OwnGpus):
         self._weights = weights
 
     def to_training(self) -> None:
-        """Do nothing: the train workers are always ready."""
+        """Do nothing, because the train workers are always ready."""
 
     def end_generation(self) -> None:
-        """Do nothing: the train workers are always ready."""
+        """Do nothing, because the train workers are always ready."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         return self._weights.sync(version, engines)
@@ -254,7 +254,7 @@ class BothResident(_OwnGpus):
 
 
 class TakeTurns(_OwnGpus):
-    """One side at a time holds the GPUs' memory. Begins with engines awake and train workers offloaded."""
+    """Lets one side at a time hold the GPUs' memory. The run begins with engines awake and train workers offloaded."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class TakeTurns(_OwnGpus):
         report, none_left = None, None
         try:
             report = self._weights.sync(version, engines)
-        except NoEngineLeft as error:  # the workers must make room before others can be started
+        except NoEngineLeft as error:  # The workers must make room before new engines can start.
             none_left = error
         with self._timed("offload"):
             self._note("trainer_gib_offloaded", self._trainer.offload())
@@ -323,7 +323,7 @@ class TakeTurns(_OwnGpus):
 
     def sync_engine(self, engine: Engine, version: int) -> bool:
         if not version:
-            return True  # the engine loaded this version from the model's folder
+            return True  # The engine has loaded version 0 from the model's folder.
         if self._weights.kept == version:
             try:
                 self._weights.catch_up(engine)
@@ -345,11 +345,11 @@ class TakeTurns(_OwnGpus):
     # ---------------- These methods put engines to sleep and wake them.
 
     def _sleep(self) -> None:
-        """Put all living engines to sleep and wait until their GPU memory has fallen. An engine that fails or does not
-        let go of its memory is killed; another takes its place once the train workers have offloaded."""
+        """Put all living engines to sleep and wait until their GPU memory has fallen. An engine that fails or keeps its
+        memory is killed; another one replaces it once the train workers have offloaded."""
         asleep = self._each("sleep", self._living(), lambda handle: handle.sleep(LEVEL))
         for engine in asleep.values():
-            engine.broken = True  # the engine has dropped its weights
+            engine.broken = True  # The engine has dropped its weights.
         held, wrong = wait_until_freed(
             list(asleep), lambda handle, held: self._limit(asleep[handle], held), self._timeout_s
         )
@@ -370,7 +370,7 @@ class TakeTurns(_OwnGpus):
     def _each(
         self, stage: str, engines: Sequence[Engine], call: Callable[[EngineHandle], Call[None]]
     ) -> dict[EngineHandle, Engine]:
-        """Make a call of all `engines`, end those for which it fails, and return the others."""
+        """Call all `engines`, end the engines for which the call fails, and return the others."""
         outcomes = gather_each([call(engine.handle) for engine in engines], stage, self._timeout_s)
         sound = dict[EngineHandle, Engine]()
         for engine, outcome in zip(engines, outcomes, strict=True):
@@ -392,7 +392,7 @@ class TakeTurns(_OwnGpus):
                 self._end(engine, str(answer))
 
     def _end(self, engine: Engine, reason: str) -> None:
-        """Kill the process of an engine, which frees its memory for certain, and mark it as dead. See
+        """Kill the process of an engine, which always frees its memory, and mark it as dead. See
         `RolloutPool.replace_dead`."""
         engine.handle.kill()
         engine.dead = True
@@ -402,8 +402,8 @@ class TakeTurns(_OwnGpus):
 
     def _limit(self, engine: Engine, held: ProcessMemory) -> int | None:
         """Return the largest number of bytes that a sleeping engine may hold on its GPUs, as `held` counts them. Where
-        processes cannot be distinguished, the memory of other processes is counted, too; the sum must then be less than
-        when the engine was awake. None: nothing is known."""
+        processes cannot be distinguished, the memory of other processes is counted, too, and the sum must be less than
+        when the engine was awake. Returns None if no limit is known."""
         if not held.whole_device:
             return self._residual_bytes * engine.num_workers
         awake = self._awake.get(engine.name)

@@ -1,4 +1,4 @@
-"""Manages a run's rollout actors and engines for its steps: dead ones are replaced while the others continue."""
+"""Manages a run's rollout actors and engines, and replaces dead ones while the others continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weight_sync import HEALTH_S, SyncReport
 
 
 class RolloutPool:
-    """The rollout actors and engines of one run, with the means to watch and replace them."""
+    """Watches and replaces the rollout actors and engines of one run."""
 
     def __init__(self, actors: RunActors, roles: Roles, stages: Stages, timeout_s: float) -> None:
         """timeout_s: seconds within which an actor must make progress (resources.stage_timeout_s)."""
@@ -27,14 +27,14 @@ class RolloutPool:
         self._watch = ProgressWatch(())
 
     def ahead_of(self, version: int) -> bool:
-        """Return whether an engine serves a later version than `version`. That happens after the train workers went
-        back to a checkpoint."""
+        """Return whether an engine serves a later version than `version`. This happens after the train workers returned
+        to a checkpoint."""
         return self._actors.engines.ahead_of(version)
 
     def sync_weights(self, version: int) -> SyncReport:
         """Bring all engines to the weights of `version`, and let them generate. Engines with a later version keep it
-        (see `WeightSync.sync`). Engines that died or hang are replaced. Raises NoEngineLeft when none is left and none
-        could be replaced."""
+        (see `WeightSync.sync`). Engines that died or hang are replaced. Raises NoEngineLeft when no engine is left and
+        none could be replaced."""
         with self.stages.timed("sync"):
             try:
                 report = self.roles.sync(version)
@@ -48,8 +48,8 @@ class RolloutPool:
     @contextmanager
     def trainer_at_work(self, version: int) -> Iterator[bool]:
         """Context manager in whose block the train workers can be used, between two steps, for a checkpoint or export.
-        Yields whether the workers are offloaded at the end of the block, because the engines had the memory before it.
-        The engines then serve `version` again, unless the block raises an exception."""
+        Yields True if the workers are offloaded at the end of the block, because the engines had the memory before.
+        Afterwards the engines serve `version` as before, unless the block raises an exception."""
         training = self.roles.training
         self.roles.to_training()
         yield not training
@@ -69,9 +69,8 @@ class RolloutPool:
         return ended(calls, "rollout", timeout_s)
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
-        """Ask `actors` to end their rollout calls in flight. Each call then returns with the groups that it has
-        finished. Waits up to HEALTH_S for the answers and ignores failures, which show in the rollout calls
-        themselves."""
+        """Ask `actors` to end their rollout calls in flight. Each call then returns with its finished groups. Waits up
+        to HEALTH_S seconds for the answers. Failures are ignored here, because the rollout calls report them."""
         gather_each([actor.end_rollouts() for actor in actors], "surplus", HEALTH_S)
 
     def begin_watch(self) -> None:
@@ -84,12 +83,12 @@ class RolloutPool:
         """Query the progress of all actors, without waiting for their answers. Returns whether any has made progress or
         all failed engines were replaced.
 
-        An engine in an actor of its own that died or does not answer in time is replaced by another that serves
-        `version`, as often as run.max_restarts allows. The failure of a rollout actor shows in its calls and is not
+        An engine in a separate actor that died or does not answer in time is replaced by an engine that serves
+        `version`, as often as run.max_restarts allows. The calls of a rollout actor report its failure, so it is not
         handled here. Raises NoEngineLeft if no engine can get requests any more.
         """
         self.roles.check()
-        if self._actors.engines.all_asleep:  # no engine can make progress until the pool gives GPUs back
+        if self._actors.engines.all_asleep:  # No engine can make progress until the pool returns GPUs.
             self.begin_watch()
             return True
         moved, failed = self._watch.look()
@@ -97,7 +96,7 @@ class RolloutPool:
         for engine in self._separate:
             failure = failed.get(engine.handle)
             if engine.asleep:
-                engine.dead |= failure is not None and failure.died  # a dead engine is replaced when it is to wake
+                engine.dead |= failure is not None and failure.died  # A dead engine is replaced when it must wake.
                 continue
             if failure is not None and failure.died:
                 gone[engine.name] = str(failure)
@@ -115,9 +114,9 @@ class RolloutPool:
         return moved
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Return for how many seconds `actor` has been stuck. It is the longer of the time since it last answered, and
-        the time since either the actor or any engine that may work for it last made progress. Both count from the last
-        `begin_watch` at the earliest."""
+        """Return for how many seconds `actor` has been stuck. This is the longer of two times: since the actor last
+        answered, and since the actor or any engine that can work for it last made progress. Both times count from the
+        last `begin_watch` at the earliest."""
         others = [self._watch.still_s(engine.handle) for engine in self._separate if not engine.left_out]
         return max(self._watch.silent_s(actor), min([self._watch.still_s(actor), *others]))
 
@@ -126,13 +125,13 @@ class RolloutPool:
 
     @property
     def _separate(self) -> list[Engine]:
-        """The engines that run in actors of their own; none when each engine is embedded in a rollout actor."""
+        """The engines that run in separate actors; empty when each engine is embedded in a rollout actor."""
         return [] if self._actors.engines.embedded else self._actors.engines.engines
 
     def exclude(self, engine: str, reason: str, called_s: float) -> None:
         """Send no more requests to the engine named `engine`, which a rollout call found dead or failing.
 
-        reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
+        reason: text for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
         An engine whose process was replaced since then stays in use, because the call may have met the old process.
         """
         with self.roles.engines_kept():
@@ -141,17 +140,17 @@ class RolloutPool:
                 self._actors.engines.exclude(found, reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
-        """Replace a rollout actor or engine whose process `pid` died, and wait until the new one has started. It serves
-        `version`.
-
-        A no-op if that process was replaced before. Raises `failure` if run.max_restarts allows no more replacements.
+        """Replace a rollout actor or engine whose process `pid` died, and wait until the new one has started. The new
+        process serves `version`. Does nothing if that process was replaced before. Raises `failure` if run.max_restarts
+        allows no more replacements.
         """
         if actor.info.pid != pid:
             return
         engines = self._actors.engines
         with (
             self.roles.engines_kept(),
-            self.stages.timed("replace", 3 * self._actors.start_timeout_s),  # one each for build, ping and set_engines
+            # The limit covers build, ping and set_engines.
+            self.stages.timed("replace", 3 * self._actors.start_timeout_s),
         ):
             engine = next((engine for engine in engines.engines if engine.handle is actor), None)
             if engine is not None:
@@ -161,11 +160,10 @@ class RolloutPool:
                 engine.renew()
                 if self.roles.sync_engine(engine, version):
                     engines.readmit(engine)
-        self.begin_watch()  # the progress of the others was not watched meanwhile
+        self.begin_watch()  # The progress of other actors was not watched meanwhile.
 
     def sync_broken(self, version: int) -> None:
-        """Sync the weights of the train workers to the engines that a failed sync left without complete ones. The
-        weights are of `version`.
+        """Sync the train workers' weights of `version` to the engines that a failed sync left without complete weights.
 
         Their requests in flight continue with these weights. If such an engine had generated with a later version, all
         rollouts are ended first, so that no row continues with an older policy.

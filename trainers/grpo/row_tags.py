@@ -1,4 +1,4 @@
-"""Computes from the tags of rows, numbers that come without the rows' content, what a step needs to know of them.
+"""Computes a step's episodes and advantages from the tags of rows, which are numbers stored apart from the content.
 
 Several rows may belong to one episode, which counts once, and several episodes to one group.
 """
@@ -17,14 +17,14 @@ from ..advantages.estimators import AdvantageEstimator, RewardRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episodes:
-    """Which of N rows belong to which of E episodes, with E = N where each row is an episode."""
+    """Assignment of N rows to E episodes, with E = N where each row is an episode."""
 
     first: np.ndarray
     """Index of one row of each episode: int64 `[E]`. All rows of an episode have the same rewards and group."""
     of_row: np.ndarray
     """Index of each row's episode: int64 `[N]`."""
     valid: np.ndarray
-    """Whether each episode can be trained on: bool `[E]`. It can if one of its rows can."""
+    """True for each episode that can be trained on: bool `[E]`. One valid row suffices."""
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Add up the values of N rows by episode: float64 `[E]`."""

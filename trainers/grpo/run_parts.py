@@ -20,7 +20,7 @@ from .weight_sync import WeightSync
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """The measurements of a run in addition to its steps."""
+    """The objects that measure a run in addition to its steps."""
 
     meter: DriverMeter
     """Bytes of all messages between the driver and its actors."""
@@ -35,7 +35,7 @@ class Observers:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that is ready to train: its parts, but no rows. Each part is what one side of the loop works with."""
+    """The parts of a run that is ready to train, without any rows. Each part serves one side of the loop."""
 
     config: Config
     client: DataPlaneClient
@@ -43,7 +43,7 @@ class Run:
     rollouts: RolloutPool
     workers: TrainWorkers
     roles: Roles
-    """Decides whether engines or train workers hold the memory of the GPUs that they share."""
+    """Object that decides whether engines or train workers hold the memory of the GPUs that they share."""
     weights: WeightSync
     stages: Stages
     observers: Observers
@@ -63,7 +63,7 @@ class Run:
         *,
         roles_note: str,
     ) -> Run:
-        """Put the parts of a run together, with those that follow from others."""
+        """Build a run from the given parts, and the parts that follow from them."""
         rollouts = RolloutPool(actors, roles, stages, config.resources.stage_timeout_s)
         workers = TrainWorkers.of(config, actors.workers, stages)
         return cls(config, client, actors, rollouts, workers, roles, weights, stages, observers, roles_note)

@@ -20,7 +20,7 @@ from .run_parts import Run
 from .weight_sync import SyncReport
 
 MANY = 5
-"""Staleness, in policy versions, from which on rows are counted together as `staleness/share_5_or_more`."""
+"""Smallest staleness, in policy versions, of the rows that `staleness/share_5_or_more` counts."""
 
 
 def step_metrics(
@@ -81,16 +81,16 @@ def step_metrics(
 BY_UPDATE = ("ratio_mean", "clip_fraction", "approx_kl", "reference_kl", "grad_norm")
 """Metrics that a step with several optimizer updates also reports for each of them, without their prefix `train/`."""
 SUMMED = ("train/tokens", "train/sequences")
-"""Metrics of which a step reports the sum over its updates."""
+"""Metrics that a step reports as sums over its updates."""
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's optimizer updates, in order, to the metrics of the step; {} if there was none.
+    """Merge the metrics of a step's optimizer updates, in order, to the metrics of the step; {} without an update.
 
     Metrics are means over the updates, except that SUMMED are sums. `logprob/` compares the policy before the step with
-    the engine's, so it is that of the first update. `train/lr` is that of the last. `train/skipped` is 1 only if every
-    update was skipped. A step with several updates also reports `train/updates`, and for each update the metrics
-    BY_UPDATE as `update_{number}/{name}`, counted from 1.
+    the engine's, so it is taken from the first update. `train/lr` is taken from the last update. `train/skipped` is 1
+    only if every update was skipped. A step with several updates also reports `train/updates`, and for each update the
+    metrics BY_UPDATE as `update_{number}/{name}`, counted from 1.
     """
     if len(updates) <= 1:
         return dict(updates[0]) if updates else {}
@@ -120,10 +120,10 @@ def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
 def rollout_metrics(fed: FeedTally) -> dict[str, float]:
     """Return the metrics of the rollout calls that ended in the step.
 
-    `rollout/tokens_per_s` is NaN if no call ended later than the calls of earlier steps.
+    `rollout/tokens_per_s` is NaN if no call ended after those of earlier steps.
     """
     rollout = merge_reports(fed.reports)
-    # Calls outlast steps, so the tokens of these calls belong to the time since the calls that were counted before.
+    # Calls outlast steps, so their tokens are divided by the time since the last call that was counted before.
     until_s = max((busy.end_s for busy in fed.generated if busy.end_s < math.inf), default=fed.since_s)
     generating_s = covered_s(fed.generated, fed.since_s, until_s)
     tokens = rollout.response_tokens - rollout.restored_tokens
@@ -167,10 +167,10 @@ def sync_metrics(sync: SyncReport, seconds: float) -> dict[str, float]:
 def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
     """Return metrics of the rows' staleness, int64 `[N]` in versions: mean, maximum, and the share of each value.
 
-    bound: the largest staleness that is expected. Shares up to it are returned even when they are 0, so that every step
+    bound: largest expected staleness. Shares up to it are returned even when they are 0, so that every step
     has the same keys and plots show the zeros.
     """
-    # A journal may hold groups of a later policy than the one that a resumed run trains again.
+    # A journal can hold groups of a later policy than the one from which a resumed run continues.
     staleness = np.maximum(staleness, 0)
     shares = np.bincount(staleness, minlength=bound + 1) / len(staleness)
     figures = {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(np.max(staleness))}
@@ -190,9 +190,8 @@ def kv_metrics(meta: KVBatchMeta) -> dict[str, float]:
 
 
 def idle_shares(generating_s: float, seconds: Mapping[str, float], wait_s: float, step_s: float) -> dict[str, float]:
-    """Return the idle shares of a step. They are the share of its time in which the rollout actors, on average,
-    generated nothing, and the share in which the train workers computed nothing. A worker that waits for rows counts as
-    idle.
+    """Return the idle shares of a step: the average share of time in which rollout actors did not generate, and the
+    share in which train workers did not compute. A worker that waits for rows counts as idle.
 
     generating_s: seconds for which a rollout actor generated, on average. seconds: name of a stage -> its seconds.
     wait_s: seconds that the train workers waited for rows. step_s: seconds that the step took.

@@ -1,6 +1,6 @@
 """Sends plans and passes to a run's train workers, and waits for their reports.
 
-Nothing here touches the content of a row: rollout actors put rows and train workers get them. Only receipts
+This module never touches the content of a row: rollout actors put rows and train workers get them. Only receipts
 (keys and locations of rows), plans, a few numbers for each row, and reports pass through the driver.
 """
 
@@ -42,7 +42,7 @@ as stuck. A shared file system that hangs may need as long to recover."""
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """Rules by which the rows of a step are dealt to ranks and microbatches, and the metrics of the result."""
+    """Rules by which the rows of a step are assigned to ranks and microbatches."""
 
     topology: Topology
     fetch: FetchPolicy
@@ -50,9 +50,9 @@ class PlanRules:
     budget: Budget
     """Limit on the tokens of a microbatch, and the coefficients that give a row's compute cost from its length."""
     group_tokens: bool
-    """Whether each row carries the number of tokens that its whole group trains on."""
+    """True if each row carries the number of trained tokens of its whole group."""
     row_tokens: bool
-    """Whether each row carries the number of its tokens that are trained on."""
+    """True if each row carries the number of its trained tokens."""
 
     @classmethod
     def of(cls, trainer: TrainerConfig, loss: LossConfig, budget: Budget) -> PlanRules:
@@ -71,9 +71,10 @@ class TrainWorkers:
     rules: PlanRules
     estimate: AdvantageEstimator
     reference: tuple[str, ...]
-    """Name of the column with the reference model's log-probs, or () when loss.kl_coef is 0, which needs none."""
+    """Name of the column with the reference model's log-probs; () when loss.kl_coef is 0, which needs no such
+    column."""
     samples: SampleFile | None
-    """File of samples, which picks the rows that are written to it; None for a run that writes none."""
+    """File of samples, which picks the rows to write; None for a run without samples."""
     timeout_s: float
     """Seconds within which a worker must answer, or make progress (resources.stage_timeout_s)."""
 
@@ -115,7 +116,7 @@ class TrainWorkers:
     ) -> None:
         """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard.
         columns: log-prob columns that the workers have written to these rows before. write_samples: whether the workers
-        write what the step makes of the picked rows to samples.jsonl."""
+        write the step's results for the picked rows to samples.jsonl."""
         picks, traced = self.samples if write_samples else None, self.stages.tracer.recording
         with self.stages.timed("plan"):
             shards = plan_step(self.rules, meta, step, traced=traced, columns=columns, picks=picks)
@@ -161,8 +162,8 @@ class TrainWorkers:
         draft.rename(folder)
 
     def _traced(self, reports: list[WorkerReport]) -> list[WorkerReport]:
-        """Add the spans of reports to the trace, and return the reports. They are those of one pass or several, each
-        in rank order."""
+        """Add the spans of reports to the trace, and return the reports. The reports belong to one pass or several,
+        each in rank order."""
         for number, report in enumerate(reports):
             self.stages.tracer.add(self.handles[number % len(self.handles)].info.name, report.spans.to_spans())
         return reports
@@ -179,10 +180,10 @@ def plan_step(
 ) -> list[TrainShard]:
     """Assign rows to data-parallel replicas and microbatches; returns one shard for each rank.
 
-    Only ranks that read or write rows get a receipt (the keys and locations of the rows) in their shard; the other
-    ranks learn of their rows from the leader of their replica. traced: whether the workers record spans for the trace.
-    columns: log-prob columns that the workers have written to these rows before. picks: the file of samples, which
-    picks the rows that are written to it; None for no row.
+    Only ranks that read or write rows get a receipt (the keys and locations of the rows) in their shard. The other
+    ranks get their rows from the leader of their replica. traced: whether the workers record spans for the trace.
+    columns: log-prob columns that the workers have written to these rows before. picks: file of samples, which picks
+    the rows to write; None for no rows.
     """
     topology = rules.topology
     plan = plan_shards(meta.lengths, topology, rules.budget, meta.groups)
@@ -205,17 +206,17 @@ def plan_step(
 
 
 def _picked(meta: KVBatchMeta, rows: np.ndarray, picks: SampleFile | None) -> np.ndarray:
-    """Return which of `rows`, by their places there, are written to the file of samples `picks`, int64 `[K]`."""
+    """Return the indices in `rows` of the rows that are written to the file of samples `picks`, int64 `[K]`."""
     if picks is None:
         return np.zeros(0, np.int64)
     return np.flatnonzero([picks.picks(position) for position in meta.tags[POSITION][rows].tolist()])
 
 
 def size_of(folder: Path) -> int:
-    """Return the total bytes of the files below `folder`, or 0 when it does not exist. Files and folders, `folder`
-    itself included, may be renamed meanwhile: a checkpoint's draft is renamed by the train worker that ends it."""
+    """Return the total bytes of the files below `folder`, or 0 when it does not exist. Files and folders, including
+    `folder` itself, can be renamed meanwhile: the train worker that completes a checkpoint renames its draft."""
     total = 0
-    for parent, _, names in os.walk(folder):  # unlike `Path.rglob`, it passes over folders that are gone
+    for parent, _, names in os.walk(folder):  # Unlike `Path.rglob`, `os.walk` skips folders that no longer exist.
         for name in names:
             with suppress(OSError):
                 total += os.stat(os.path.join(parent, name)).st_size

@@ -57,7 +57,7 @@ from .step_metrics import step_metrics
 from .train_workers import TrainWorkers
 
 AfterStep = Callable[[State, dict[str, float]], None]
-"""Callback that receives the run's state and the step's metrics after each step, to log, save and show them."""
+"""Callback after each step. It receives the run's state and the step's metrics, and logs, saves and shows them."""
 
 
 MOST_SKIPPED = 10
@@ -73,8 +73,7 @@ class StepTally:
     rows: list[KVBatchMeta] = field(default_factory=list)
     """Receipts for the step's rows, one for each chunk (a chunk is the groups that are trained on together)."""
     passes: list[WorkerReport] = field(default_factory=list)
-    """Reports of the train workers, one pass (such as log-probs or training) after the other; within a pass in rank
-    order."""
+    """Reports of the train workers, ordered by pass (such as log-probs or training), then by rank."""
 
 
 def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
@@ -84,9 +83,9 @@ def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Context manager that holds back the first SIGINT or SIGTERM until the end of its body. There it is handled as it
-    would have been. A second one is handled at once. A no-op outside the main thread, and for a signal that Python does
-    not handle."""
+    """Context manager that holds back the first SIGINT or SIGTERM until the end of its body. The signal is then handled
+    as usual. A second signal is handled at once. Does nothing outside the main thread, and for a signal that Python
+    does not handle."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -114,7 +113,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 class Steps:
-    """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
+    """Begins and ends the training steps of a run, from `state` to the last step. Updates `state`."""
 
     def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
         """At step 0, evaluate the initial model and pass the metrics to `after_step`. Nothing is done if all
@@ -132,11 +131,11 @@ class Steps:
         metrics = self._evaluations.before_first_step(state) if state.step == 0 else {}
         if metrics:
             after_step(state, {**metrics, "policy/version": float(state.version)})
-        run.observers.meter.take()  # earlier messages are not part of the first step's bytes per row
+        run.observers.meter.take()  # Earlier messages do not count in the first step's bytes per row.
 
     @property
     def go_on(self) -> bool:
-        """Whether another step follows: steps are left, and validation has not reached its target."""
+        """True if another step follows: steps are left, and validation has not reached its target."""
         return self._state.step < self._run.config.algorithm.steps and not self._evaluations.reached
 
     def begin(self) -> StepTally:
@@ -145,13 +144,13 @@ class Steps:
         return StepTally(time.perf_counter())
 
     def end(self, tally: StepTally, feed: Feed) -> None:
-        """Finish the current step: take the optimizer step, sync weights, clear the rows, and report. An evaluation
-        that is due is made, and the metrics go to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps
+        """Finish the current step: take the optimizer step, sync weights, clear the rows, and report. Due evaluations
+        are run, and the metrics are passed to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps
         without an optimizer step."""
         run, state = self._run, self._state
         # The workers still have the weights that are validated.
         validated = self._evaluations.before_update(state)
-        with interrupts_held():  # a checkpoint of this step can then be saved
+        with interrupts_held():  # A signal must not prevent a checkpoint of this step.
             state.ahead = True
             tally.passes += run.workers.finish()
             state.step, state.version = state.step + 1, state.version + 1
@@ -197,17 +196,17 @@ class Update:
     rows: KVBatchMeta
     """Receipt for the rows of its mini-batch."""
     written: bool
-    """True if the log-prob columns that the update needs have been written to its rows before the step's first update.
-    False for the first update itself, where the policy is still the one before the step."""
+    """True if the log-prob columns that the update needs were written to its rows before the step's first update. False
+    for the first update itself, whose policy is still the one before the step."""
 
 
 def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: int) -> list[KVBatchMeta]:
     """Deal the rows of a step into mini-batches for every epoch. Returns `epochs` x `minibatches` receipts in the order
     of training.
 
-    Each epoch has every row once. Groups stay whole, and the mini-batches of an epoch have the same number of groups,
-    or numbers that differ by one. Which groups meet in a mini-batch is drawn for each epoch and depends only on `seed`,
-    `step`, the epoch and the order of groups in `meta`. Rows keep their order within a mini-batch.
+    Each epoch has every row once. Groups stay whole, and the numbers of groups in the mini-batches of an epoch differ
+    by at most one. The assignment of groups to mini-batches is drawn for each epoch and depends only on `seed`, `step`,
+    the epoch and the order of groups in `meta`. Rows keep their order within a mini-batch.
     """
     if minibatches == 1:
         return [meta] * epochs
@@ -221,8 +220,9 @@ def deal(meta: KVBatchMeta, *, minibatches: int, epochs: int, seed: int, step: i
 
 
 def written_columns(algorithm: AlgorithmConfig, reference: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the log-prob columns that train workers write to the rows of a step with several updates. They are then
-    those of the policy before the step in every update. reference: column of the reference model, if there is one."""
+    """Return the log-prob columns that train workers write to the rows of a step with several updates. In every update
+    these columns then hold log-probs of the policy before the step. reference: column of the reference model, if the
+    run has one."""
     own = (PREV,) if algorithm.prev_logprobs == "recompute" else ()
     return own + reference
 
@@ -231,8 +231,8 @@ def train_on_step(run: Run, state: State, meta: KVBatchMeta) -> list[WorkerRepor
     """Train on all rows of the next step, up to the end of its last update, which `Steps.end` finishes. Returns the
     train workers' reports.
 
-    With several updates, the columns that must not change with the policy are written first. Rows of the first update
-    do without them if there is only one epoch, because the pass of that update itself gives the same values.
+    With several updates, the columns that must not change with the policy are written first. With only one epoch, the
+    rows of the first update do not need them, because the pass of that update computes the same values.
     """
     step, algorithm, workers = state.step + 1, run.config.algorithm, run.workers
     meta = with_advantages(run.workers.estimate, meta)
@@ -280,14 +280,14 @@ def run_steps(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
             tally.rows.append(rows)
             tally.passes += train_on_step(run, state, rows)
         if run.config.run.deterministic:
-            feed.drain()  # no row then has tokens of two versions, and timing decides nothing
+            feed.drain()  # Then no row has tokens of two versions, and results do not depend on timing.
         steps.end(tally, feed)
 
 
 def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> None:
-    """Train on the groups of the next step as they become ready, in as many updates as it has mini-batches. Each update
-    takes the groups that are ready first. Train workers with borrowed GPUs begin when all groups are ready, because
-    they cannot give their GPUs back in the middle of a step."""
+    """Train on the groups of the next step as they become ready, with one update per mini-batch. Each update takes the
+    groups that are ready first. Train workers with borrowed GPUs begin when all groups are ready, because they cannot
+    give their GPUs back in the middle of a step."""
     last_update = run.config.algorithm.minibatches - 1
     chunks = _chunks(run, feed)
     if run.roles.lends:
@@ -300,7 +300,7 @@ def _train_by_chunk(run: Run, state: State, feed: Feed, tally: StepTally) -> Non
             _end_rollouts(run, feed)
         tally.passes += run.workers.train_on(rows, state.step + 1)
         if not last:
-            feed.free_bytes(rows)  # the last chunk's is cleared with the step
+            feed.free_bytes(rows)  # The bytes of the last chunk are freed with the step.
         if not left and not last:
             tally.passes += finish_update(run.workers, state)
 
@@ -313,7 +313,7 @@ def _chunks(run: Run, feed: Feed) -> Iterator[tuple[int, int, KVBatchMeta]]:
         left = overlap.groups // minibatches
         while left:
             least = min(overlap.chunk, left)
-            # How many groups are ready depends on timing, so a deterministic run takes the minimum.
+            # The number of ready groups depends on timing, so a deterministic run takes the minimum.
             rows = feed.claim(least if run.config.run.deterministic else left, least)
             left -= len(rows) // run.config.rows_per_group
             yield update, left, rows
@@ -327,8 +327,8 @@ def _borrow_gpus(run: Run, feed: Feed) -> None:
 
 
 def _end_rollouts(run: Run, feed: Feed) -> None:
-    """With a window of 0, end what is still in flight after the last claim of a step. These are rollouts of surplus
-    groups, and calls whose groups have all arrived."""
+    """With a window of 0, end the calls that are still in flight after the last claim of a step. They generate surplus
+    groups, or their groups have all arrived."""
     if not run.config.overlap.window:
         feed.give_up_surplus()
         feed.drain()

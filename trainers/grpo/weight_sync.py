@@ -37,10 +37,10 @@ from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
 """Seconds added to sync.timeout_s when the driver waits for progress, because the sender and the receivers of a
-transfer give up by themselves after sync.timeout_s."""
+transfer stop by themselves after sync.timeout_s."""
 HEALTH_S = 5.0
-"""Seconds that a sync waits for an engine's answer to a `ping`. Later syncs do not wait for that answer again: an
-engine that answers late takes part in the first sync afterwards."""
+"""Seconds that a sync waits for an engine's answer to a `ping`. Later syncs do not wait for the same answer. An engine
+that answers late takes part in the next sync."""
 ATTEMPTS = 2
 """Number of failed attempts to receive one version after which an engine gets no more requests."""
 
@@ -69,11 +69,11 @@ class SyncReport:
     engines: int
     """Number of engines that now serve the version or a later one."""
     verified: int
-    """Number of weights that engines have compared with the trainer's since the last report, including by engines that
-    caught up alone: the sum over the engines."""
+    """Number of weights that engines have compared with the trainer's since the last report, summed over the engines.
+    Engines that caught up alone are included."""
     left_out: int
-    """Number of engines that serve neither the version nor a later one, without engines that a pool has put to
-    sleep."""
+    """Number of engines that serve neither the version nor a later one. Engines that a pool has put to sleep do not
+    count."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
     """Spans of each engine's pause and load for the trace, as (engine name, spans). Their times assume that every
     engine began at the same moment."""
@@ -91,9 +91,9 @@ class WeightSync:
         lasting: bool,
         in_cache: int | None = None,
     ) -> None:
-        """Set the syncs of a run up. lasting: whether the transport keeps the last versions readable after they were
+        """Prepare the syncs of a run. lasting: true if the transport keeps the last versions readable after they were
         sent, so that another attempt needs no train worker. in_cache: version that train rank 0 has in host memory from
-        the start; None if it has none."""
+        the start; None without one."""
         self._config = config
         self._workers = workers
         self._engines = engines
@@ -113,11 +113,11 @@ class WeightSync:
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         """Bring `engines` (None: all engines of the run) to `version`, that of the train workers' current weights.
 
-        Engines that were left out earlier are tried again if they answer; those that a pool has put to sleep are not.
-        An engine that already serves the version, or a later one, keeps it: an engine only goes back to an older
-        version if it has no complete one. Raises NoEngineLeft if all engines of the run are left out afterwards, and
-        ActorFailed if a train worker died, or failed for a reason other than the transfer to an engine; engines without
-        a complete version are then marked `broken`.
+        Engines that were left out earlier are tried again if they answer. Engines that a pool has put to sleep are not.
+        An engine that already serves the version or a later one keeps it. An engine returns to an older version only if
+        it has no complete one. Raises NoEngineLeft if all engines of the run are left out afterwards, and ActorFailed
+        if a train worker died, or failed for a reason other than the transfer to an engine; engines without a complete
+        version are then marked `broken`.
         """
         asked = [engine for engine in (self._engines.engines if engines is None else engines) if not engine.asleep]
         waiting = self._answering([engine for engine in asked if engine.version < version or engine.broken])
@@ -125,8 +125,8 @@ class WeightSync:
         while waiting:
             failures = self._attempt(version, waiting, tally, again=tally.announced)
             failed = [engine for engine in waiting if engine.name in failures]
-            # The receivers that the sender names have failed; in a broadcast, the others lost their version because of
-            # them.
+            # The receivers that the sender names have failed. In a broadcast, they made the other engines lose their
+            # version.
             tries.update({engine.name for engine in failed} & tally.blamed or {engine.name for engine in failed})
             alive = self._alive(failed)
             self._notice_late(version, [engine for engine in alive if not engine.broken])
@@ -158,8 +158,8 @@ class WeightSync:
         )
 
     def keep(self, version: int) -> None:
-        """Make the train workers gather `version` into train rank 0's host memory, without sending it. A no-op if that
-        memory already holds it. Raises ActorFailed if a worker fails."""
+        """Make the train workers gather `version` into train rank 0's host memory, without sending it. Does nothing if
+        that memory already holds the version. Raises ActorFailed if a worker fails."""
         if self.kept != version:
             gather([worker.cache_weights(version) for worker in self._workers], "cache weights", self._bound_s)
             self._last, self._in_cache = None, version
@@ -171,22 +171,21 @@ class WeightSync:
 
     @property
     def kept(self) -> int | None:
-        """Newest version that an engine can get while the train workers do something else. It comes from the transport,
-        if that still has it whole, or from train rank 0's host memory (`sync.cache`). None if there is none."""
+        """Newest version that an engine can get while the train workers do other work. The source is the transport, if
+        it still has the whole version, or train rank 0's host memory (`sync.cache`). None without such a version."""
         return self._last.version if self._last is not None and self._still_there else self._in_cache
 
     def catch_up(self, engine: Engine) -> None:
-        """Bring one engine, such as a new one or one that was left out, to the version `kept`. The train workers do
-        something else meanwhile. The weights are not gathered again.
-
-        Raises ActorFailed if that fails; the engine then stays as it was. Raises ValueError if no version is kept,
-        because none was ever sent, the last one was not sent whole, or neither source keeps versions.
+        """Bring one engine, such as a new one or one that was left out, to the version `kept`. The train workers can do
+        other work meanwhile. The weights are not gathered again. Raises ActorFailed if the transfer fails; the engine
+        then stays as it was. Raises ValueError if no version is kept, because none was ever sent, the last one was not
+        sent whole, or neither source keeps versions.
         """
         version = self.kept
         if version is None:
             last = "none was sent yet" if self._last is None else f"version {self._last.version} was sent last"
             raise ValueError(
-                f"weights: no version is kept that {engine.name!r} could catch up with ({last}), expected a version "
+                f"weights: no version is kept with which {engine.name!r} could catch up ({last}), expected a version "
                 "that was sent whole by a transport that keeps it, or sync.cache=true"
             )
         failures = self._attempt(version, [engine], _Tally(), again=True)
@@ -196,9 +195,9 @@ class WeightSync:
     def _attempt(
         self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool
     ) -> dict[str, ActorFailed]:
-        """Make one attempt at a sync: announce the version, transfer it and commit it. Running requests end before it
-        where that is necessary. Returns the engines that failed: name -> failure. If one engine's failure ends the
-        transfer before it began, engines without staging are not among the failures although they do not serve the
+        """Make one attempt at a sync: announce the version, transfer it and commit it. Running requests end before the
+        transfer where this is necessary. Returns the engines that failed: name -> failure. If the failure of one engine
+        ends the transfer early, the failures do not include engines without staging, although these do not serve the
         version."""
         tally.blamed = set()
         held = [engine for engine in engines if self._must_be_held(engine)]
@@ -225,7 +224,7 @@ class WeightSync:
         ready = [engine for engine in engines if engine.name not in failures]
         joined = [engine for engine in ready if engine.joins]
         if failures and joined:
-            # They have only joined, so no engine may start to load a version that will not arrive completely.
+            # Engines that only joined must not start to load a version that will not arrive completely.
             gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
             self._drop(version, joined)
             ready = [engine for engine in ready if not engine.joins]
@@ -247,15 +246,15 @@ class WeightSync:
             failures |= self._commit(version, [engine for engine in ready if engine.name not in failures], tally)
             loaded = [engine for engine in ready if engine.name not in failures]
             for engine in loaded:
-                engine.broken = True  # until the comparison shows otherwise
+                engine.broken = True  # The engine counts as broken until the comparison has succeeded.
             self._wait_sent(version, sends, tally)
             return failures | self._verify(version, loaded)
         finally:
             gather_each([engine.handle.resume() for engine in ready], "resume", HEALTH_S)
 
     def _wait_sent(self, version: int, sends: Sequence[Call[SendReport | None]], tally: _Tally) -> None:
-        """Wait until the train workers have sent the version, and note what it cost. Raises ActorFailed if a worker
-        failed for a reason other than the transfer to an engine."""
+        """Wait until the train workers have sent the version, and record the costs of the transfer. Raises ActorFailed
+        if a worker failed for a reason other than the transfer to an engine."""
         sent = gather_moving(sends, "weight sync", self._bound_s, TrainHandle.sent)
         for outcome in sent:
             if isinstance(outcome, ActorFailed) and not isinstance(outcome.cause, WeightTransferError):
@@ -263,26 +262,26 @@ class WeightSync:
         reports = [outcome for outcome in sent if isinstance(outcome, SendReport)]
         self._whole |= bool(reports)
         if sends and (self._config.delta or (self._config.cache and not self._lasting)):
-            self._in_cache = version  # the cache has the complete version even if an engine lost it
+            self._in_cache = version  # The cache has the complete version even if an engine lost it.
         tally.sends += reports
         causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]
         tally.blamed = {name for cause in causes if isinstance(cause, WeightTransferError) for name in cause.engines}
 
     def _must_be_held(self, engine: Engine) -> bool:
-        """Return whether the engine's running requests must end before a transfer begins. They must if in_flight is
-        `wait` and the engine receives during its commit, because the sender would otherwise wait for these requests. An
-        engine without any update so far is assumed to receive during its commit unless `sync.staging` is `full`."""
+        """Return whether the engine's running requests must end before a transfer begins. This is the case if in_flight
+        is `wait` and the engine receives during its commit, because the sender would otherwise wait for these requests.
+        An engine before its first update is assumed to receive during its commit unless `sync.staging` is `full`."""
         may_join = self._config.staging != "full" if engine.joins is None else engine.joins
         return self._config.in_flight == "wait" and may_join
 
     def _hold(self, engines: Sequence[Engine], mode: PauseMode = "wait") -> dict[str, ActorFailed]:
-        """Make new requests to `engines` wait, and wait until the running ones have ended, or for `keep` are frozen.
-        Returns the engines where that failed: name -> failure."""
+        """Make new requests to `engines` wait, and wait until the running requests have ended (for `keep`: are frozen).
+        Returns the engines that failed: name -> failure."""
         pauses = [engine.handle.pause(mode) for engine in engines]
         return _failures(engines, gather_moving(pauses, "hold", self._bound_s, EngineHandle.progress))
 
     def _notice_late(self, version: int, engines: Sequence[Engine]) -> None:
-        """Ask `engines`, whose calls failed or were not answered in time, which version they serve. Those that serve
+        """Query the version of `engines` that failed a call or did not answer in time. Those that serve
         `version` get requests again."""
         answers = gather_each([engine.handle.version() for engine in engines], "version", HEALTH_S)
         for engine, answer in zip(engines, answers, strict=True):
@@ -294,7 +293,7 @@ class WeightSync:
         self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool
     ) -> tuple[WeightUpdate, Sequence[Call[SendReport | None]]]:
         """Return the announcement of `version` and the calls that send its weights. again: whether this is a repeated
-        attempt, which does not gather the weights again if it can avoid it."""
+        attempt, which avoids gathering the weights again if possible."""
         receivers = [engine.group for engine in engines]
         tally.announced = True
         if again and self._last is not None and self._still_there:
@@ -312,7 +311,8 @@ class WeightSync:
 
     @property
     def _still_there(self) -> bool:
-        """Whether the transport still offers the whole version in `_last`, which needs no earlier version."""
+        """Return whether the transport still offers the version in `_last` as a whole, without need of an earlier
+        version."""
         return self._lasting and self._whole and self._last is not None and self._last.base is None
 
     def _base(self, engines: Sequence[Engine]) -> int | None:
@@ -323,8 +323,8 @@ class WeightSync:
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
     def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
-        """Make `engines` load and serve the version that they have prepared. Returns the engines where that failed:
-        name -> failure."""
+        """Make `engines` load and serve the version that they have prepared. Returns the engines that failed: name ->
+        failure."""
         wall = time.time()
         calls = [engine.handle.commit_weights(version, self._config.in_flight, self._config.kv) for engine in engines]
         outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
@@ -341,8 +341,8 @@ class WeightSync:
         return _failures(engines, outcomes)
 
     def _stop(self, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
-        """Stop `engines` from generating until their weights are verified, so that no wrong version makes a token.
-        Returns the engines where that failed: name -> failure."""
+        """Stop `engines` from generating until their weights are verified, so that no wrong version generates a token.
+        Returns the engines that failed: name -> failure."""
         started = time.monotonic()
         failures = self._hold(engines, "wait" if self._config.in_flight == "wait" else "keep")
         for engine in engines:
@@ -350,8 +350,9 @@ class WeightSync:
         return failures
 
     def _verify(self, version: int, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
-        """Make `engines`, which have committed the version, compare their weights with the trainer's. Returns those
-        where that failed, which stay marked as `broken`: name -> failure. Raises ActorFailed if the trainer failed."""
+        """Make `engines`, which have committed the version, compare their weights with the trainer's. Returns the
+        engines that failed, which stay marked as `broken`: name -> failure. Raises ActorFailed if the trainer
+        failed."""
         if not engines:
             return {}
         [digests] = gather([self._workers[0].weight_digests(version)], "weight digests", self._bound_s)
@@ -364,12 +365,12 @@ class WeightSync:
         return _failures(engines, outcomes)
 
     def _answering(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Return the `engines` that are in use, and the left-out ones that answer again."""
+        """Return the `engines` that are in use, and the left-out engines that answer again."""
         alive = self._alive([engine for engine in engines if engine.left_out])
         return [engine for engine in engines if not engine.left_out or engine in alive]
 
     def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Return those of `engines` that answer a `ping`. Engines that turn out to be dead are marked so. Pings without
+        """Return those of `engines` that answer a `ping`. Dead engines are marked as dead. Pings without
         an answer are kept, so that a later call can receive the answer."""
         asked = [engine for engine in engines if engine.ping is None]
         for engine in asked:

@@ -1,4 +1,4 @@
-"""The section `loss` of the configuration: what the policy minimises."""
+"""Defines the section `loss` of the configuration, the loss that the policy minimises."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LossConfig(Section):
     """The loss that the policy minimises."""
 
     kind: str = "ppo_clip"
-    """Objective of the policy: `ppo_clip`, `gspo`, `cispo`, `reinforce`, or your own as `package.module:function`, a
-    function of a `LossInputs` that returns the loss at each token. `ppo_clip` clips the probability ratio of each token
-    (arXiv:1707.06347). `gspo` clips one ratio for each answer (arXiv:2507.18071, with bounds around 4e-4). `cispo` uses
-    the clipped ratio as a weight (arXiv:2506.13585). `reinforce` uses no ratio."""
+    """Objective of the policy: `ppo_clip`, `gspo`, `cispo`, `reinforce`, or a user-defined function as
+    `package.module:function`, which takes a `LossInputs` and returns the loss at each token. `ppo_clip` clips the
+    probability ratio of each token (arXiv:1707.06347). `gspo` clips one ratio for each answer (arXiv:2507.18071, with
+    bounds around 4e-4). `cispo` uses the clipped ratio as a weight (arXiv:2506.13585). `reinforce` uses no ratio."""
     options: dict[str, Any] = {}
-    """Keyword arguments of a loss of your own."""
+    """Keyword arguments for a user-defined loss."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Distance from 1 to the lower bound of the probability ratio, which is clipped below 1 - clip_low. 1 means no
     lower bound, as in the paper on CISPO."""
@@ -98,8 +98,7 @@ class LossConfig(Section):
         return self
 
     def with_length_norm(self, max_new_tokens: int) -> LossConfig:
-        """Return the section with the `length_norm` that an unset one means. It is the largest number of tokens of a
-        response."""
+        """Return the section with a value for an unset `length_norm`: the largest number of tokens of a response."""
         if self.aggregation != "sequence_sum" or self.length_norm is not None:
             return self
         return self.model_copy(update={"length_norm": max_new_tokens})

@@ -7,7 +7,7 @@ engine's policy. It turns the loss's expectation under the engine's policy into 
 
 The metrics of the mismatch are measured in every train step. When engine and trainer have the same weights, the
 log-probs differ only by numerics (kernels, precision, truncation by top-p or top-k). An engine that received wrong
-weights, or a mask over the wrong tokens, shows in these metrics first.
+weights, or a mask over the wrong tokens, appears in these metrics first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class Correction(Protocol):
     def __call__(self, inputs: LossInputs) -> TokenWeights: ...
 
 
-# ---------------- Truncated importance sampling per token.
+# ---------------- Truncated importance sampling bounds the weight of each token.
 #
-# Ionides 2008, "Truncated Importance Sampling". Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-# Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), apply it to the mismatch of engine and trainer.
+# The method is from Ionides 2008, "Truncated Importance Sampling". Yao et al. 2025, "Your Efficient RL Framework
+# Secretly Brings You Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), apply it to the mismatch of engine
+# and trainer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,10 @@ class TruncatedTokens:
         return TokenWeights(weights.clamp(max=self.high), weights > self.high)
 
 
-# ---------------- IcePop: leaves out tokens on which trainer and engine disagree too much, in either direction.
+# ---------------- IcePop leaves out tokens on which trainer and engine disagree too much, in either direction.
 #
-# Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model" (Ring-1T),
-# arXiv:2510.18855.
+# The source is Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
+# (Ring-1T), arXiv:2510.18855.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,12 @@ class IcePop:
     @torch.no_grad()
     def __call__(self, inputs: LossInputs) -> TokenWeights:
         weights = (inputs.prev_logprobs - inputs.rollout_logprobs).exp()
-        # These comparisons are false for a NaN, so it stays and skips the step instead of passing for a masked token.
+        # These comparisons are false for a NaN. The NaN stays and makes the step skip, instead of counting as masked.
         cut = (weights < self.low) | (weights > self.high)
         return TokenWeights(weights.masked_fill(cut, 0.0), cut)
 
 
-# ---------------- Importance sampling of whole answers: one weight for all tokens of a row.
+# ---------------- Importance sampling of whole answers gives all tokens of a row the same weight.
 #
 # Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", compare
 # both variants, truncated and masked, with weights per token.
@@ -102,13 +103,14 @@ class TruncatedSequences:
     def __call__(self, inputs: LossInputs) -> TokenWeights:
         log_weights = inputs.row_sum(inputs.prev_logprobs - inputs.rollout_logprobs)
         bound = math.log(self.high)
-        weights = log_weights.clamp(max=bound).exp()  # bounded before exp, because the product of a long row overflows
+        # The bound precedes exp, because the product of a long row overflows.
+        weights = log_weights.clamp(max=bound).exp()
         return TokenWeights(weights[inputs.row_ids], (log_weights > bound)[inputs.row_ids])
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedSequences:
-    """Weights every token of a row by the row's weight W if that is inside `[low, high]`, and by 0 otherwise.
+    """Weights every token of a row by the row's weight W if W is inside `[low, high]`, and by 0 otherwise.
 
     A weight of 0 leaves the row out. W is the product of the row's token weights, as in `TruncatedSequences`.
     """
@@ -120,7 +122,7 @@ class MaskedSequences:
     def __call__(self, inputs: LossInputs) -> TokenWeights:
         log_weights = inputs.row_sum(inputs.prev_logprobs - inputs.rollout_logprobs)
         lowest = math.log(self.low) if self.low > 0 else -math.inf
-        cut = (log_weights < lowest) | (log_weights > math.log(self.high))  # a NaN is not cut, it skips the step
+        cut = (log_weights < lowest) | (log_weights > math.log(self.high))  # A NaN is not cut; it makes the step skip.
         return TokenWeights(log_weights.exp().masked_fill(cut, 0.0)[inputs.row_ids], cut[inputs.row_ids])
 
 
@@ -138,13 +140,13 @@ MISMATCH_MAX = "mismatch_max"
 
 @torch.no_grad()
 def mismatch(inputs: LossInputs, *, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mismatch between the trainer's and the engine's log-probs over one microbatch's tokens. It has the
-    form that `mismatch_of` returns.
+    """Return the mismatch between the trainer's and the engine's log-probs over one microbatch's tokens. The result has
+    the form of `mismatch_of`.
 
-    With `recomputed` the trainer's log-probs are `prev_logprobs`, which it computed before the step; otherwise they are
-    those of the training forward pass. Both come from the policy that the step starts from. On-policy rows were sampled
-    by this same policy. On older rows, or in a later step on the same rows, the difference therefore also includes what
-    training has changed since.
+    With `recomputed` the trainer's log-probs are `prev_logprobs`, which the trainer computed before the step; otherwise
+    they come from the training forward pass. Both belong to the policy at the start of the step. On-policy rows were
+    sampled by this same policy. On older rows, or in a later step on the same rows, the difference therefore also
+    includes the effect of training since then.
     """
     return mismatch_of(inputs.prev_logprobs if recomputed else inputs.logprobs, inputs.rollout_logprobs)
 
@@ -156,7 +158,7 @@ def mismatch_of(trainer: torch.Tensor, engine: torch.Tensor) -> tuple[torch.Tens
     The first result holds the sums of the metrics MISMATCH_SUMS (float64 `[3]`), the second the metric MISMATCH_MAX
     (float64 scalar, 0 if there are no tokens).
     """
-    # In float64: where the two agree to 1e-4, k3 is smaller than what float32 loses in 1 + d.
+    # In float32, 1 + d would lose more than k3 where the two agree to 1e-4, so d is in float64.
     delta = trainer.double() - engine.double()
     distance = delta.abs()
     largest = distance.max() if len(delta) else delta.new_zeros(())

@@ -1,4 +1,4 @@
-"""KL divergence to the reference policy, estimated from sampled tokens, as a loss term or as part of the reward.
+"""Estimates the KL divergence to the reference policy from sampled tokens, as a loss term or as part of the reward.
 
 The estimators are those of John Schulman, "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html).
 """
@@ -19,14 +19,15 @@ class ReferenceKl:
     """Loss term that estimates the KL divergence from the reference policy at each token, from `d = log p_ref - log p`.
 
     The estimate is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - 1 - d, which is unbiased and never negative. Used as a loss
-    on on-policy samples, the three have different gradients. That of k2 is the gradient of the KL divergence itself.
-    That of k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300, equation 4) agrees with it near the reference policy.
-    That of k1 is zero on average.
+    on on-policy samples, the three have different gradients. The gradient of k2 is the gradient of the KL divergence
+    itself. The gradient of k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300, equation 4) agrees with it near the
+    reference policy. The gradient of k1 is zero on average.
 
     k3_is is `r (exp(d) - 1 - d)`, where r is the probability ratio of the objective and has a gradient, too
     (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Its expectation under the previous policy is the KL divergence of
     the current policy, also after several updates on the same rows. Its gradient at a token is `-d r`, which stays
-    small where training has made the token unlikely; that of k3, `1 - exp(d)`, explodes there.
+    small where training has made the token unlikely; the gradient of k3, `1 - exp(d)`, becomes
+    very large there.
     """
 
     kind: KlKind = "k3"
@@ -59,7 +60,7 @@ class RewardKl:
     k is computed from `d = log p_ref - log p_prev`. The estimate at a token lowers the advantage of this token only.
     PPO from human feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) instead subtract the KL before
     advantages are estimated and sum it over the tokens that follow. That would need a reward per token, but Headrace
-    normalises advantages in the driver, which sees one reward per row and no tokens.
+    normalises advantages in the driver, which has one reward per row and no tokens.
     """
 
     kind: KlKind
@@ -82,7 +83,7 @@ class RewardKl:
 
 def _reference(inputs: LossInputs) -> torch.Tensor:
     if inputs.ref_logprobs is None:
-        raise ValueError("loss.kl_coef is not 0, but the rows have no ref_logprobs; write them before the step")
+        raise ValueError("loss.kl_coef is not 0, but the rows have no ref_logprobs; write these before the step")
     return inputs.ref_logprobs
 
 

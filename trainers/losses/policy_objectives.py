@@ -79,11 +79,11 @@ def count(marks: torch.Tensor) -> torch.Tensor:
     return marks.sum(dtype=torch.float32)
 
 
-# ---------------- PPO's clipped surrogate with separate lower and upper bounds, and an optional dual clip.
+# ---------------- PPO's clipped surrogate has separate lower and upper bounds, and an optional dual clip.
 #
-# Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7. The asymmetric clip
-# ("clip-higher") is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3). The dual clip is from Ye et al. 2019,
-# "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv:1912.09729.
+# The surrogate is from Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7.
+# The asymmetric clip ("clip-higher") is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3). The dual clip is from Ye
+# et al. 2019, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv:1912.09729.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PpoClip:
 
     r is the token's probability over its probability under the previous policy, A its advantage. With `clip_dual` c,
     tokens with A < 0 have the loss `-max(min(...), c A)` instead. Without this bound r A can become arbitrarily
-    negative for them, and one token that became much more probable since it was sampled would dominate the step.
+    negative for them, and a single token that has become much more probable since sampling would dominate the step.
     """
 
     clip_low: float = 0.2
@@ -119,9 +119,9 @@ class PpoClip:
         return TokenLosses(-values, {**metrics, **drift(inputs)})
 
 
-# ---------------- Group Sequence Policy Optimization: a whole answer has one ratio and is clipped as one.
+# ---------------- Group Sequence Policy Optimization clips whole answers, each by a single ratio.
 #
-# Zheng et al. 2025, arXiv:2507.18071.
+# The source is Zheng et al. 2025, arXiv:2507.18071.
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +149,10 @@ class Gspo:
         return TokenLosses(-torch.minimum(gain, bounded), {**metrics, **drift(inputs)})
 
 
-# ---------------- CISPO: clips the importance weight instead of the token, so that every token keeps a gradient.
+# ---------------- CISPO clips the importance weight instead of the token, so that every token keeps a gradient.
 #
-# MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv:2506.13585.
+# The source is MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
+# arXiv:2506.13585.
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +177,8 @@ class Cispo:
         return TokenLosses(-weight * inputs.advantages * inputs.logprobs, {**metrics, **drift(inputs)})
 
 
-# ---------------- REINFORCE, the plain policy gradient: Williams 1992, "Simple statistical gradient-following
-# algorithms".
+# ---------------- REINFORCE is the plain policy gradient (Williams 1992, "Simple statistical gradient-following
+# algorithms").
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class Reinforce:
 
 class OwnObjective:
     """Objective that calls the user's function with a microbatch's `LossInputs` for the loss of each token.
-    Corrections, averages, KL terms and entropy bonuses apply to it as to the objectives here."""
+    Corrections, averages, KL terms and entropy bonuses apply to this loss as to the built-in objectives."""
 
     metrics = DRIFT_METRICS
 
@@ -208,7 +209,7 @@ class OwnObjective:
         a gradient of one loss for each token."""
         try:
             values = self._function(inputs)
-        except Exception as error:  # the user's function can raise anything
+        except Exception as error:  # The user's function can raise any exception.
             raise ValueError(f"loss.kind: {self.name!r} raised {type(error).__name__}: {error}") from error
         shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         if shape != tuple(inputs.logprobs.shape) or not values.is_floating_point():
@@ -217,7 +218,7 @@ class OwnObjective:
                 f"{tuple(inputs.logprobs.shape)}"
             )
         if inputs.logprobs.requires_grad and len(values) and not values.requires_grad:
-            raise ValueError(f"loss.kind: {self.name!r} returned a loss without gradient, so it would train nothing")
+            raise ValueError(f"loss.kind: {self.name!r} returned a loss without gradient, expected one with a gradient")
         return TokenLosses(values, drift(inputs))
 
 

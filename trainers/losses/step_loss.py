@@ -1,4 +1,4 @@
-"""Builds the loss of a step from the section `loss`, with the terms of the policy and of the entropy.
+"""Builds the loss of a step from the section `loss`, and defines the policy's term and the entropy bonus.
 
 The policy's term takes an objective's token losses, weights them by an off-policy correction and aggregates them. The
 entropy bonus rewards an uncertain policy (Williams & Peng 1991; Mnih et al. 2016, arXiv:1602.01783).
@@ -19,8 +19,8 @@ from .terms import Aggregation, Denominator, LossInputs, LossTerm, PolicyLoss, T
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerm:
-    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If `reward_kl` is given, it
-    lowers the advantages first."""
+    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If `reward_kl` is given, this
+    KL penalty lowers the advantages first."""
 
     objective: Objective
     aggregation: Aggregation = Aggregation()
@@ -77,17 +77,16 @@ class EntropyBonus:
         """Return the negative entropies of a microbatch, summed with the weights of `aggregation`. Raises ValueError
         when `inputs` has no `entropy`."""
         if inputs.entropy is None:
-            raise ValueError("loss.entropy_coef is not 0, but the microbatch has no entropy; the backend computes it")
+            raise ValueError("loss.entropy_coef is not 0, but the microbatch has no entropy from the backend")
         assert inputs.entropy.requires_grad == inputs.logprobs.requires_grad, "an entropy without grad trains nothing"
         return TermSums(self.aggregation(-inputs.entropy, inputs), {})
 
 
 def build_loss(config: LossConfig, columns: Sequence[ColumnConfig] = ()) -> PolicyLoss:
-    """Build the step's loss from the policy term and, where `config` asks for them, a KL term and an entropy bonus.
-
-    columns: columns that the user brings, which a loss of their own reads. Raises ValueError, naming the key, when
-    `sequence_sum` has no `length_norm`, when a kind is unknown, and when a loss of the user's own cannot be imported or
-    does not return a plain loss at each token.
+    """Build the step's loss from the policy term and, if `config` has them, a KL term and an entropy bonus. columns:
+    user-defined columns that a user-defined loss reads. Raises ValueError, naming the key, when `sequence_sum` has no
+    `length_norm`, when a kind is unknown, and when a user-defined loss cannot be imported or does not return a
+    plain loss at each token.
     """
     aggregation = Aggregation(config.aggregation, config.length_norm)
     in_reward = config.kl_coef > 0 and config.kl_in == "reward"
@@ -114,7 +113,7 @@ def _objective(config: LossConfig) -> Objective:
         return Reinforce()
     if ":" in config.kind:
         return build_own_objective(config.kind, config.options)
-    raise ValueError(f"loss.kind: got {config.kind!r}, which no objective here has")
+    raise ValueError(f"loss.kind: got {config.kind!r}, expected the name of an objective")
 
 
 def _correction(config: LossConfig) -> Correction | None:
@@ -128,4 +127,4 @@ def _correction(config: LossConfig) -> Correction | None:
         return TruncatedSequences(config.correction_bounds[1])
     if config.correction == "sequence_mask":
         return MaskedSequences(*config.correction_bounds)
-    raise ValueError(f"loss.correction: got {config.correction!r}, which no correction here has")
+    raise ValueError(f"loss.correction: got {config.correction!r}, expected the name of a correction")

@@ -28,7 +28,7 @@ class LossInputs:
 
     All of them are trained on. Tokens whose `response_mask` is 0 have already been removed, so a term needs no mask.
     With context parallelism a row's tokens are split over several ranks; T is then this rank's share of them, and N is
-    the same on all these ranks. A term sums over the tokens it is given and uses `row_sum` for sums over whole rows.
+    the same on all these ranks. A term sums over its given tokens and uses `row_sum` for sums over whole rows.
     """
 
     logprobs: torch.Tensor
@@ -59,7 +59,7 @@ class LossInputs:
     row is whole on this rank."""
 
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Columns that the user brings (`data.columns`), by name: `[N]` for a `per_sample` column, `[T]` for a `per_token`
+    """User-defined columns (`data.columns`) by name: `[N]` for a `per_sample` column, `[T]` for a `per_token`
     one, of the column's dtype."""
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -99,8 +99,7 @@ class LossTerm(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the term's metrics. The names never change, so that the vectors that the ranks sum up have the same
-        layout."""
+        """Names of the term's metrics. The names never change, so that the ranks sum vectors of the same layout."""
         ...
 
     def __call__(self, inputs: LossInputs) -> TermSums: ...
@@ -110,11 +109,10 @@ class PolicyLoss:
     """The weighted sum of a step's loss terms, which share one denominator."""
 
     def __init__(self, terms: Sequence[tuple[float, LossTerm]], columns: Sequence[ColumnConfig] = ()) -> None:
-        """Combine `terms`, which are pairs of (coefficient, term). columns: columns that the user brings.
-
-        Raises ValueError when there is no term, when a term's denominator is unknown or differs from the first term's,
-        when two terms report the same metric, or when a term's sums depend on how rows are divided into microbatches.
-        The error names the terms.
+        """Combine `terms`, which are pairs of (coefficient, term). columns: user-defined columns. Raises ValueError
+        when there is no term, when a term's denominator is unknown or differs from the first term's, when two terms
+        report the same metric, or when a term's sums depend on how rows are divided into microbatches. The error names
+        the terms.
         """
         if not terms:
             raise ValueError("loss: got no terms, expected at least one")
@@ -128,7 +126,7 @@ class PolicyLoss:
             if term.denominator != first.denominator:
                 raise ValueError(
                     f"loss: {first.name} is a mean over {first.denominator} and {term.name} over {term.denominator}; "
-                    "all terms of a step need one denominator"
+                    "expected one denominator for all terms of a step"
                 )
             for metric in term.metrics:
                 if metric in owners:
@@ -140,7 +138,8 @@ class PolicyLoss:
         self.metrics: tuple[str, ...] = tuple(owners)
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Return the sum of coefficient times loss over all terms, and all terms' metrics without coefficients."""
+        """Return the sum of coefficient times loss over all terms, and the metrics of all terms without
+        coefficients."""
         metrics: dict[str, torch.Tensor] = {}
         losses = []
         for coefficient, term in self._terms:
@@ -251,8 +250,8 @@ class Aggregation:
         """Return the weighted sum of the per-token `values` `[T]` of one microbatch, which the step later divides by N.
 
         N is the step's number of tokens, rows or groups (see `denominator`). Raises ValueError when the kind is
-        `prompt` and `inputs` has no `group_tokens`, which cannot be counted here because a group's rows may be in
-        several microbatches.
+        `prompt` and `inputs` has no `group_tokens`, which a term cannot count because a group's rows can be in several
+        microbatches.
         """
         if self.kind == "token":
             return values.sum()
@@ -266,11 +265,11 @@ class Aggregation:
         return (values / inputs.group_tokens[inputs.row_ids]).sum()
 
     def row_weights(self, row_tokens: np.ndarray, group_tokens: np.ndarray | None) -> torch.Tensor:
-        """Return the weight of each row in the mean over a step of a value per row, float32 `[N]`. The weights of all
+        """Return the weight of each row in a step's mean over rows, float32 `[N]`. The weights of all
         rows of a step add up to its denominator.
 
-        row_tokens: number of response tokens of each row, int64 `[N]`. group_tokens: that of each row's whole group.
-        Raises ValueError when the kind is `prompt` and there are no `group_tokens`.
+        row_tokens: number of response tokens of each row, int64 `[N]`. group_tokens: number of response tokens of each
+        row's whole group. Raises ValueError when the kind is `prompt` and there are no `group_tokens`.
         """
         if self.kind == "token":
             return torch.from_numpy(row_tokens).float()

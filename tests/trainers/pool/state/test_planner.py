@@ -228,5 +228,5 @@ def test_demand_counts_what_is_left() -> None:
     assert [Demand(50, done).remaining for done in (0, 20, 50, 60)] == [50, 30, 0, 0]
     assert len({Demand(1000, done).bucket for done in range(1001)}) == BUCKETS + 1
     assert Demand(0, 0).bucket == BUCKETS
-    with pytest.raises(ValueError, match="expected numbers from 0"):
+    with pytest.raises(ValueError, match="expected numbers of 0 or more"):
         Demand(-1, 0)
