@@ -26,8 +26,8 @@ class ReferenceKl:
     k3_is is `r (exp(d) - 1 - d)`, where r is the probability ratio of the objective and has a gradient, too
     (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Its expectation under the previous policy is the KL divergence of
     the current policy, also after several updates on the same rows. Its gradient at a token is `-d r`, which stays
-    small where training has made the token unlikely; the gradient of k3, `1 - exp(d)`, becomes
-    very large there.
+    small where training has made the token unlikely; the gradient of k3, `1 - exp(d)`, becomes very large
+    there.
     """
 
     kind: KlKind = "k3"
