@@ -1,4 +1,4 @@
-"""Runs the directory (the metadata service) with its store and its sockets: in a process of its own, or as a Ray actor.
+"""Runs the directory (the metadata service) with its store and its sockets, in a separate process or as a Ray actor.
 
 The process without Ray runs this module, started by `factory.py`; it must not import Ray, because the import would take
 a second. Ray only starts and ends the actor; requests reach the actor through sockets, too.

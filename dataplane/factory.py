@@ -1,7 +1,7 @@
 """Opens a run's data plane, and connects clients to it.
 
 Ray is imported only to start the directory (the metadata service) in a Ray actor. A process that joins a data plane, or
-that runs the directory itself or in a process of its own, does not need Ray.
+that runs the directory itself or in a separate process, does not need Ray.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def open_data_plane(
     """Start the directory (the metadata service) and the store of a run.
 
     config: None uses the defaults. run_id: letters, digits, `-`, `_` and `.`; None generates one. in_process: True runs
-    the directory in a thread of this process, for clients of this process only. process: True runs it in a process of
-    its own, without Ray, which ends when this process ends. With neither, it runs in one named Ray actor that reserves
-    no CPU (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listen: with
-    process=True, IP address of this host at which clients of other hosts reach the data plane; "" when all clients are
-    on this host. On one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means
-    `tcp`. start_timeout_s: seconds that the directory's process may take to start.
+    the directory in a thread of this process, for clients of this process only. process: True runs it without Ray in a
+    separate process that ends when this process ends. With neither, it runs in one named Ray actor that reserves no CPU
+    (Ray must be initialised). one_host: whether all clients are on the Ray actor's host. listen: with process=True, IP
+    address of this host at which clients of other hosts reach the data plane; "" when all clients are on this host. On
+    one host, no port is open to other hosts and `store.kind=auto` means `shm`; otherwise it means `tcp`.
+    start_timeout_s: seconds that the directory's process may take to start.
 
     Raises ValueError for a malformed run_id or arguments that exclude each other, when Ray is needed but not
     initialised, and when this machine cannot provide what the configuration asks for. Raises DirectoryLost or StoreLost
@@ -117,7 +117,7 @@ def open_data_plane(
     if not run_id.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ValueError(f"run_id: got {run_id!r}, expected letters, digits, '-', '_', '.'")
     if in_process and process:
-        raise ValueError("open_data_plane: got in_process=True and process=True, expected one of them at most")
+        raise ValueError("open_data_plane: got in_process=True and process=True, expected at most one of them")
     if listen and not process:
         raise ValueError(f"open_data_plane: got listen={listen!r} without process=True, expected both or neither")
     if in_process:
@@ -221,7 +221,8 @@ def open_storage_unit(handle: DataPlaneHandle | str, *, listen: str) -> StorageU
 
 
 def _joined(handle: DataPlaneHandle | str, *, connect_now: bool) -> tuple[DataPlaneHandle, Link]:
-    """Return the handle (asking the directory for what its text leaves out) and a link to the directory."""
+    """Return the handle and a link to the directory. For a handle's text, the directory is asked for the missing
+    parts."""
     if isinstance(handle, str):
         return _joined_by_text(PlaneText.parse(handle))
     if handle.address is None:

@@ -1,4 +1,4 @@
-"""Creates folders that belong to one process, and tells whether the owner of a folder or of a lock is still alive.
+"""Creates folders that belong to one process, and finds out whether the owner of a folder or lock is still alive.
 
 The owner of a folder holds the lock (flock) of a file in it. The operating system drops the lock when the process ends,
 however it ends. A folder whose lock is free is therefore stale, and any process may remove it.
@@ -28,7 +28,7 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
     """Create `folder` and lock it for this process. A stale folder of that name is replaced.
 
     The folder gets its name only when it is locked and `fill` has written its contents. Returns the file descriptor
-    that holds the lock; closing it gives up the folder. Raises ValueError when a living process owns the folder, and
+    that holds the lock; closing it releases the folder. Raises ValueError when a running process owns the folder, and
     OSError when nothing can be written there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
 
 
 def owner_lives(folder: Path) -> bool:
-    """Return whether the process that created `folder` is alive and has not given it up. Also returns True when this
+    """Return whether the process that created `folder` is alive and has not released it. Also returns True when this
     cannot be determined, as for another user's folder."""
     try:
         if not _is_own(folder):  # Another user's folder cannot be examined.

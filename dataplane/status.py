@@ -188,7 +188,7 @@ def _texts(items: list[str]) -> np.ndarray:
 
 
 def _pack_flags(flags: np.ndarray) -> bytes:
-    """Encode a bool array `[N]`: as its common value if there is one, else as one bit for each item."""
+    """Encode a bool array `[N]`: as one value if all items are equal, else as one bit per item."""
     if len(flags) and (flags == flags[0]).all():
         return b"1" if flags[0] else b"0"
     return b"b" + np.packbits(flags).tobytes()

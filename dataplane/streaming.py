@@ -54,7 +54,7 @@ class StreamingDataset(IterableDataset):
         clear: bool = False,
         with_receipts: bool = False,
     ) -> None:
-        """Nothing is claimed before the first item is asked for. handle: a handle, or its text.
+        """Nothing is claimed before the first item is requested. handle: a handle, or its text.
 
         batch_size, at_least, whole_groups, arguments, timeout_s: as `n` and the arguments of the same names of
         `DataPlaneClient.claim`; with `batch_size=None` only `arguments` and `timeout_s` can be given. stop_after:
@@ -127,7 +127,7 @@ class StreamingDataset(IterableDataset):
 
     def _items(self, client: DataPlaneClient, meta: KVBatchMeta) -> Iterator[Any]:
         """Yield the batch or the rows of one claim, and release them. Rows that were yielded are done once the next
-        item is asked for; the others are given back when the iteration is abandoned."""
+        item is requested. The other rows are given back when the iteration is abandoned."""
         num_done = 0
         try:
             batch = client.get(meta, timeout_s=self._timeout_s)

@@ -218,7 +218,7 @@ class GroupTable:
         """For each group name, the group's index in the other arrays of this table."""
         self.names = np.empty(0, dtype=object)
         self.numbers = np.empty(0, dtype=np.int64)
-        """Id of each group, an integer that is unique in the directory and never used again."""
+        """Id of each group, an integer that is unique in the directory and never reused."""
         self.counts = np.empty(0, dtype=np.int32)
         self.rows = np.empty((0, group_size), dtype=np.int64)
         """Row numbers of each group, int64 `[groups, group_size]`, in order of arrival and padded with -1. Maintained

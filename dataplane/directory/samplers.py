@@ -303,8 +303,8 @@ class RankShares:
     later shares.
 
     A claim takes the rest of its rank's oldest share. It continues to the next share only if the rest is less than the
-    claim takes at least. So ranks that ask for equally many items get shares of the same rounds, in whatever order they
-    ask. The items of a round depend only on the items that are ready when it is dealt.
+    claim takes at least. So ranks that ask for equally many items get shares of the same rounds in any order of their
+    claims. The items of a round depend only on the items that are ready when it is dealt.
     """
 
     order: Order = "version"

@@ -76,13 +76,13 @@ class DirectoryService:
         self._store = HostCalls(host, freed.fire)
         self._space = PutSpace(self._directory, self._store, freed)
         self._claim_queues: dict[tuple[str, str, bytes], Queue] = defaultdict(Queue)
-        """Queues of the claims that wait, by partition, task and arguments of the claim. A rank whose share is ready
-        must not wait behind a rank that is ahead of it."""
+        """Queues of the claims that wait, by partition, task and arguments of the claim. Ranks have separate queues, so
+        that a rank with a ready share does not wait behind another rank."""
         self._ready: dict[str, Pulse] = {}
         """Event for each partition, by name. It is fired when waiting claims should try again."""
         self._timer: asyncio.TimerHandle | None = None
         self._listen_until = 0.0
-        """Time, by the event loop's clock, before which no lease or reservation expires."""
+        """Time in seconds, by the clock of the event loop, before which no lease or reservation expires."""
         self._closed = False
         self._handlers: dict[str, tuple[Any, Callable[[Any], bytes | Coroutine[Any, Any, bytes]]]] = {
             "register": (requests.Register, self._register),
@@ -113,7 +113,8 @@ class DirectoryService:
             "task_status": (requests.StatusOfTask, self._task_status),
             "store": (bytes, self._serve),
         }
-        """Type of the request and the method that answers it, by the request's name. One of type bytes is passed on."""
+        """Type of the request and the method that answers it, by the request's name. A request of type bytes is passed
+        on without decoding."""
 
     def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         """Return the encoded reply to one request, or a coroutine that returns it. The caller must await or close the

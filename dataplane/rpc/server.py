@@ -1,9 +1,9 @@
 """Serves the directory (the metadata service) on sockets: reads requests and sends each answer once it is ready.
 
 A request that waits (a claim, or a put without space) does not delay others. Waiting requests of a client are cancelled
-when the client asks for it and when its connection ends, so that no rows are leased to a client that has gone. If this
-process stalls and reads a request only after its client has gone, the request is dropped, unless it undoes an earlier
-one.
+when the client asks for it and when its connection ends, so that no rows are leased to a client that has disconnected.
+If this process stalls and reads a request only after its client has disconnected, the request is dropped, unless it
+undoes an earlier request.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Session(asyncio.Protocol):
         self._strangers = strangers
         self._reader = FrameReader()
         self._poll = select.poll()
-        """Poll object that tells whether the peer has closed the connection, even while data that it sent is still
+        """Poll object that shows whether the peer has closed the connection, even while data that it sent is still
         unread."""
         self._stranger: Stranger | None = None
         """State of the handshake; None once the client has proved that it knows the run's key."""

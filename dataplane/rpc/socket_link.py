@@ -396,7 +396,7 @@ class _Request:
     payload: bytes
     undo: Undo | None
     is_open: bool = False
-    """Whether the request was sent, has no reply yet, and has not been undone."""
+    """Whether the request was sent, has no reply yet and has not been undone."""
     lasting: str = ""
     """Text that `lasting_effect` returns for a request that was interrupted."""
 
@@ -418,7 +418,7 @@ class _Channel(asyncio.Protocol):
         reference."""
         self._reader = FrameReader()
         self._poll = select.poll()
-        """Poll object that tells whether the directory has closed the connection."""
+        """Poll object that shows whether the directory has closed the connection."""
         self._next = 1
 
     async def ask(self, request: _Request) -> bytes:

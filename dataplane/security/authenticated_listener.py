@@ -2,8 +2,8 @@
 
 Until then a client is called a stranger. A stranger costs one descriptor and at most HELLO_BYTES bytes of memory, it
 has HANDSHAKE_TIMEOUT_S seconds, and there are never more than MOST_STRANGERS for one service. This holds for each
-service, whatever reads its connections: a thread of its own (`AuthenticatedListener`) or an event loop (the directory's
-server).
+service, whether a separate thread (`AuthenticatedListener`) or an event loop (the directory's server) reads its
+connections.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Stranger:
         self._received = b""
         """Bytes of the client's next message that have arrived."""
         self._challenged_s: float | None = None
-        """Time by `time.monotonic` at which the server's part of the handshake was made; None before."""
+        """Time by `time.monotonic` at which the server's part of the handshake was returned; None before that."""
 
     @property
     def num_missing(self) -> int:

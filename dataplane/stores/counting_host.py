@@ -138,7 +138,7 @@ class CountingHost(ABC):
         return sum(self._bytes.values()) + self._unfreed.nbytes
 
     def unfreed_bytes(self) -> int:
-        """Ask the processes again to drop freed blocks, and return the bytes of the ones still held."""
+        """Ask the processes again to drop freed blocks, and return the bytes of the blocks that are still held."""
         self._deliver()
         return self._unfreed.nbytes
 

@@ -38,7 +38,7 @@ class LocalHost:
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[np.ndarray, ...]] = {}
         self._refused: set[int] = set()
-        """Ids of the blocks that were freed before they were written. A late write of one is refused."""
+        """Ids of the blocks that were freed before they were written. A late write of such a block is refused."""
         self._lock = threading.Lock()
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:

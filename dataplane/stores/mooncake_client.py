@@ -169,8 +169,8 @@ class MooncakeClient:
         self._lock = threading.Lock()
         self._leaving: threading.Thread | None = None
         self.ended = threading.Event()
-        """Event that is set when this client is closed, or when its connection to the Mooncake master breaks, which
-        means that the master is gone."""
+        """Event that is set when this client is closed, or when its connection to the Mooncake master breaks, because
+        the master has then ended."""
         self._store: Any = library.MooncakeDistributedStore()
         self._watch, own_host = self._connect(started)
         threading.Thread(target=self._watch_master, name="mooncake-watch", daemon=True).start()
@@ -266,7 +266,7 @@ class MooncakeClient:
         """Disconnect from the Mooncake master in a background thread, which withdraws the memory that this client lent.
         Idempotent.
 
-        For a second or two meanwhile, Mooncake's library holds Python's global interpreter lock.
+        Mooncake's library holds Python's global interpreter lock for one or two seconds while it disconnects.
         """
         self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
 

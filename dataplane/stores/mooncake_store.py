@@ -7,7 +7,7 @@ objects, returns uninitialised memory for repeated keys, and kills the masters o
 
 A separate process lends Mooncake the memory (`mooncake_processes.py`). Producers and consumers lend none, so no rows
 are lost when they die. Every run has its own Mooncake master (metadata server). Reads are safe, even if a block is
-freed meanwhile: keys are never used twice, and `settle` asks after the read whether the block still exists.
+freed during a read: keys are never used twice, and `settle` checks after the read whether the block still exists.
 
 Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces without a password, so that
 network must be private. The master listens on the run's interface only.
@@ -63,9 +63,9 @@ class MooncakeHost:
         self._used_bytes = 0
         """Number of bytes of all blocks that are reserved or written, which is the sum of `_bytes`."""
         self._unfinished: dict[int, int] = {}
-        """Freed blocks that still take up space: block id -> number of bytes. Either the block was freed during its
-        put, and Mooncake keeps the space until the put ends (or for 10 minutes if it never does), or the Mooncake
-        master did not answer."""
+        """Freed blocks that still take up space: block id -> number of bytes. If a block was freed during its put,
+        Mooncake keeps the space until the put ends, or for 10 minutes if it never ends. Other blocks are here because
+        the Mooncake master did not answer."""
         self._silent = False
         """True if the Mooncake master did not answer the last request to remove blocks."""
         self._late: deque[int] = deque(maxlen=LATE_BLOCKS)

@@ -83,7 +83,7 @@ class SharedMemoryHost:
         self._slots[0, GENERATION] = OPEN
         self._ranges = FreeRanges(0)
         self._growing = threading.Lock()
-        """Lock that is held while the pool grows, which may take milliseconds. `_lock` is not held meanwhile."""
+        """Lock that is held while the pool grows, which may take milliseconds. `_lock` is not held during this time."""
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, int, int]] = {}  # The values are slot, offset and bytes of each block.
         self._quarantined: list[tuple[int, int, int]] = []
@@ -99,7 +99,7 @@ class SharedMemoryHost:
         """Allocate a range of the pool, and a slot (an entry in the table of blocks), for a block. Returns their
         location, or None if the pool or /dev/shm itself has no room; `shortage` says which.
 
-        It takes a millisecond or more when the pool grows. Other calls are not blocked meanwhile.
+        A call takes a millisecond or more when the pool grows. Other calls are not blocked during this time.
         """
         size = _rounded(nbytes)
         with self._lock:

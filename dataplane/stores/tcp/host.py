@@ -28,7 +28,7 @@ MAX_UNITS = 1 << (8 * UNIT_BYTES)
 
 
 class RunningUnit(Protocol):
-    """A storage unit that the host has started, in a process of its own."""
+    """A storage unit that the host has started in a separate process."""
 
     address: UnitAddress
 
@@ -42,7 +42,7 @@ class RunningUnit(Protocol):
 
 
 class TcpHost(CountingHost):
-    """Starts the storage units, counts their bytes, and tells them to free blocks. Called from one thread, except for
+    """Starts the storage units, counts their bytes, and makes them free blocks. Called from one thread, except for
     `serve`, which the directory's event loop calls."""
 
     def __init__(self, run_id: str, units: Sequence[RunningUnit], key: bytes, capacity_bytes: int) -> None:

@@ -23,7 +23,7 @@ class UnitDied(StoreLost):
 
 
 class UnitLink:
-    """Connections of this process to one storage unit. Thread-safe: each call takes a connection of its own."""
+    """Connections of this process to one storage unit. Thread-safe: each call takes a separate connection."""
 
     def __init__(self, address: UnitAddress, key: bytes) -> None:
         self.address = address
@@ -34,7 +34,7 @@ class UnitLink:
         self._closed = False
         self._watching = threading.Lock()
         self._watch: list[Connection] = []
-        """At most one connection, which carries nothing and whose end shows that the unit has died."""
+        """List of at most one unused connection. Its end shows that the unit has died."""
         self._watch_pid = 0
         # The idle connections are closed even if `close` is never called.
         self._finalizer = weakref.finalize(self, _close_all, self._idle, self._watch)

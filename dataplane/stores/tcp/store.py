@@ -114,7 +114,7 @@ class TcpStore(PutsAll):
 
     def _order(self, first_block_id: int, deadline: float) -> list[int]:
         """Return the numbers of the units in the order in which a put tries them. Those of this host come first, then
-        the others in turn from put to put."""
+        the others, beginning at a unit that varies with the put."""
         if not self._asked:
             self._ask_directory(deadline)
         alive = [number for number in range(len(self._units)) if number not in self._dead]
@@ -265,7 +265,7 @@ class TcpStore(PutsAll):
         return number
 
     def _ask_directory(self, deadline: float) -> None:
-        """Ask the directory for the units, as some may have joined since the data plane was opened."""
+        """Ask the directory for the units, because some may have joined since the data plane was opened."""
         started = time.monotonic()
         reply = self._link.call("store", b"units", max(0.1, min(_ASK_TIMEOUT_S, deadline - started)))
         body = body_of(reply, "connect", time.monotonic() - started)
@@ -301,7 +301,7 @@ class _Columns:
         firsts = np.cumsum([0, *counts[:-1]]) if ranges else none
         before = np.concatenate((np.zeros(1, np.int64), ends))[firsts] if ranges else none
         self._stop = ends - np.repeat(before, counts)
-        """Byte after each range in the memory to which it belongs."""
+        """Position of the byte after each range in its destination memory."""
 
     def targets(self, chosen: np.ndarray) -> list[memoryview]:
         """Return the memory of the chosen ranges, in order; ranges that are neighbours in memory share one piece."""

@@ -2,8 +2,8 @@
 
 Bytes of a put are received straight into the unit's pool, and bytes of a get are sent straight from it. A writer or
 reader on the unit's host uses the pool itself, and only asks the unit for room. One thread serves each connection, so
-that a client that is slow or stopped holds up no other. Run as a module, this file is the process of a unit, a child of
-the process that starts it.
+that a slow or stopped client does not delay other clients. Run as a module, this file is the process of a unit, a child
+of the process that starts it.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class StorageUnit:
         self._memory = SharedMemoryStore(self._pool.spec)
         self._lock = threading.Lock()
         self._room = threading.Condition()
-        """Notified when blocks are freed."""
+        """Condition that is notified when blocks are freed."""
         self._late: collections.OrderedDict[int, None] = collections.OrderedDict()
-        """Ids of blocks that were deleted before they came. A block with such an id is refused."""
+        """Ids of blocks that were deleted before they arrived. A block with such an id is refused."""
         self._connections: set[Connection] = set()
         self._closed = False
         try:
@@ -262,7 +262,7 @@ class StorageUnit:
 
     def _blocks(self, first_block_id: int, sizes: Sequence[int]) -> list[bytes]:
         """Make blocks of the room that was allocated for `first_block_id`, and return their locations. Raises
-        RowsCleared when one of them has been deleted meanwhile; the others are then deleted, too."""
+        RowsCleared when one of them has been deleted in the meantime; the other blocks are then deleted, too."""
         found = self._pool.cut(first_block_id, sizes)
         block_ids = range(first_block_id, first_block_id + len(sizes))
         with self._lock:

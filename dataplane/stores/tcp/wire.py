@@ -238,8 +238,8 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Request (op `reserve`) for room in which a writer on the unit's host writes consecutive blocks by itself. The
-    reply is the room's location in the pool."""
+    """Request (op `reserve`) for room in which a writer on the unit's host itself writes consecutive blocks. The reply
+    is the room's location in the pool."""
 
     first_block_id: int
     nbytes: int
