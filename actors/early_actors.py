@@ -50,9 +50,9 @@ class EarlyEngineActor:
         folder: str,
     ) -> None:
         """Import the actual actor's class, and start to import `modules`. host: import path of that class, an
-        EngineHost, as `package.module:Class`. vllm_ahead: whether to start vLLM's engine process before that. gpus:
-        CUDA's names of the GPUs that the process may use; None leaves it those that Ray shows it. folder: the driver's
-        working folder."""
+        EngineHost, as `package.module:Class`. vllm_ahead: whether to start vLLM's engine process before these imports.
+        gpus: CUDA's names of the GPUs that the process may use; with None these are the GPUs that Ray assigned. folder:
+        the driver's working folder."""
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
         enter(folder)
@@ -88,8 +88,8 @@ class EarlyTrainActor:
     """Ray actor that becomes a TrainActor once it is configured."""
 
     def __init__(self, modules: Sequence[str], gpus: Sequence[str] | None, folder: str) -> None:
-        """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; None leaves it those that
-        Ray shows it. folder: the driver's working folder."""
+        """Start to import `modules`. gpus: CUDA's names of the GPUs that the process may use; with None these are the
+        GPUs that Ray assigned. folder: the driver's working folder."""
         # The imports below may look for GPUs, so the limit comes first.
         show_gpus(gpus)
         enter(folder)

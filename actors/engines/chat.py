@@ -1,7 +1,7 @@
 """Chat formats turn messages into token ids, continue a conversation without touching earlier tokens, and read answers.
 
-A conversation is never tokenised again: the tokens of its next prompt are those of the last prompt and answer, followed
-by the tokens of the new messages alone.
+No part of a conversation is tokenised twice: the next prompt consists of the tokens of the last prompt and answer,
+followed by the tokens of the new messages.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def build_chat_format(
 
 
 class TemplateFormat:
-    """The chat template of the model's tokenizer. It continues a conversation if the template only appends."""
+    """The chat template of the model's tokenizer. It can continue a conversation if the template only appends text."""
 
     reads_tools = False
 

@@ -116,9 +116,9 @@ def engine_batch(rollout: EngineKeys, *, gpu: bool) -> int:
 def memory_share(rollout: EngineKeys, *, shared: bool, kept_free: int = 0, gpu_bytes: int = 0) -> float:
     """Return the largest share of each GPU's memory that an engine takes, a number in (0, 1].
 
-    shared: whether train workers use the same GPUs at the same time. kept_free: bytes that it leaves for processes that
-    sleep on a GPU of `gpu_bytes` bytes (0: not known, and nothing is left for them). Raises ValueError if too little is
-    left for an engine.
+    shared: whether train workers use the same GPUs at the same time. kept_free: number of bytes that the engine leaves
+    for sleeping processes on a GPU of `gpu_bytes` bytes. If `gpu_bytes` is 0, the size is unknown and no memory is left
+    for them. Raises ValueError if too little is left for an engine.
     """
     if rollout.gpu_memory_utilization is not None:
         return rollout.gpu_memory_utilization

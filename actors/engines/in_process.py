@@ -1,4 +1,4 @@
-"""`InProcessEngine` is the base class of engines that run in this process: the weights they serve and those to come."""
+"""`InProcessEngine` is the base class of engines that run in this process; `IncomingWeights` receives their weights."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class IncomingWeights(Generic[Ready]):
             self._inbox.drop(version)
 
     async def free_spare(self) -> None:
-        """Free the memory that is kept for the next version, as soon as none is being received or committed."""
+        """Free the memory that is kept for the next version, as soon as no version is being received or committed."""
         async with self._turn:
             if self._inbox is not None:
                 self._inbox.free_spare()

@@ -21,9 +21,9 @@ PauseMode = Literal["keep", "wait", "abort"]
 them finish first. `abort` ends them at once with the tokens generated so far (finish_reason `abort`)."""
 
 KeysAndValues = Literal["keep", "recompute"]
-"""Treatment of the keys and values of requests that continue after new weights were committed. `keep` uses those
-computed by older weights for the earlier tokens; `recompute` computes them again with the new weights, before the next
-token. Requests that begin after the commit never read older keys and values."""
+"""Treatment of the keys and values of requests that continue after new weights were committed. `keep` uses the older
+weights' keys and values for the earlier tokens; `recompute` computes them with the new weights before the next token.
+Requests that begin after the commit never read older keys and values."""
 
 Prepared = Literal["staged", "joined"]
 """State of an engine after `prepare_weights`. `staged`: it holds the complete, verified version beside the one it

@@ -10,8 +10,8 @@ attempt     the engine's answer                  the answer, or EngineDied once 
 remove      the engine's requests in flight      their answers; after grace_s they move to other engines
 suspend     the engine's requests in flight      their answers, which an abort cuts short unless they may end
 
-Requests wait without a time limit while an engine is suspended, because the caller that suspended it lets it take
-requests again.
+Requests wait without a time limit while an engine is suspended, because the caller that suspended the engine readmits
+it later.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class Router:
         """Generate completions with one of the engines. When that engine dies or breaks, another one repeats the whole
         request.
 
-        Raises NoEngineAvailable when no engine is available for `timeout_s` seconds, and whatever a healthy engine
-        raises. Never raises EngineDied or EngineBroken.
+        Raises NoEngineAvailable when no engine is available for `timeout_s` seconds, and any error of a healthy engine.
+        It never raises EngineDied or EngineBroken.
         """
         if self._closed:
             raise RuntimeError(f"request {request_id!r}: the router is closed")

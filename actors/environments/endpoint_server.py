@@ -1,8 +1,8 @@
 """`EndpointServer` serves the policy to agents over HTTP in OpenAI's format, with a session and a secret per episode.
 
-who       knows the secret of an open episode, else 401
+caller    must know the secret of an open episode, else 401
 body      at most max_body_mib, within body_timeout_s, valid, else 413, 408, 400
-how many  at most max_calls, and max_episode_calls of one episode, else 429
+calls     at most max_calls, and max_episode_calls of one episode, else 429
 answer    waits for the engine for as long as it takes; weights may change meanwhile
 """
 

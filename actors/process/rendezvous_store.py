@@ -225,7 +225,7 @@ class RendezvousStore(Store):
 
     The object must outlive the process groups that use it: torch keeps only the C++ part of a store, which calls the
     methods here. Every wait ends at the store's timeout (`set_timeout`), or at the one given. The methods raise
-    DistStoreError when a key does not come in time or the server refuses the request, and DistNetworkError when the
+    DistStoreError when a key does not exist in time or the server refuses the request, and DistNetworkError when the
     connection is lost.
     """
 

@@ -3,7 +3,8 @@
 `model.generate` would prefill a prompt once for each of its samples and would keep computing finished rows until the
 whole batch ends. Here a prompt is prefilled once for all its samples, and finished rows leave the batch. Log-probs are
 gathered step by step, so that no [steps, B, V] tensor is held. The loop can also stop between two steps, let the
-weights change, and continue. `Pending` is one unanswered request, `Batch` a set of requests decoded together.
+weights change, and continue. `Pending` is one unanswered request, and `Batch` is a set of requests that are decoded
+together.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class Decoding:
         return True
 
     def forget_keys_and_values(self) -> None:
-        """Drop all keys and values. The next step recomputes them, with the weights that the model then has, for the
-        prompt and the tokens so far of every running row. Must not be called during `run`."""
+        """Drop all keys and values. The next step recomputes them with the weights that the model has then, for the
+        prompt and all tokens of every running row. Must not be called during `run`."""
         self._window = None
 
     def _advance(self) -> _Window:

@@ -1,4 +1,4 @@
-"""The only module of the engine that imports vLLM, so that differences between vLLM's versions are handled here alone.
+"""The only module of the engine that imports vLLM, so that it alone handles differences between vLLM's versions.
 
 It works with vLLM 0.26 to 0.32; docs/internals/versions.md says where each was run.
 """

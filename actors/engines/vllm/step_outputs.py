@@ -5,10 +5,11 @@ the loading of new weights, every token of the old weights has therefore arrived
 A mark that is put after them in the queue divides the tokens exactly, whatever vLLM batches, overlaps or delays in
 between.
 
-vLLM's own way to record routes cuts an array for each token of each request, which is then packed, unpacked and joined
-with the others of its request, and lists all blocks of every request in each step, where only those of a prompt that
-ends are read. Here the scheduler takes the routes of all tokens of a step at once, and lists the blocks of prompts
-alone. Headrace's process adds each request's part to what it has, before vLLM's output loop looks at the outputs.
+vLLM's own way to record routes cuts one array per token of each request. Each array is packed, unpacked and joined with
+the other arrays of its request. vLLM also lists all blocks of every request in each step, although only the blocks of
+finished prompts are read. Here the scheduler takes the routes of all tokens of a step at once, and lists only the
+blocks of prompts. Headrace's process adds the routes of each request to its earlier routes before vLLM's output loop
+reads the outputs.
 
     engine process     routes of a step -> `hand_out` -> one array in the scheduler's outputs -> one message
     headrace's process                  one message -> `RoutesOfSamples.split` -> vLLM's output loop
